@@ -1,0 +1,56 @@
+# The recipes of the course. Needs make and Python 3.11 or newer with venv; all else goes to .venv.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+DATA ?= embedded
+ONLY ?=
+RUN ?=
+
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+NEWEST_RUN = $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
+
+.PHONY: help lab job report test bench notebooks lint
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+lab: .venv/ready ## open the course in JupyterLab
+	$(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.default_url=/lab/tree/notebooks/start.ipynb
+
+job: .venv/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash sbatch/ddp.sbatch --data "$(DATA)"
+
+report: .venv/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
+	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"
+
+test: lint ## lint, look for stale notebooks, run every test
+	$(BIN)/python scripts/build_notebooks.py --check
+	$(BIN)/python -m pytest
+
+bench: .venv/ready ## measure this machine into bench.json; ONLY=name measures one thing
+	$(BIN)/python scripts/bench.py $(if $(ONLY),--only "$(ONLY)")
+
+notebooks: .venv/ready-dev ## build the notebooks and the course map from solutions/*.py
+	$(BIN)/python scripts/build_notebooks.py $(if $(ONLY),--only "$(ONLY)")
+
+lint: .venv/ready-dev ## check the style of the code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Many Hands needs Python 3.11 or newer, as in: make PYTHON=python3.12 lab" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
+		echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(INSTALL) -e .
+	@mkdir -p .venv/etc/jupyter/labconfig
+	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' \
+		> .venv/etc/jupyter/labconfig/default_setting_overrides.json
+	@touch $@
+
+.venv/ready-dev: .venv/ready
+	$(INSTALL) -e '.[dev]'
+	@touch $@

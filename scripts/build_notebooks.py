@@ -1,0 +1,427 @@
+"""Build each lesson's two notebooks, and README's course map, from the sources in solutions/.
+
+    python scripts/build_notebooks.py            write what is out of date
+    python scripts/build_notebooks.py --check    write nothing; exit 1 if something is out of date
+
+solutions/NN_word.py is plain Python in jupytext's percent format, and it opens with a header:
+
+    # ---
+    # manyhands: {title: ..., minutes: 90, goal: ..., needs: [collectives]}
+    # ---
+
+What a cell's heading may hold, beside `tags=[...]`:
+
+    exercise="f C.g" todo="6.3" minutes=15 difficulty=2 points=2
+                    the cell is one `from manyhands.word import f, C`. It becomes the source of f
+                    and C, and in notebooks/ the bodies named in `exercise` are emptied
+    show="true"     the same with nothing emptied
+    check="6.3"     the check of that exercise
+    answer="true"   stands in solutions/ only
+
+So an answer is written once, in the library that the training scripts run.
+"""
+
+import ast
+import builtins
+import os
+import re
+import symtable
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+from jupytext.config import JupytextConfiguration
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbformat import NotebookNode
+from traitlets.config import Config as TraitConfig
+
+from manyhands.runtime import BadInput, command_line
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADINGS = set("exercise todo minutes difficulty points show check answer tags jupyter".split())
+IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
+KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+MAP_START, MAP_END = "<!-- course map -->", "<!-- /course map -->"
+MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
+MAX_NOTEBOOK_BYTES = 1_500_000
+
+
+@dataclass(frozen=True)
+class Config:
+    """Build the notebooks and the course map."""
+
+    check: bool = False
+    """Write nothing; exit 1 and name the files that are out of date."""
+    execute: bool = False
+    """Run the solution notebooks again, also those whose cells did not change."""
+    only: str = ""
+    """Build one source only, such as 06_ddp."""
+    root: Path = ROOT
+    """The folder that holds solutions/, notebooks/, scripts/ and README.md."""
+    timeout_s: int = 300
+    """The longest that one cell may run, in seconds."""
+
+
+@dataclass
+class Lesson:
+    """One source file, read: its header and its cells."""
+
+    path: Path
+    root: Path
+    meta: dict[str, Any]
+    cells: list[NotebookNode]
+    points: dict[str, int] = field(default_factory=dict)  # todo number -> points
+
+    @property
+    def is_numbered(self) -> bool:
+        """Is this a lesson, and not the page the course opens at?"""
+        return self.path.stem != "start"
+
+    def target(self, folder: str) -> Path:
+        """The notebook that is built from this source into `folder`."""
+        return self.root / folder / f"{self.path.stem}.ipynb"
+
+    def fault(self, index: int, message: str) -> BadInput:
+        """An error that says where in the source it is."""
+        return BadInput(f"solutions/{self.path.name}, cell {index}: {message}")
+
+
+# ---------------------------------------------------------------- reading a source
+
+
+def read_lesson(path: Path, root: Path) -> Lesson:
+    """Read one source and check its header, its cell headings and its exercise numbers."""
+    settings = JupytextConfiguration(root_level_metadata_as_raw_cell=False)
+    parsed = jupytext.read(path, fmt="py:percent", config=settings)
+    meta = parsed.metadata.get("jupytext", {}).get("root_level_metadata", {}).get("manyhands", {})
+    if missing := {"title", "minutes", "goal"} - set(meta):
+        raise BadInput(
+            f"solutions/{path.name}: the header lacks {', '.join(sorted(missing))}; it opens with "
+            "a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
+        )
+    lesson = Lesson(path, root, dict(meta), parsed.cells)
+    for index, cell in enumerate(lesson.cells):
+        check_heading(lesson, index, dict(cell.metadata))
+    numbers = [cell.metadata.get("check") for cell in lesson.cells if "check" in cell.metadata]
+    if sorted(numbers) != sorted(lesson.points):
+        raise BadInput(
+            f"solutions/{path.name}: exercises {sorted(lesson.points)} and checks "
+            f"{sorted(numbers)} differ; each exercise has one check"
+        )
+    return lesson
+
+
+def check_heading(lesson: Lesson, index: int, heading: dict[str, Any]) -> None:
+    """Refuse a heading that is misspelt or incomplete; note the exercise's number and points."""
+    if unknown := set(heading) - HEADINGS:
+        raise lesson.fault(index, f"unknown in the heading: {', '.join(sorted(unknown))}")
+    if "exercise" not in heading:
+        return
+    number, difficulty = heading.get("todo", ""), heading.get("difficulty")
+    prefix = lesson.path.stem.partition("_")[0].lstrip("0") or "0"
+    if not re.fullmatch(rf"{prefix}\.\d+", number) or number in lesson.points:
+        raise lesson.fault(
+            index, f'todo="{number}" must be "{prefix}.N" with an N not used before in this lesson'
+        )
+    if difficulty not in (1, 2, 3) or not isinstance(heading.get("minutes"), int):
+        raise lesson.fault(index, f"TODO {number} needs minutes=N and difficulty=1, 2 or 3")
+    lesson.points[number] = heading.get("points", 1)
+
+
+# ---------------------------------------------------------------- building a notebook
+
+
+def build(lesson: Lesson, is_todo: bool) -> NotebookNode:
+    """The lesson's notebook without outputs: the TODO version or the solution."""
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    )
+    known = set(IN_EVERY_MODULE)
+    for index, cell in enumerate(lesson.cells):
+        heading = cell.metadata
+        if heading.get("answer") and is_todo:
+            continue
+        new = NotebookNode(cell, id=f"{lesson.path.stem}-{index:03d}", metadata=NotebookNode())
+        new.metadata.update({key: heading[key] for key in ("tags", "jupyter") if key in heading})
+        if cell.cell_type == "markdown":
+            new.source = link_figures(lesson, index, cell.source, is_todo)
+        elif "exercise" in heading or "show" in heading:
+            new.source = expand(lesson, index, is_todo)
+        if cell.cell_type == "code":
+            read, defined = global_names(new.source)
+            known |= defined
+            if new.source != cell.source and (unknown := read - known):
+                raise lesson.fault(index, f"no cell above defines {', '.join(sorted(unknown))}")
+            add_grading(new, heading, lesson.points)
+        notebook.cells.append(new)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def add_grading(cell: NotebookNode, heading: dict[str, Any], points: dict[str, int]) -> None:
+    """Mark exercises and checks as nbgrader (metadata schema 3) wants them; leave other cells."""
+    marks: dict[str, Any] = {"schema_version": 3, "task": False, "cell_type": "code"}
+    if number := heading.get("todo"):
+        marks |= {"grade": False, "solution": True, "locked": False}
+        marks["grade_id"] = f"todo-{number.replace('.', '-')}"
+    elif number := heading.get("check"):
+        marks |= {"grade": True, "solution": False, "locked": True, "points": points[number]}
+        marks["grade_id"] = f"check-{number.replace('.', '-')}"
+    else:
+        return
+    cell.metadata["nbgrader"] = marks
+
+
+def link_figures(lesson: Lesson, index: int, text: str, is_todo: bool) -> str:
+    """Check every picture of a markdown cell; in solutions/ point the links at notebooks/."""
+    if "<img" in text:
+        raise lesson.fault(index, "write a picture as ![what it shows](figures/name.svg)")
+    for alt, link in re.findall(r"!\[([^]]*)\]\(([^)]*)\)", text):
+        if not alt.strip():
+            raise lesson.fault(index, f"the picture {link} has no text that says what it shows")
+        if not link.startswith("figures/") or not (lesson.root / "notebooks" / link).is_file():
+            raise lesson.fault(index, f"there is no picture notebooks/{link}")
+    return text if is_todo else text.replace("](figures/", "](../notebooks/figures/")
+
+
+# ---------------------------------------------------------------- code from the library
+
+
+def expand(lesson: Lesson, index: int, is_todo: bool) -> str:
+    """The source of the names that the cell imports, under a line that states the exercise."""
+    cell = lesson.cells[index]
+    statements = ast.parse(cell.source).body
+    if len(statements) != 1 or not isinstance(statements[0], ast.ImportFrom):
+        raise lesson.fault(index, "this cell holds one `from module import name, name`")
+    module, heading = statements[0].module or "", cell.metadata
+    number, emptied = heading.get("todo"), heading.get("exercise", "").split()
+    imported = [alias.name for alias in statements[0].names]
+    if lost := {dotted.partition(".")[0] for dotted in emptied} - set(imported):
+        raise lesson.fault(index, f"the cell empties {sorted(lost)} but does not import it")
+    parts = []
+    try:
+        for name in imported:
+            source = library_source(lesson.root, module, name)
+            for dotted in emptied:
+                if dotted.partition(".")[0] == name:
+                    stub = empty_body(source, dotted, number)
+                    source = stub if is_todo else source
+            parts.append(source)
+    except BadInput as fault:
+        raise lesson.fault(index, str(fault)) from None
+    if number:
+        minutes, difficulty = heading["minutes"], heading["difficulty"]
+        parts[0] = f"# TODO {number} - {minutes} minutes - difficulty {difficulty} of 3\n{parts[0]}"
+    return "\n\n\n".join(parts)
+
+
+def library_source(root: Path, module: str, name: str) -> str:
+    """The text of one function, class or constant of scripts/<module>.py."""
+    path = root / "scripts" / f"{module.replace('.', '/')}.py"
+    if not path.is_file():
+        raise BadInput(f"there is no module {module} in scripts/")
+    text = path.read_text()
+    for node in ast.parse(text).body:
+        targets = getattr(node, "targets", [getattr(node, "target", node)])
+        if name in {getattr(target, "name", getattr(target, "id", None)) for target in targets}:
+            decorators = [item.lineno for item in getattr(node, "decorator_list", [])]
+            first = min([node.lineno, *decorators])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    raise BadInput(f"{module} defines no {name}")
+
+
+def empty_body(source: str, dotted: str, number: str) -> str:
+    """`source` with the body at `dotted` (f or C.g) replaced by a TODO; its docstring stays."""
+    node: Any = ast.Module(ast.parse(source).body, [])
+    for part in dotted.split("."):
+        found = [child for child in node.body if getattr(child, "name", None) == part]
+        if len(found) != 1:
+            raise BadInput(f"{dotted} stands {len(found)} times in the code; it must stand once")
+        node = found[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise BadInput(f"{dotted} is no function: name the methods to empty, as {dotted}.method")
+    if not ast.get_docstring(node) or len(node.body) < 2:
+        raise BadInput(f"{dotted} needs a docstring, which states the task, and a body")
+    lines, indent = source.splitlines(), " " * node.body[0].col_offset
+    end = node.end_lineno
+    while end < len(lines) and lines[end].startswith(f"{indent}#"):
+        end += 1  # a comment below the last statement belongs to the answer
+    lines[node.body[0].end_lineno : end] = [
+        f"{indent}# TODO {number}: your code here",
+        f'{indent}raise NotImplementedError("TODO {number}")',
+    ]
+    return "\n".join(lines)
+
+
+def global_names(source: str) -> tuple[set[str], set[str]]:
+    """The global names that a cell reads, and those that it defines."""
+    top = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")
+    defined = {
+        one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported()
+    }
+    read = {
+        one.get_name()
+        for scope in scopes_in(top)
+        for one in scope.get_symbols()
+        if one.is_referenced() and (scope is top or one.is_global())
+    }
+    return read, defined
+
+
+def scopes_in(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    """This scope and all scopes inside it."""
+    yield table
+    for child in table.get_children():
+        yield from scopes_in(child)
+
+
+# ---------------------------------------------------------------- running a solution
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """The cells that run, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def keep_outputs(notebook: NotebookNode, old: NotebookNode) -> bool:
+    """Take over the outputs of an earlier build; False if it ran other code, or did not run."""
+    new_cells, old_cells = code_cells(notebook), code_cells(old)
+    if [cell.source for cell in new_cells] != [cell.source for cell in old_cells]:
+        return False
+    if any(cell.execution_count is None for cell in old_cells):
+        return False
+    for new, before in zip(new_cells, old_cells, strict=True):
+        new.outputs, new.execution_count = before.outputs, before.execution_count
+    return True
+
+
+def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
+    """Run the solution in solutions/ with this clone's library, and check what it printed."""
+    name = f"solutions/{lesson.path.name}"
+    print(f"running: {name}", flush=True)
+    metadata = dict(notebook.metadata)
+    client = NotebookClient(
+        notebook,
+        timeout=timeout_s,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(lesson.path.parent)}},
+        store_widget_state=False,
+        record_timing=False,
+        config=TraitConfig({"KernelManager": {"transport_encryption": "auto"}}),
+    )
+    search = [str(lesson.root.resolve() / "scripts"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+    try:
+        client.execute(env=environment)
+    except (CellControlSignal, DeadKernelError) as error:
+        print(error, file=sys.stderr)
+        raise BadInput(f"{name}: a cell failed, see above; nothing was written") from None
+    notebook.metadata = NotebookNode(metadata)
+    check_outputs(notebook, lesson)
+
+
+def check_outputs(notebook: NotebookNode, lesson: Lesson) -> None:
+    """Refuse outputs that name a path of this machine, or that are too large to read on the web."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            shown = {key: value for key, value in output.items() if key != "data"}
+            shown |= {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
+            if found := MACHINE_PATH.search(str(shown)):
+                raise BadInput(f"{cell.id}: its output holds a path of this machine ({found[0]}..)")
+            if str(lesson.root.resolve()) in str(shown):
+                raise BadInput(f"{cell.id}: its output holds the path of this clone")
+    if (num_bytes := len(nbformat.writes(notebook))) > MAX_NOTEBOOK_BYTES:
+        raise BadInput(
+            f"solutions/{lesson.path.stem}.ipynb has {num_bytes:,} bytes, over "
+            f"{MAX_NOTEBOOK_BYTES:,}: print less, or draw smaller figures"
+        )
+
+
+# ---------------------------------------------------------------- the files
+
+
+def course_map(lessons: list[Lesson]) -> str:
+    """README's table of lessons."""
+    rows = ["| lesson | minutes | after it you can |", "|---|---:|---|"]
+    for lesson in lessons:
+        number = lesson.path.stem.partition("_")[0]
+        link = f"[{number} {lesson.meta['title']}](notebooks/{lesson.path.stem}.ipynb)"
+        rows.append(f"| {link} | {lesson.meta['minutes']} | {lesson.meta['goal']} |")
+    return "\n".join(rows)
+
+
+def wanted_readme(root: Path, lessons: list[Lesson]) -> str:
+    """README with the course map brought up to date."""
+    text = (root / "README.md").read_text()
+    before, start, rest = text.partition(MAP_START)
+    _, end, after = rest.partition(MAP_END)
+    if not start or not end:
+        raise BadInput(f"README.md needs a line {MAP_START} and below it a line {MAP_END}")
+    return f"{before}{start}\n{course_map(lessons)}\n{end}{after}"
+
+
+def wanted_solution(lesson: Lesson, config: Config) -> NotebookNode:
+    """The solution notebook, with the outputs it has or, unless checking, new ones."""
+    notebook = build(lesson, is_todo=False)
+    path = lesson.target("solutions")
+    is_fresh = path.exists() and keep_outputs(notebook, nbformat.read(path, as_version=4))
+    if not config.check and (config.execute or not is_fresh):
+        execute(notebook, lesson, config.timeout_s)
+    return notebook
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
+    """Every generated file and the text it should hold."""
+    sources = sorted((config.root / "solutions").glob("*.py"))
+    lessons = [read_lesson(path, config.root) for path in sources]
+    chosen = [lesson for lesson in lessons if config.only in ("", lesson.path.stem)]
+    if config.only and not chosen:
+        names = ", ".join(path.stem for path in sources) or "none"
+        raise BadInput(f"there is no solutions/{config.only}.py; there is: {names}")
+    for lesson in chosen:
+        yield lesson.target("notebooks"), f"{nbformat.writes(build(lesson, is_todo=True))}\n"
+        yield lesson.target("solutions"), f"{nbformat.writes(wanted_solution(lesson, config))}\n"
+    numbered = [lesson for lesson in lessons if lesson.is_numbered]
+    yield config.root / "README.md", wanted_readme(config.root, numbered)
+
+
+def strays(root: Path) -> list[Path]:
+    """Notebooks that no source makes."""
+    names = {path.stem for path in (root / "solutions").glob("*.py")}
+    found = [*(root / "notebooks").glob("*.ipynb"), *(root / "solutions").glob("*.ipynb")]
+    return sorted(path for path in found if path.stem not in names)
+
+
+def main(config: Config) -> None:
+    """Bring every generated file up to date, or only name those that are not."""
+    is_stale = False
+    for path, text in wanted_files(config):
+        if path.exists() and path.read_text() == text:
+            continue
+        is_stale = True
+        if not config.check:
+            write_whole(path, text)
+        print(f"{'out of date' if config.check else 'wrote'}: {path.relative_to(config.root)}")
+    if found := strays(config.root):
+        names = ", ".join(str(path.relative_to(config.root)) for path in found)
+        raise BadInput(f"no source in solutions/ makes {names}: remove it")
+    if config.check and is_stale:
+        print("run: make notebooks")
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

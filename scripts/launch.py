@@ -1,0 +1,82 @@
+"""Start a script's ranks on this node: torchrun with the course's rendezvous and a tidy end.
+
+    python scripts/launch.py scripts/train_ddp.py --steps 50     all ranks on this machine
+    srun ... python scripts/launch.py scripts/train_ddp.py       a node's agent: sbatch/launch.sh
+
+RANKS sets the number of ranks a node; otherwise it is one a GPU, or 2 on a machine without GPUs.
+Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch.distributed import DistNetworkError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from manyhands.runtime import BadInput, first_line, rendezvous_arguments
+
+STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+
+
+def torchrun_arguments(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+    """The arguments for this node's agent, from what launch.sh and Slurm have set."""
+    ranks = environ.get("RANKS", str(num_gpus or 2))
+    if not ranks.isdigit() or int(ranks) < 1:
+        raise BadInput(f"RANKS is {ranks!r}: give the number of ranks a node, 1 or more")
+    num_nodes = int(environ.get("NODES", 1))
+    if num_nodes == 1:
+        return ["--standalone", f"--nproc-per-node={ranks}"]
+    return rendezvous_arguments(
+        num_nodes=num_nodes,
+        processes_per_node=int(ranks),
+        head_node=environ["HEAD_NODE"],
+        job_id=int(environ["SLURM_JOB_ID"]),
+        is_head=environ.get("SLURM_NODEID", "0") == "0",
+    )
+
+
+def launch(command: list[str]) -> int:
+    """Run `command` (a script and its flags) on this node's ranks and return the exit code."""
+    if not command or not os.path.isfile(command[0]):
+        raise BadInput(f"no script {' '.join(command[:1])}: give one, as scripts/train_ddp.py")
+    arguments = torchrun_arguments(os.environ, torch.cuda.device_count())
+    ranks = int(arguments[1].split("=")[1])
+    threads = (
+        max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(STOPS))
+    if "--standalone" in arguments:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news are told below
+    try:
+        torchrun.main([*arguments, *command])
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if codes & {2, 130}:
+            return max(codes & {2, 130})  # the script has said in one line what is wrong
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException as stop:
+        return 130 if stop.sigval == signal.SIGINT else 0
+    except (RendezvousError, DistNetworkError, OSError) as error:
+        raise BadInput(
+            f"the nodes did not meet ({first_line(error)}): is the head node's name right, and its "
+            f"port free? ({' '.join(arguments)})"
+        ) from None
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(launch(sys.argv[1:]))
+    except BadInput as problem:
+        print(f"launch.py: {problem}", file=sys.stderr)
+        sys.exit(2)

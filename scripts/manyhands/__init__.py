@@ -1,0 +1,1 @@
+"""Many Hands: neural-network training spread over many processors, built by hand."""

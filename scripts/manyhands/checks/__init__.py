@@ -1,0 +1,232 @@
+"""Verdicts on a learner's function: done, not started, or not yet with the reason.
+
+    check.place(place)  ->  run on real ranks, compare with the truth  ->  a card and one plain line
+
+Not started is an amber card and the notebook runs on; wrong is a red card and a one-line error, so
+that "Run all", nbval and nbgrader stop at the mistake. A check never hangs: the learner's code runs
+in ranks with a limit, also where one rank would do.
+"""
+
+import html
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from manyhands.failures import RankFailed, RanksHung, is_echo, where
+from manyhands.lab import run_ranks
+
+LIMIT_S = 6.0
+COLOURS = {"done": "0,158,115", "not started": "230,159,0", "not yet": "213,94,0"}
+
+
+class Wrong(Exception):
+    """What a check saw, the misconception it smells of, and a hint."""
+
+    def __init__(self, seen: str, smell: str = "", hint: str = "") -> None:
+        super().__init__(seen)
+        self.seen, self.smell, self.hint = seen, smell, hint
+
+
+class NotYet(Exception):
+    """Stops "Run all" at the mistake, with one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to a learner: a card in a browser, one plain line in a log."""
+
+    todo: str
+    name: str
+    state: str  # done, not started, not yet
+    seen: str = ""
+    smell: str = ""
+    hint: str = ""
+
+    def __repr__(self) -> str:
+        reasons = " - ".join(part for part in (self.seen, self.smell, self.hint) if part)
+        return f"TODO {self.todo} {self.state}" + (f": {reasons}" if reasons else "")
+
+    def _repr_html_(self) -> str:
+        colour = COLOURS[self.state]
+        parts = [f"<b>TODO {self.todo} {self.state}</b> <code>{html.escape(self.name)}</code>"]
+        if self.state == "not started":
+            parts.append(
+                f"Write it in the cell above. Stuck? <code>check.hint('{self.todo}')</code>"
+            )
+        for label, text in (("Seen", self.seen), ("Why", self.smell), ("Try", self.hint)):
+            if text:
+                parts.append(f"<b>{label}:</b> {html.escape(text)}")
+        style = f"border-left:6px solid rgb({colour});background:rgba({colour},.14)"
+        return f'<div style="{style};padding:.5em .8em;margin:.3em 0">{"<br>".join(parts)}</div>'
+
+
+@dataclass
+class Exercise:
+    """One TODO: its check, its hints, and how far the learner has come."""
+
+    todo: str
+    name: str
+    check: Callable
+    hints: tuple[str, ...]
+    verdict: Verdict
+    answer: object = None
+    hints_shown: int = 0
+
+
+@dataclass
+class Lesson:
+    """The exercises of one lesson, in order. `module` holds the course's own answers."""
+
+    module: str
+    exercises: dict[str, Exercise] = field(default_factory=dict)
+
+    def exercise(self, todo: str, *hints: str) -> Callable:
+        """Make a check of the function below: it takes the learner's answer and raises Wrong."""
+
+        def register(check: Callable) -> Callable:
+            name = check.__name__
+            exercise = Exercise(todo, name, check, hints, Verdict(todo, name, "not started"))
+            self.exercises[todo] = exercise
+
+            def run(answer: object) -> None:
+                exercise.answer, exercise.verdict = answer, judge(exercise, answer)
+                show(exercise.verdict)
+                strict = "NBGRADER_EXECUTION" in os.environ
+                if exercise.verdict.state == "not yet" or (strict and not self.done(todo)):
+                    raise NotYet(repr(exercise.verdict))
+
+            run.__name__, run.__doc__, run.exercise = name, check.__doc__, exercise
+            return run
+
+        return register
+
+    def done(self, *todos: str) -> bool:
+        """Are all of these done?"""
+        return all(self.exercises[todo].verdict.state == "done" for todo in todos)
+
+    def ready(self, *todos: str) -> bool:
+        """Are all of these done? Says in one line which ones an experiment still waits for."""
+        waits = [todo for todo in todos if not self.done(todo)]
+        if waits:
+            print(f"This cell waits for TODO {', '.join(waits)}: it runs once the check is green.")
+        return not waits
+
+    def hint(self, todo: str) -> None:
+        """Print one more hint for a TODO."""
+        exercise = self.exercises.get(todo)
+        if exercise is None:
+            print(f"There is no TODO {todo} here; there are {', '.join(self.exercises)}.")
+            return
+        exercise.hints_shown = min(exercise.hints_shown + 1, len(exercise.hints))
+        for number, text in enumerate(exercise.hints[: exercise.hints_shown], 1):
+            print(f"Hint {number} of {len(exercise.hints)} for TODO {todo}: {text}")
+        if exercise.hints_shown == len(exercise.hints):
+            print("That was the last hint. The solution notebook is in the folder solutions/.")
+
+    def summary(self) -> None:
+        """Print what is done, one line."""
+        marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]"}
+        states = [exercise.verdict.state for exercise in self.exercises.values()]
+        line = " ".join(
+            f"{marks[e.verdict.state]} {todo} {e.name}" for todo, e in self.exercises.items()
+        )
+        print(f"{states.count('done')} of {len(states)} done: {line}")
+
+
+def judge(exercise: Exercise, answer: object) -> Verdict:
+    """Run one check and turn whatever happens into a verdict."""
+    todo, name = exercise.todo, exercise.name
+    try:
+        if not callable(answer):
+            raise Wrong(
+                f"{name} is {answer!r}, not a function or class: run the cell that defines it"
+            )
+        if "NBGRADER_EXECUTION" in os.environ:
+            refuse_the_course_s_own(answer, name)
+        exercise.check(answer)
+    except Wrong as wrong:
+        return Verdict(todo, name, "not yet", wrong.seen, wrong.smell, wrong.hint)
+    except RankFailed as failed:
+        if failed.failure.error == "NotImplementedError":
+            return Verdict(todo, name, "not started")
+        return Verdict(todo, name, "not yet", *told(failed))
+    return Verdict(todo, name, "done")
+
+
+def told(failed: RankFailed) -> tuple[str, str, str]:
+    """A failure on a rank as seen, smell, hint."""
+    failure = failed.failure
+    place = (
+        f" in{where(failure.frames[-1]).replace('  line', ' line', 1)}" if failure.frames else ""
+    )
+    if isinstance(failed, RanksHung):
+        lines = [f"rank {r} waits in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
+        return (
+            f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})",
+            "a hang: not every rank makes the same calls in the same order, or a loop has no end",
+            "look for a collective inside an `if` that only some ranks enter",
+        )
+    if is_echo(failure):
+        return (
+            f"rank {failed.rank} waited{place} for a partner that had already finished",
+            "not every rank makes the same calls",
+            "look for a collective inside an `if` that only some ranks enter",
+        )
+    first = failure.message.split("\n")[0]
+    return f"rank {failed.rank} raised {failure.error}: {first}{place}", "", ""
+
+
+def ranks(fn: Callable, world_size: int, *args: object, **options: object) -> list:
+    """`run_ranks` with the limit of a check. A rank shows what the learner's code prints."""
+    return run_ranks(fn, world_size, *args, **{"timeout_s": LIMIT_S, **options})
+
+
+def show(verdict: Verdict) -> None:
+    """Display the card in a notebook; print the line elsewhere."""
+    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+        sys.modules["IPython"].display.display(verdict)
+    else:
+        print(verdict)
+
+
+def refuse_the_course_s_own(answer: object, name: str) -> None:
+    """Raise Wrong when a graded answer is, or just calls, the course's own function."""
+    if any(_is_ours(value, name) for value in [answer, *_globals_used(answer)]):
+        raise Wrong(
+            f"{name} comes from the manyhands package",
+            "graded work has to be written in the notebook",
+            "write the body in the TODO cell; looking at the package to learn is fine",
+        )
+
+
+def _is_ours(value: object, name: str) -> bool:
+    """Is this the package's function of that name, or a module of the package that holds it?"""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.startswith("manyhands") and hasattr(value, name)
+    module = getattr(value, "__module__", "") or ""
+    return module.startswith("manyhands") and getattr(value, "__name__", "") == name
+
+
+def _globals_used(answer: object) -> list[object]:
+    """Every global, and every module imported inside, that the answer's code names."""
+    functions = (
+        [f for f in vars(answer).values() if inspect.isfunction(f)]
+        if isinstance(answer, type)
+        else [inspect.unwrap(answer)]
+    )
+    found: list[object] = []
+    for function in functions:
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            names = [function.__globals__.get(name) for name in code.co_names]
+            imported = [sys.modules.get(name) for name in code.co_names if "manyhands" in name]
+            found += [value for value in [*names, *imported] if value is not None]
+    return found

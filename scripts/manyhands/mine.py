@@ -1,0 +1,139 @@
+"""The learner's own functions as a file that a job can import: mine/<lesson>.py.
+
+    notebook: def place(...), class BucketedDDP  --write-->  mine/ddp.py  --load-->  train_ddp.py
+
+A notebook's functions live in its kernel, where no job can reach them. Their source is copied into
+a file, together with the imports and helpers that they use, so that the job runs the same code.
+"""
+
+import ast
+import builtins
+import importlib.util
+import inspect
+import linecache
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from manyhands.runtime import BadInput
+
+FOLDER = Path(__file__).resolve().parents[2] / "mine"
+
+
+def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> Path:
+    """Write the answers' source to `folder`/<lesson>.py and return the path.
+
+    Raises:
+        ValueError: an answer uses a value of the notebook that cannot be written down.
+    """
+    imports: set[str] = set()
+    definitions: dict[str, str] = {}
+    for name, answer in answers.items():
+        _collect(name, answer, imports, definitions)
+    title = f'"""Written by the last cell of the {lesson} notebook: your own functions."""'
+    text = (
+        "\n\n\n".join([title + "\n\n" + "\n".join(sorted(imports)), *definitions.values()]) + "\n"
+    )
+    compile(text, f"mine/{lesson}.py", "exec")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{lesson}.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(lesson: str, names: Iterable[str], folder: Path = FOLDER) -> dict[str, object]:
+    """Import `folder`/<lesson>.py and return those of `names` that it defines.
+
+    Raises:
+        BadInput: there is no such file, it does not run, or it defines none of the names.
+    """
+    path = folder / f"{lesson}.py"
+    shown = f"{folder.name}/{path.name}"
+    if not path.is_file():
+        raise BadInput(
+            f"--impl mine needs {shown}, which is not there: run the last cell of the {lesson} "
+            "notebook, or take --impl scratch"
+        )
+    spec = importlib.util.spec_from_file_location(f"mine_{lesson}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        line = getattr(error, "lineno", None) or inspect.trace()[-1].lineno
+        raise BadInput(
+            f"{shown} does not run ({type(error).__name__}: {error}, line {line}): mend it in the "
+            "notebook and run its last cell again"
+        ) from error
+    found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if not found:
+        raise BadInput(f"{shown} defines none of {', '.join(names)}: run the notebook's last cell")
+    return found
+
+
+def source_of(value: object) -> str:
+    """The source text of a function or class, also of one that a notebook cell defines."""
+    name = value.__name__
+    code = _code_of(value)
+    text = "".join(linecache.getlines(code.co_filename)) if code else inspect.getsource(value)
+    found = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+    ]
+    if not found:
+        return inspect.cleandoc("\n" + inspect.getsource(value))
+    first = min([found[-1].lineno, *(mark.lineno for mark in found[-1].decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : found[-1].end_lineno])
+
+
+def _functions_of(value: object) -> list[types.FunctionType]:
+    if not isinstance(value, type):
+        return [inspect.unwrap(value)]
+    members = [getattr(member, "fget", member) for member in vars(value).values()]
+    members = [inspect.unwrap(member) for member in members if callable(member)]
+    return [member for member in members if inspect.isfunction(member)]
+
+
+def _code_of(value: object) -> types.CodeType | None:
+    functions = _functions_of(value)
+    return functions[0].__code__ if functions else None
+
+
+def _collect(name: str, value: object, imports: set[str], definitions: dict[str, str]) -> None:
+    """Add the source of `value`, and of all that it names, helpers first."""
+    if name in definitions:
+        return
+    source = source_of(value)
+    definitions[name] = ""  # holds its place while its helpers are looked at
+    functions = _functions_of(value)
+    known = functions[0].__globals__ if functions else {}
+    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    for other in sorted(used - {name} - set(vars(builtins))):
+        if other in known:
+            _add(other, known[other], imports, definitions, name)
+    del definitions[name]
+    definitions[name] = source
+
+
+def _add(
+    name: str, value: object, imports: set[str], definitions: dict[str, str], user: str
+) -> None:
+    """Make `name` known in the file: by an import, by its source, or by its value."""
+    if isinstance(value, types.ModuleType):
+        imports.add(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
+        return
+    module, origin = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if origin and module and module != "__main__":
+        imports.add(f"from {module} import {origin}" + (f" as {name}" if name != origin else ""))
+        return
+    if origin and (inspect.isfunction(value) or isinstance(value, type)):
+        _collect(name, value, imports, definitions)
+        return
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError):
+        raise ValueError(
+            f"{user} uses {name!r} from the notebook, a {type(value).__name__}: a job cannot know "
+            "it. Make it inside the function, or pass it as an argument"
+        ) from None
+    definitions[name] = f"{name} = {value!r}"

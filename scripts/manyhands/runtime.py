@@ -1,0 +1,298 @@
+"""Processes: this rank's place in the job, its device, and joining and leaving the group.
+
+    torchrun --nproc-per-node=2 script.py          (one agent a node, one process a GPU)
+        |-- RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --> place() -> World --> process_group(world)
+        '-- RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 --> place() -> World --> process_group(world)
+
+gloo joins CPU processes and NCCL joins GPUs; the code above them is the same. Without torchrun a
+process is a world of one. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class BadInput(ValueError):
+    """What a person gave cannot be used. The message is one line: the numbers and the remedy."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the job."""
+
+    rank: int  # 0 .. world_size-1, unique in the whole job
+    local_rank: int  # 0 .. processes on this node - 1, unique on this node
+    world_size: int  # processes in the job
+    device: torch.device
+    seed: int = 1  # the same on every rank
+
+    @property
+    def is_main(self) -> bool:
+        """Is this rank 0, the one that prints and saves?"""
+        return self.rank == 0
+
+    @property
+    def data_seed(self) -> int:
+        """A seed that differs by rank, for what must differ: dropout and data augmentation."""
+        return 1_000_003 * self.seed + self.rank + 1
+
+    @property
+    def backend(self) -> str:
+        """The library that carries messages between the ranks."""
+        if self.world_size == 1 and not dist.is_initialized():
+            return "no process group"
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def print(self, *args: object) -> None:
+        """Print on rank 0 only, so that a line is not repeated `world_size` times."""
+        if self.is_main:
+            print(*args, flush=True)
+
+
+def place(environ: Mapping[str, str], num_gpus: int) -> World:
+    """Read this process's place in the job from the variables that torchrun sets.
+
+    Args:
+        environ: holds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE (processes on this node),
+            all as text. Where one is missing the process is alone: rank 0 of 1.
+        num_gpus: GPUs of this node.
+
+    Returns:
+        The World. Its device is "cuda:<local rank>" when the node has a GPU for each of its own
+        processes, else "cpu" for all of them, so that no two ranks share a GPU by accident.
+    """
+    local_rank = int(environ.get("LOCAL_RANK", 0))
+    local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    device = f"cuda:{local_rank}" if num_gpus >= local_world_size else "cpu"
+    return World(
+        rank=int(environ.get("RANK", 0)),
+        local_rank=local_rank,
+        world_size=int(environ.get("WORLD_SIZE", 1)),
+        device=torch.device(device),
+    )
+
+
+@contextmanager
+def process_group(world: World, timeout_s: float = 120) -> Iterator[None]:
+    """Join the job's process group, and leave it at the end.
+
+    Joins with NCCL when `world.device` is a GPU and gloo when it is a CPU, as rank `world.rank` of
+    `world.world_size`, and waits for no message longer than `timeout_s` seconds. The address comes
+    from MASTER_ADDR and MASTER_PORT. Leaves the group when the block ends, also when it raises.
+    """
+    dist.init_process_group(
+        "nccl" if world.device.type == "cuda" else "gloo",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rendezvous_arguments(
+    num_nodes: int, processes_per_node: int, head_node: str, job_id: int, is_head: bool
+) -> list[str]:
+    """The arguments that make `num_nodes` torchrun agents, one a node, start one job together.
+
+    Args:
+        processes_per_node: ranks that this node's agent starts; one a GPU.
+        head_node: name or address of the node where the agents meet, the same on every node.
+        job_id: any number that the scheduler gives each job, however large. Agents with the same
+            number belong together, and the port follows from it, so that two jobs on one node do
+            not collide: 20000 + job_id modulo 20000.
+        is_head: is this node the head node? It then holds the meeting place, even where the
+            head's name in the network is not its own host name.
+    """
+    return [
+        f"--nnodes={num_nodes}",
+        f"--nproc-per-node={processes_per_node}",
+        f"--rdzv-id={job_id}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={head_node}:{20000 + job_id % 20000}",
+        f"--rdzv-conf=is_host={int(is_head)}",
+    ]
+
+
+@contextmanager
+def distributed(
+    device: str = "auto", seed: int = 1, timeout_s: float = 120, quiet: bool = False
+) -> Iterator[World]:
+    """Join the job's process group and yield this rank's World; leave the group at the end.
+
+    Every rank gets the same torch seed, so that all build the same model; after that, a script
+    calls `torch.manual_seed(world.data_seed)`. Also works without torchrun, as a world of one.
+    The body must be one call (`return train(config, world)`): a DDP model that is still alive when
+    the group is destroyed can hang for ever.
+
+    Raises:
+        BadInput: the environment or the device asked for cannot be used.
+    """
+    set_by_torchrun = [name for name in NEEDED if name in os.environ]
+    if "WORLD_SIZE" in os.environ and len(set_by_torchrun) < len(NEEDED):
+        missing = ", ".join(name for name in NEEDED if name not in os.environ)
+        raise BadInput(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {missing} is not set: start this script "
+            "with torchrun, or unset WORLD_SIZE to run in one process"
+        )
+    if "WORLD_SIZE" not in os.environ:
+        # A world of one still needs a meeting place; port 0 lets the system pick a free one.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    world = _on_device(replace(place(os.environ, torch.cuda.device_count()), seed=seed), device)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    torch.manual_seed(seed)
+    try:
+        with process_group(world, timeout_s):
+            if not quiet:
+                world.print(_one_line(world))
+            try:
+                yield world
+            except BaseException as error:
+                # The traceback holds the body's locals, and so its DDP model: see above.
+                traceback.clear_frames(error.__traceback__)
+                raise
+    except dist.DistNetworkError as error:
+        raise BadInput(
+            f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}: {first_line(error)}. Is the port in use? Choose another "
+            "with MASTER_PORT"
+        ) from error
+
+
+def alone(device: str = "auto", seed: int = 1) -> World:
+    """A world of one without a process group, seeded; for scripts that train in one process."""
+    world = _on_device(replace(place({}, torch.cuda.device_count()), seed=seed), device)
+    torch.manual_seed(seed)
+    world.print(_one_line(world))
+    return world
+
+
+def _on_device(world: World, device: str) -> World:
+    """`world` on the device asked for: auto (GPUs where there are enough), cpu or cuda."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"--device is {device!r}: choose auto, cpu or cuda")
+    if device == "cpu":
+        return replace(world, device=torch.device("cpu"))
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and world.device.type != "cuda":
+        processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        raise BadInput(
+            f"--device cuda, but this node has {num_gpus} GPU(s) for {processes} process(es): "
+            "start fewer processes, or take --device cpu"
+        )
+    if num_gpus and world.device.type == "cpu":
+        world.print(f"this node has {num_gpus} GPU(s), fewer than its ranks: all ranks use the CPU")
+    return world
+
+
+def _one_line(world: World) -> str:
+    threads = torch.get_num_threads()
+    return (
+        f"device: {world.world_size} rank(s) on {world.device.type}, {threads} thread(s) each, "
+        f"backend: {world.backend}, torch {torch.__version__}"
+    )
+
+
+def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
+    """End this process as soon as its parent is gone, however that ended.
+
+    torchrun or a notebook kernel that is killed outright cannot take its ranks along; they would
+    go on for hours, unseen.
+
+    Args:
+        parent_ends: returns when the parent is gone; by default, when this process is adopted.
+    """
+    parent = os.getppid()
+
+    def adopted() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+
+    def watch() -> None:
+        (parent_ends or adopted)()
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # with everything this rank started
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without the C++ part that torch adds."""
+    return str(error).strip().split("\n")[0].split(" Exception raised from")[0]
+
+
+def command_line(main: Callable, config_class: type) -> None:
+    """Read the flags into `config_class`, call `main(config)`, and end with a tidy exit code.
+
+    Exit codes: 0 done, 1 a fault of ours (with its traceback), 2 bad input (with one line on
+    standard error, from the first rank that met it), 130 interrupted.
+    """
+    import tyro
+
+    config = tyro.cli(config_class, description=sys.modules[main.__module__].__doc__)
+    try:
+        main(config)
+        return
+    except KeyboardInterrupt:
+        code = 130
+    except BadInput as error:
+        code = 2
+        if _claim("bad input"):
+            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+    except Exception:
+        code = 1
+        # A rank that only lost its partner stays silent when the partner said what is wrong.
+        if _claimed("bad input"):
+            code = 2
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit can wait for ever for a process group that has lost a rank
+
+
+def _job_store() -> dist.Store | None:
+    """A new connection to the job's key-value store, or None for a world of one."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_PORT" not in os.environ:
+        return None
+    with suppress(dist.DistError, RuntimeError):  # the rank that held the store may be gone
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))
+    return None
+
+
+def _claim(what: str) -> bool:
+    """True on the first rank of this start of the job that calls it."""
+    store = _job_store()
+    return store is None or store.add(_key(what), 1) == 1
+
+
+def _claimed(what: str) -> bool:
+    """Did some rank call `_claim`? Waits a moment, since errors travel faster than words."""
+    if _job_store() is not None:
+        time.sleep(0.5)
+    store = _job_store()
+    return store is not None and store.add(_key(what), 0) > 0
+
+
+def _key(what: str) -> str:
+    return f"manyhands/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{what}"

@@ -1,0 +1,109 @@
+"""Fetch and check the text that a job will need. Run it where there is internet.
+
+    python scripts/prepare_data.py --data wikitext-2 --vocab 4096
+
+The compute nodes of a cluster have no internet, but they read the same home folder as the login
+node. What this script leaves in the cache folder there is what `--data wikitext-2` reads.
+"""
+
+import hashlib
+import os
+import shlex
+import ssl
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from manyhands.corpus import HUB, cache_folder, load
+from manyhands.runtime import BadInput, command_line, first_line
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to prepare."""
+
+    data: str = "wikitext-2"
+    """wikitext-2, embedded, a folder of text files, or one text file"""
+    vocab: int = 0
+    """0 for characters, else the number of byte pairs to learn and to keep in the cache"""
+
+
+def main(config: Config) -> None:
+    """Fetch the data where it is not here yet, read it as a job would, and say what was found."""
+    path = Path(os.path.expanduser(config.data))
+    if config.data in HUB:
+        path = fetch(config.data)
+    corpus = load(config.data, block=1, vocab=config.vocab)
+    print(corpus.note)
+    if config.data != "embedded":
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if file.is_file():
+                content = file.read_bytes()
+                sha256 = hashlib.sha256(content).hexdigest()
+                print(f"{file}: {len(content):,} bytes, sha256 {sha256}")
+    vocab = f" --vocab {config.vocab}" if config.vocab else ""
+    print(
+        "next: torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py "
+        f"--data {shlex.quote(config.data)}{vocab}"
+    )
+
+
+def fetch(name: str) -> Path:
+    """Return the folder with the text files of a hub data set, fetching it if it is not there.
+
+    Raises:
+        BadInput: it is not there, and the hub cannot be reached or has no such data set.
+    """
+    folder = cache_folder() / name
+    if folder.is_dir():
+        return folder
+    repository, subset = HUB[name]
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if "HF_HUB_OFFLINE" not in os.environ and not reachable(hub):
+        # Otherwise `datasets` tries for half a minute. It reads this when it is imported, and
+        # still finds what it has in its own cache.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets
+
+    try:
+        splits = datasets.load_dataset(repository, subset)
+        _store({split: rows["text"] for split, rows in splits.items()}, folder)
+    except Exception as error:  # of many kinds: network, cache, disk, a changed data set
+        raise BadInput(
+            f"cannot fetch {name} ({repository}, {subset}) into {folder}: {first_line(error)}. Run "
+            f"`python scripts/prepare_data.py --data {name}` on a machine with internet (on a "
+            "cluster the login node), or take --data FOLDER or --data embedded"
+        ) from error
+    return folder
+
+
+def reachable(address: str, timeout_s: float = 5) -> bool:
+    """Does a web server answer at `address`, through the proxy where one is set?"""
+    try:
+        urlopen(address, timeout=timeout_s).close()
+    except HTTPError:
+        return True
+    except URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # there, but signed by one Python trusts not
+    except OSError:
+        return False
+    return True
+
+
+def _store(splits: dict[str, list[str]], folder: Path) -> None:
+    """Write one text file a split; the folder appears only when all are whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+        whole = Path(partial) / folder.name
+        whole.mkdir()
+        for split, lines in splits.items():
+            # An empty line of the text is an empty string in the hub's rows.
+            text = "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+            (whole / f"{split}.txt").write_text(text, "utf-8", newline="\n")
+        whole.rename(folder)
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

@@ -1,0 +1,67 @@
+"""Train the language model in one process: the loop that every other script changes.
+
+python scripts/train_single.py --data embedded --steps 300
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from manyhands import corpus
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import World, alone, command_line
+from manyhands.transformer import Transformer, flops_per_token, total_loss
+from report import write_report
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    return train(config, alone(config.device, config.seed))
+
+
+def train(config: Config, world: World) -> float:
+    # Data
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    order = torch.Generator()
+    sampler = RandomSampler(data.train, generator=order)
+    loader = DataLoader(data.train, config.batch, sampler=sampler, drop_last=True)
+    valid = DataLoader(data.valid, config.batch)
+
+    # Model
+    vocab_size = data.tokenizer.vocab_size
+    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    # Training
+    flops = flops_per_token(vocab_size, config.block, config.layers)
+    run = Run(config, world, "single", flops_per_token=flops, floor=data.entropy_floor)
+    run.resume(model, optimizer)
+    for epoch in run.epochs(loader):
+        order.manual_seed(config.seed + epoch)
+        for inputs, targets in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss)
+
+    # Result
+    total, count = total_loss(model, valid, world.device)
+    valid_loss = (total / count).item()
+    save_once(model, run.folder / "model.pt")
+    run.finish(valid_loss)
+    if world.is_main:
+        world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

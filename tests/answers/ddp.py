@@ -1,0 +1,826 @@
+"""Answers to lesson 06 as students give them: RIGHT ones differ from the course's own, and WRONG
+ones come with words that the verdict must hold. A name is the exercise, then what is done."""
+
+import os
+import random
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands import corpus, ddp, run, runtime
+from manyhands.runtime import World
+
+RIGHT: dict[str, list] = {
+    "6.1": [runtime.place],
+    "6.2": [runtime.process_group],
+    "6.3": [corpus.ShardedSampler],
+    "6.4": [ddp.broadcast_state],
+    "6.5": [ddp.average_gradients],
+    "6.6": [ddp.BucketedDDP],
+    "6.7": [ddp.mean_over_ranks],
+    "6.8": [run.save_once],
+    "6.9": [runtime.rendezvous_arguments],
+}
+WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
+
+
+def right(todo):
+    return lambda answer: RIGHT[todo].append(answer) or answer
+
+
+def wrong(todo, words):
+    return lambda answer: WRONG[todo].append((answer, words)) or answer
+
+
+def world_of(environ, device, rank="RANK", local="LOCAL_RANK", size="WORLD_SIZE"):
+    numbers = [int(environ.get(name, fallback)) for name, fallback in ((rank, 0), (local, 0))]
+    return World(*numbers, int(environ.get(size, 1)), torch.device(device))
+
+
+# ---- 6.1 place ------------------------------------------------------------------------------
+
+
+@right("6.1")
+def place_step_by_step(environ, num_gpus):
+    if "RANK" not in environ:
+        return World(0, 0, 1, torch.device("cuda", 0) if num_gpus else torch.device("cpu"))
+    local = int(environ["LOCAL_RANK"])
+    enough = int(environ["LOCAL_WORLD_SIZE"]) <= num_gpus
+    device = torch.device("cuda", local) if enough else torch.device("cpu")
+    return World(int(environ["RANK"]), local, int(environ["WORLD_SIZE"]), device)
+
+
+@wrong("6.1", "use LOCAL_RANK")
+def place_global_rank_as_gpu(environ, num_gpus):
+    enough = num_gpus >= int(environ.get("LOCAL_WORLD_SIZE", 1))
+    return world_of(environ, f"cuda:{environ.get('RANK', 0)}" if enough else "cpu")
+
+
+@wrong("6.1", "share one GPU")
+def place_everybody_on_gpu_0(environ, num_gpus):
+    enough = num_gpus >= int(environ.get("LOCAL_WORLD_SIZE", 1))
+    return world_of(environ, "cuda" if enough else "cpu")
+
+
+@wrong("6.1", "environment variables are text")
+def place_keeps_text(environ, num_gpus):
+    world = place_step_by_step(environ, num_gpus)
+    return World(environ.get("RANK", "0"), world.local_rank, world.world_size, world.device)
+
+
+@wrong("6.1", "processes on this node")
+def place_local_world_size(environ, num_gpus):
+    device = place_step_by_step(environ, num_gpus).device
+    return world_of(environ, device, size="LOCAL_WORLD_SIZE")
+
+
+@wrong("6.1", "RANK counts over the whole job")
+def place_rank_is_local(environ, num_gpus):
+    return world_of(environ, place_step_by_step(environ, num_gpus).device, rank="LOCAL_RANK")
+
+
+@wrong("6.1", "not from os.environ")
+def place_reads_os_environ(environ, num_gpus):
+    return world_of(os.environ, place_step_by_step(environ, num_gpus).device)
+
+
+@wrong("6.1", "variables are not set")
+def place_needs_torchrun(environ, num_gpus):
+    int(environ["RANK"])
+    return place_step_by_step(environ, num_gpus)
+
+
+@wrong("6.1", "do not ask torch.cuda")
+def place_asks_torch(environ, num_gpus):
+    return world_of(environ, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+@wrong("6.1", "half on GPUs and half on CPUs")
+def place_some_on_gpus(environ, num_gpus):
+    local = int(environ.get("LOCAL_RANK", 0))
+    return world_of(environ, f"cuda:{local}" if local < num_gpus else "cpu")
+
+
+@wrong("6.1", "fall back to 'cpu'")
+def place_always_gpu(environ, num_gpus):
+    return world_of(environ, f"cuda:{environ.get('LOCAL_RANK', 0)}")
+
+
+@wrong("6.1", "the answer is one World")
+def place_returns_a_tuple(environ, num_gpus):
+    world = place_step_by_step(environ, num_gpus)
+    return world.rank, world.local_rank, world.world_size, world.device
+
+
+# ---- 6.2 process_group ----------------------------------------------------------------------
+
+
+def join(world, timeout_s, **changes):
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    options = {"rank": world.rank, "world_size": world.world_size, "backend": backend}
+    dist.init_process_group(**{**options, "timeout": timedelta(seconds=timeout_s), **changes})
+
+
+@right("6.2")
+class GroupAsAClass:
+    def __init__(self, world, timeout_s=120):
+        self.world, self.timeout_s = world, timeout_s
+
+    def __enter__(self):
+        # torch picks gloo or NCCL, rank and size come from the environment
+        dist.init_process_group(timeout=timedelta(seconds=self.timeout_s))
+
+    def __exit__(self, *_):
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "nobody called destroy_process_group")
+@contextmanager
+def group_never_left(world, timeout_s=120):
+    join(world, timeout_s)
+    yield
+
+
+@wrong("6.2", "not in a `finally`")
+@contextmanager
+def group_left_only_when_well(world, timeout_s=120):
+    join(world, timeout_s)
+    yield
+    dist.destroy_process_group()
+
+
+@wrong("6.2", "swallows it")
+@contextmanager
+def group_swallows(world, timeout_s=120):
+    join(world, timeout_s)
+    try:
+        yield
+    except Exception:
+        print("something went wrong")
+    finally:
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "gloo moves GPU data")
+@contextmanager
+def group_always_gloo(world, timeout_s=120):
+    join(world, timeout_s, backend="gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "noticed after 10 or 30 minutes")
+@contextmanager
+def group_without_a_limit(world, timeout_s=120):
+    join(world, timeout_s, timeout=None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "unique in the whole job")
+@contextmanager
+def group_by_local_rank(world, timeout_s=120):
+    join(world, timeout_s, rank=world.local_rank)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "@contextmanager")
+def group_is_no_manager(world, timeout_s=120):
+    join(world, timeout_s)
+
+
+@wrong("6.2", "gone before the body ran")
+@contextmanager
+def group_left_at_once(world, timeout_s=120):
+    join(world, timeout_s)
+    dist.destroy_process_group()
+    yield
+
+
+# ---- 6.3 ShardedSampler ---------------------------------------------------------------------
+
+
+class Sampler:
+    def __init__(self, num_samples, rank, world_size, seed=0):
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def order(self, seed=None):
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch if seed is None else seed)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def __iter__(self):
+        return iter(self.order()[self.rank :: self.world_size])
+
+    def __len__(self):
+        return len(range(self.rank, self.num_samples, self.world_size))
+
+
+@right("6.3")
+class SamplerWithPythonsRandom(Sampler):
+    def __iter__(self):
+        order = list(range(self.num_samples))
+        random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        for position, index in enumerate(order):
+            if position % self.world_size == self.rank:
+                yield index
+
+    def __len__(self):
+        whole, rest = divmod(self.num_samples, self.world_size)
+        return whole + (self.rank < rest)
+
+
+@wrong("6.3", "not divided")
+class SamplerOfEverything(Sampler):
+    def __iter__(self):
+        return iter(self.order())
+
+    def __len__(self):
+        return self.num_samples
+
+
+@wrong("6.3", "a different shuffle")
+class SamplerSeededByRank(Sampler):
+    def __iter__(self):
+        return iter(self.order(self.seed + self.epoch + self.rank)[self.rank :: self.world_size])
+
+
+@wrong("6.3", "padded")
+class SamplerPadded(Sampler):
+    def __iter__(self):
+        order = self.order()
+        order += order[: -len(order) % self.world_size]
+        return iter(order[self.rank :: self.world_size])
+
+    def __len__(self):
+        return -(-self.num_samples // self.world_size)
+
+
+@wrong("6.3", "rest of the division was dropped")
+class SamplerDropsTheRest(Sampler):
+    def __iter__(self):
+        each = self.num_samples // self.world_size
+        return iter(self.order()[self.rank :: self.world_size][:each])
+
+    def __len__(self):
+        return self.num_samples // self.world_size
+
+
+@wrong("6.3", "self.epoch is not part of the seed")
+class SamplerForgetsTheEpoch(Sampler):
+    def __iter__(self):
+        return iter(self.order(self.seed)[self.rank :: self.world_size])
+
+
+@wrong("6.3", "nothing was shuffled")
+class SamplerInOrder(Sampler):
+    def __iter__(self):
+        return iter(range(self.rank, self.num_samples, self.world_size))
+
+
+@wrong("6.3", "divided first and shuffled afterwards")
+class SamplerCutsFirst(Sampler):
+    def __iter__(self):
+        mine = list(range(self.rank, self.num_samples, self.world_size))
+        random.Random(f"{self.seed} {self.epoch}").shuffle(mine)
+        return iter(mine)
+
+
+@wrong("6.3", "one solid piece")
+class SamplerInPieces(Sampler):
+    def __iter__(self):
+        order, size = self.order(), self.num_samples
+        start = self.rank * size // self.world_size
+        return iter(order[start : (self.rank + 1) * size // self.world_size])
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+
+@wrong("6.3", "torch's shared random numbers")
+class SamplerReseedsTorch(Sampler):
+    def __iter__(self):
+        torch.manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(self.num_samples)[self.rank :: self.world_size].tolist())
+
+
+@wrong("6.3", ".tolist()")
+class SamplerOfTensors(Sampler):
+    def __iter__(self):
+        return iter(torch.tensor(self.order()[self.rank :: self.world_size]))
+
+
+@wrong("6.3", "len() says")
+class SamplerOfRoundedLength(Sampler):
+    def __len__(self):
+        return self.num_samples // self.world_size
+
+
+@wrong("6.3", "self.seed is not used")
+class SamplerWithoutSeed(Sampler):
+    def __iter__(self):
+        return iter(self.order(self.epoch)[self.rank :: self.world_size])
+
+
+# ---- 6.4 broadcast_state --------------------------------------------------------------------
+
+
+@right("6.4")
+def broadcast_data_directly(module, group=None):
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, src=0, group=group)
+
+
+@right("6.4")
+def broadcast_as_objects(module, group=None):
+    box = [module.state_dict()]
+    dist.broadcast_object_list(box, src=0, group=group)
+    module.load_state_dict(box[0])
+
+
+@wrong("6.4", "go through module.buffers()")
+def broadcast_no_buffers(module, group=None):
+    for param in module.parameters():
+        dist.broadcast(param.detach(), src=0, group=group)
+
+
+@wrong("6.4", "do not filter by requires_grad")
+def broadcast_no_frozen(module, group=None):
+    for tensor in [*[p for p in module.parameters() if p.requires_grad], *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=0, group=group)
+
+
+@wrong("6.4", "rank 0's own")
+def broadcast_by_averaging(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point():
+            dist.all_reduce(tensor.detach(), group=group)
+            tensor.detach().div_(dist.get_world_size(group))
+
+
+@wrong("6.4", "never reached the model")
+def broadcast_into_copies(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        copy = tensor.detach().clone()
+        dist.broadcast(copy, src=0, group=group)
+        tensor = copy
+
+
+@wrong("6.4", "an optimizer that was made before")
+def broadcast_new_parameters(module, group=None):
+    for part in module.modules():
+        for name, param in list(part.named_parameters(recurse=False)):
+            new = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            dist.broadcast(new.detach(), src=0, group=group)
+            setattr(part, name, new)
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0, group=group)
+
+
+@wrong("6.4", "not every rank makes the same calls")
+def broadcast_only_on_rank_0(module, group=None):
+    if dist.get_rank(group) == 0:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0, group=group)
+
+
+@wrong("6.4", "rank 0's own")
+def broadcast_from_the_last(module, group=None):
+    last = dist.get_world_size(group) - 1
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=last, group=group)
+
+
+@wrong("6.4", "still has its own values")
+def broadcast_nothing(module, group=None):
+    return None
+
+
+# ---- 6.5 average_gradients ------------------------------------------------------------------
+
+
+def with_gradients(module):
+    return [param for param in module.parameters() if param.grad is not None]
+
+
+@right("6.5")
+def average_with_avg(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+
+
+@right("6.5")
+def average_flat(module, group=None):
+    params = with_gradients(module)
+    flat = torch.cat([param.grad.flatten() for param in params]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.grad = part.view_as(param).clone()
+
+
+@wrong("6.5", "that is the sum over the ranks")
+def average_is_a_sum(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group=group)
+
+
+@wrong("6.5", "still has its own gradient")
+def average_of_copies(module, group=None):
+    for param in with_gradients(module):
+        grad = param.grad / dist.get_world_size(group)
+        dist.all_reduce(grad, group=group)
+
+
+@wrong("6.5", "divide once")
+def average_divided_twice(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+        param.grad /= dist.get_world_size(group)
+
+
+@wrong("6.5", "the weights were averaged")
+def average_of_weights(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.detach(), group=group)
+        param.detach().div_(dist.get_world_size(group))
+
+
+@wrong("6.5", "a loop that ends early")
+def average_first_only(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= dist.get_world_size(group)
+        return
+
+
+@wrong("6.5", "a frozen parameter has .grad None")
+def average_forgets_frozen(module, group=None):
+    for param in module.parameters():
+        param.grad /= dist.get_world_size(group)
+        dist.all_reduce(param.grad, group=group)
+
+
+@wrong("6.5", "not every rank makes the same calls")
+def average_on_rank_0(module, group=None):
+    if dist.get_rank(group) == 0:
+        average_with_avg(module, group)
+
+
+@wrong("6.5", "frozen frozen.weight has got a gradient")
+def average_fills_frozen(module, group=None):
+    for param in module.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+
+
+@wrong("6.5", "not the mean over the ranks")
+def average_is_a_maximum(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
+
+
+# ---- 6.6 BucketedDDP ------------------------------------------------------------------------
+
+
+@right("6.6")
+class DDPThatAverages(ddp.BucketedDDP):
+    def _start(self, bucket):
+        flat = torch.cat([param.grad.reshape(-1) for param in bucket])
+        work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+        self.in_flight.append((work, flat))
+
+
+@right("6.6")
+class DDPThatAssigns(ddp.BucketedDDP):
+    def _finish(self):
+        for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
+            work.wait()
+            start = 0
+            for param in bucket:
+                param.grad = flat[start : start + param.numel()].view_as(param)
+                start += param.numel()
+        self.in_flight = []
+        self.num_ready = [0 for _ in self.buckets]
+
+
+@wrong("6.6", "no all-reduce was ever called")
+class DDPThatOnlyCounts(ddp.BucketedDDP):
+    def _on_grad_ready(self, param):
+        self.num_ready[self.bucket_of[param]] += 1
+
+
+@wrong("6.6", "waits inside all_reduce")
+class DDPThatWaits(ddp.BucketedDDP):
+    def _start(self, bucket):
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        flat /= dist.get_world_size(self.group)
+        dist.all_reduce(flat, group=self.group)
+        self.in_flight.append((None, flat))
+
+    def _finish(self):
+        self.in_flight = [(Done(), flat) for _, flat in self.in_flight]
+        super()._finish()
+
+
+class Done:
+    def wait(self):
+        return True
+
+
+@wrong("6.6", "no work.wait()")
+class DDPThatDoesNotWait(ddp.BucketedDDP):
+    def _finish(self):
+        kept = self.in_flight  # alive, so that the message still arrives
+        self.in_flight = [(Done(), flat.clone()) for _, flat in kept]
+        super()._finish()
+        for work, _ in kept:
+            work.wait()
+
+
+@wrong("6.6", "not copied back")
+class DDPThatForgetsToCopy(ddp.BucketedDDP):
+    def _finish(self):
+        for work, _ in self.in_flight:
+            work.wait()
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
+
+
+@wrong("6.6", "the first one's counts still stand")
+class DDPThatDoesNotReset(ddp.BucketedDDP):
+    def forward(self, *args):
+        return self.module(*args)
+
+    def _finish(self):
+        for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
+            work.wait()
+            for param, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                param.grad.copy_(mean.view_as(param))
+
+
+@wrong("6.6", "that is the sum over the ranks")
+class DDPThatSums(ddp.BucketedDDP):
+    def _start(self, bucket):
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        self.in_flight.append((dist.all_reduce(flat, group=self.group, async_op=True), flat))
+
+
+@wrong("6.6", "self.sync says")
+class DDPThatAlwaysSyncs(ddp.BucketedDDP):
+    def _on_grad_ready(self, param):
+        self.sync = True
+        super()._on_grad_ready(param)
+
+
+@wrong("6.6", "after the last gradient is ready")
+class DDPThatStartsLate(ddp.BucketedDDP):
+    def _on_grad_ready(self, param):
+        if not self.sync:
+            return
+        self.num_ready[self.bucket_of[param]] += 1
+        if sum(self.num_ready) == len(self.bucket_of):
+            for bucket in self.buckets:
+                self._start(bucket)
+            self._finish()
+
+
+@wrong("6.6", "one all-reduce a bucket")
+class DDPParameterByParameter(ddp.BucketedDDP):
+    def _start(self, bucket):
+        for param in bucket:
+            param.grad /= dist.get_world_size(self.group)
+        works = [dist.all_reduce(p.grad, group=self.group, async_op=True) for p in bucket]
+        self.in_flight.append((works, None))
+
+    def _finish(self):
+        for works, _ in self.in_flight:
+            for work in works:
+                work.wait()
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
+
+
+@wrong("6.6", "the exercise is to build it")
+class DDPFromTorch(nn.parallel.DistributedDataParallel):
+    pass
+
+
+# ---- 6.7 mean_over_ranks --------------------------------------------------------------------
+
+
+@right("6.7")
+def mean_by_two_messages(total, count, group=None):
+    total = total.clone().double()
+    items = torch.tensor(count, dtype=torch.int64)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(items, group=group)
+    return float(total / items)
+
+
+@right("6.7")
+def mean_by_gathering(total, count, group=None):
+    pairs = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pairs, (total.item(), count), group=group)
+    return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+
+
+@wrong("6.7", "mean of the ranks' means")
+def mean_of_means(total, count, group=None):
+    mean = total / max(count, 1)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+    return mean.item()
+
+
+@wrong("6.7", "the counts were not")
+def mean_forgets_counts(total, count, group=None):
+    total = total.clone()
+    dist.all_reduce(total, group=group)
+    return (total / count).item() if count else float("nan")
+
+
+@wrong("6.7", "this rank's own mean")
+def mean_of_one_rank(total, count, group=None):
+    return total.item() / max(count, 1)
+
+
+@wrong("6.7", "float32 holds 7 digits")
+def mean_in_float32(total, count, group=None):
+    both = torch.tensor([total.item(), float(count)])
+    dist.all_reduce(both, group=group)
+    return (both[0] / both[1]).item()
+
+
+@wrong("6.7", "`total` itself has changed")
+def mean_overwrites(total, count, group=None):
+    items = torch.tensor(float(count), dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(items, group=group)
+    return (total / items).item()
+
+
+@wrong("6.7", "a plain float")
+def mean_as_a_tensor(total, count, group=None):
+    return torch.tensor(mean_by_two_messages(total, count, group))
+
+
+@wrong("6.7", "returns None")
+def mean_on_rank_0(total, count, group=None):
+    mean = mean_by_two_messages(total, count, group)
+    if dist.get_rank(group) == 0:
+        return mean
+
+
+@wrong("6.7", "not every rank makes the same calls")
+def mean_skips_empty_ranks(total, count, group=None):
+    return mean_by_two_messages(total, count, group) if count else 0.0
+
+
+# ---- 6.8 save_once --------------------------------------------------------------------------
+
+
+@right("6.8")
+def save_with_early_return(module, path, group=None):
+    if dist.is_initialized() and dist.get_rank(group) != 0:
+        dist.barrier(group)
+        return
+    path = Path(path)
+    new = path.with_name("new")
+    torch.save(getattr(module, "module", module).state_dict(), new)
+    new.rename(path)
+    print("wrote", path, path.stat().st_size)
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def save_plainly(module, path):
+    torch.save(getattr(module, "module", module).state_dict(), f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
+def wait(group=None):
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def is_first(group=None):
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+@wrong("6.8", "write the same file")
+def save_on_every_rank(module, path, group=None):
+    torch.save(module.module.state_dict(), f"{path}.{os.getpid()}")
+    os.replace(f"{path}.{os.getpid()}", path)
+    wait(group)
+
+
+@wrong("6.8", "did not wait for rank 0")
+def save_without_barrier(module, path, group=None):
+    if is_first(group):
+        save_plainly(module, path)
+        print("saved")
+
+
+@wrong("6.8", "not every rank makes the same calls")
+def save_barrier_inside(module, path, group=None):
+    if is_first(group):
+        save_plainly(module, path)
+        print("saved")
+        wait(group)
+
+
+@wrong("6.8", "start with 'module.'")
+def save_the_wrapper(module, path, group=None):
+    if is_first(group):
+        torch.save(module.state_dict(), f"{path}.new")
+        os.replace(f"{path}.new", path)
+        print("saved")
+    wait(group)
+
+
+@wrong("6.8", "a whole model was pickled")
+def save_the_object(module, path, group=None):
+    if is_first(group):
+        torch.save(module, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        print("saved")
+    wait(group)
+
+
+@wrong("6.8", "the older file was lost")
+def save_in_place(module, path, group=None):
+    if is_first(group):
+        torch.save(getattr(module, "module", module).state_dict(), path)
+        print("saved")
+    wait(group)
+
+
+@wrong("6.8", "1 line by rank 0 was asked for")
+def save_and_all_print(module, path, group=None):
+    if is_first(group):
+        save_plainly(module, path)
+    wait(group)
+    print("saved")
+
+
+@wrong("6.8", "no rank called torch.save")
+def save_nothing(module, path, group=None):
+    wait(group)
+
+
+# ---- 6.9 rendezvous_arguments ---------------------------------------------------------------
+
+
+@right("6.9")
+def arguments_as_pairs(num_nodes, processes_per_node, head_node, job_id, is_head):
+    port = 1024 + job_id % 60000
+    text = f"--nnodes {num_nodes} --nproc_per_node {processes_per_node} --rdzv_id {job_id} "
+    text += f"--rdzv_backend c10d --rdzv_endpoint {head_node}:{port} "
+    return (text + f"--rdzv_conf is_host={'true' if is_head else 'false'}").split()
+
+
+def arguments_with(**changes):
+    def answer(num_nodes, processes_per_node, head_node, job_id, is_head):
+        call = (num_nodes, processes_per_node, head_node, job_id, is_head)
+        options = dict(a[2:].split("=", 1) for a in runtime.rendezvous_arguments(*call))
+        for name, change in changes.items():
+            options[name.replace("_", "-")] = change(*call)
+        return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+    return answer
+
+
+WRONG["6.9"] += [
+    (
+        arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"localhost:{20000 + j % 20000}"),
+        "a different machine on every node",
+    ),
+    (arguments_with(nproc_per_node=lambda n, p, h, j, i: n * p), "of its own node only"),
+    (arguments_with(nnodes=lambda *_: None), "a job of one node on every node"),
+    (arguments_with(rdzv_id=lambda n, p, h, j, i: j + i), "agents with different ids"),
+    (arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"{h}:29500"), "would collide"),
+    (arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"{h}:{20000 + j}"), "end at 65535"),
+    (
+        arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"{h}:{20000 + j % 9 + i}"),
+        "not the same everywhere",
+    ),
+    (arguments_with(rdzv_conf=lambda *_: None), "is_host=1 on the head"),
+    (arguments_with(rdzv_backend=lambda *_: "static"), "--rdzv-backend=c10d"),
+    (lambda *_: "--nnodes=2 --nproc-per-node=2", "return a list of texts"),
+]

@@ -1,0 +1,399 @@
+"""Text: the grammar and its floor, tokenizers, blocks, folders, the hub, and bad input."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import prepare_data
+from manyhands import corpus
+from manyhands.runtime import BadInput
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+SMALL = {  # sentences of unequal length and probability
+    "SENTENCE": ["ann WALKS", "the KIND MAN WALKS near the MAN"],
+    "KIND": ["old", "shy", "very DEGREE"],
+    "DEGREE": ["old", "odd"],
+    "MAN": ["baker", "cook", "pilot"],
+    "WALKS": ["walks", "sits"],
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the user's own cache out of the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "manyhands"
+
+
+@pytest.fixture(scope="module")
+def embedded() -> corpus.Corpus:
+    return corpus.load("embedded", block=64)
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# The grammar and its floor
+
+
+def derivations(rules: corpus.Rules, symbols: list[str]) -> Iterator[tuple[float, str]]:
+    """All (probability, sentence) that the symbols can become, one for each way to choose."""
+    if not symbols:
+        yield 1.0, ""
+        return
+    choices = rules.get(symbols[0])
+    if choices is None:
+        for chance, rest in derivations(rules, symbols[1:]):
+            yield chance, f"{symbols[0]} {rest}"
+        return
+    for choice in choices:
+        for chance, sentence in derivations(rules, choice.split() + symbols[1:]):
+            yield chance / len(choices), sentence
+
+
+def surprise(rules: corpus.Rules, words: list[str], symbols: list[str]) -> float:
+    """Read `words` back into choices, each settled by the next word; return -log p in nats."""
+    if not symbols:
+        assert not words, f"left over: {words}"
+        return 0.0
+    if symbols[0] not in rules:
+        assert words and words[0] == symbols[0], f"{symbols[0]} expected, found {words[:1]}"
+        return surprise(rules, words[1:], symbols[1:])
+    choices = rules[symbols[0]]
+    fitting = [choice for choice in choices if words[0] in first_words(rules, choice)]
+    assert len(fitting) == 1, f"{words[0]} could be any of {fitting}"
+    return math.log(len(choices)) + surprise(rules, words, fitting[0].split() + symbols[1:])
+
+
+def first_words(rules: corpus.Rules, choice: str) -> set[str]:
+    symbol = choice.split()[0]
+    if symbol not in rules:
+        return {symbol}
+    return set().union(*(first_words(rules, inner) for inner in rules[symbol]))
+
+
+def test_the_rate_equals_a_sum_over_all_sentences_of_a_small_grammar():
+    sentences: dict[str, float] = {}
+    for chance, sentence in derivations(SMALL, ["SENTENCE"]):
+        assert sentence not in sentences, "two ways to write one sentence"
+        sentences[sentence] = chance
+    assert sum(sentences.values()) == pytest.approx(1)
+    entropy = -sum(p * math.log(p) for p in sentences.values())
+    # `derivations` ends each word with a space, where `write` ends a sentence with ".\n".
+    length = sum(p * (len(sentence) + 1) for sentence, p in sentences.items())
+    assert corpus.entropy_rate(SMALL) == pytest.approx(entropy / length, rel=1e-12)
+
+
+def test_write_gives_each_sentence_as_often_as_its_probability_says():
+    lines = corpus.write(SMALL, "any seed", 300_000).splitlines()
+    for chance, sentence in derivations(SMALL, ["SENTENCE"]):
+        expected, seen = chance * len(lines), lines.count(sentence.strip() + ".")
+        assert abs(seen - expected) < 5 * math.sqrt(expected), sentence
+
+
+@pytest.mark.parametrize("rules", [SMALL, corpus.grammar()], ids=["small", "embedded"])
+def test_the_text_can_be_read_back_in_one_way_only(rules):
+    # Where the next word always settles the choice, no text has two derivations (an LL(1) grammar).
+    # Words hold no space and no full stop, so that the words can be told apart.
+    for symbol, choices in rules.items():
+        seen: set[str] = set()
+        for choice in choices:
+            firsts = first_words(rules, choice)
+            assert not firsts & seen, f"{symbol}: {firsts & seen} can begin two choices"
+            seen |= firsts
+        words = [word for choice in choices for word in choice.split() if word not in rules]
+        assert not any("." in word or word.split() != [word] for word in words)
+
+
+@pytest.mark.parametrize("rules", [SMALL, corpus.grammar()], ids=["small", "embedded"])
+def test_the_surprise_of_a_long_text_agrees_with_the_rate(rules):
+    rate = corpus.entropy_rate(rules)
+    excess = []
+    for line in corpus.write(rules, "surprise", 100_000).splitlines(keepends=True):
+        assert line.endswith(".\n")
+        excess.append(surprise(rules, line[:-2].split(" "), ["SENTENCE"]) - rate * len(line))
+    excess = torch.tensor(excess, dtype=torch.float64)
+    standard_error = excess.std() / len(excess) ** 0.5
+    assert abs(excess.mean()) < 4 * standard_error
+    assert standard_error < 0.01 * rate * 100_000 / len(excess)  # else the test would say nothing
+
+
+def test_the_embedded_floor_is_far_below_what_short_contexts_reach(embedded):
+    tokens, size = embedded.train.tokens, embedded.tokenizer.vocab_size
+    pairs = torch.bincount(tokens[:-1] * size + tokens[1:], minlength=size**2).view(size, size)
+    chances = pairs.double() / pairs.sum()
+    given = chances / chances.sum(1, keepdim=True)
+    bigram = -(chances * given.log()).nan_to_num().sum().item()
+    assert 0.5 < embedded.entropy_floor < 1
+    assert bigram > 2 * embedded.entropy_floor
+
+
+def test_the_embedded_text_is_always_the_same_and_its_splits_differ(embedded):
+    again = corpus.load("embedded", block=64)
+    assert torch.equal(again.train.tokens, embedded.train.tokens)
+    first = embedded.tokenizer.decode(embedded.train.tokens[:90])
+    assert first.splitlines()[0] == "diver vat of bes mends 761 boats at 11:21."
+    assert embedded.tokenizer.decode(embedded.valid.tokens[:90]) != first
+    assert len(embedded.train.tokens) >= 1_000_000 and len(embedded.valid.tokens) >= 100_000
+
+
+def test_number_and_topic_decide_later_words():
+    rules = corpus.grammar()
+    ones = {word for topic, *_ in corpus.TOPICS for word in rules[f"{topic}-DOES"]}
+    for line in corpus.write(rules, "agreement", 20_000).splitlines():
+        words = line.split()
+        assert (words[4] in ones) == (words[2] == "of") == (not words[0].endswith("s"))
+        (topic,) = [t for t, who, *_ in corpus.TOPICS if words[0].removesuffix("s") in who.split()]
+        assert words[6] in rules[f"{topic}-THINGS"]
+
+
+# Tokenizers
+
+
+def test_characters_know_their_alphabet_only(embedded):
+    tokenizer = embedded.tokenizer
+    assert tokenizer.decode(tokenizer.encode("a sailor at 7:35.\n")) == "a sailor at 7:35.\n"
+    assert sorted(set(embedded.train.tokens.tolist())) == list(range(tokenizer.vocab_size))
+    with pytest.raises(BadInput, match="'Q' is not among the 36") as error:
+        tokenizer.encode("Q")
+    one_line(error)
+
+
+def test_byte_pairs_give_any_text_back():
+    tokenizer = corpus.train_byte_pairs("one boat and one more boat\n" * 50, 300)
+    assert 257 <= tokenizer.vocab_size <= 300
+    generator = random.Random(0)
+    codes = [*range(0xD800), *range(0xE000, 0x110000)]
+    texts = ["", " ", "\n\n \r\n\t", "a\x00b", "\u2028x\x85y", "boat", " boat", "\u00e9e\u0301"]
+    texts += ["".join(map(chr, generator.choices(codes, k=50))) for _ in range(50)]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(torch.tensor(ids, dtype=torch.int64)) == text
+    assert len(tokenizer.encode("one boat")) < 4
+
+
+def test_byte_pairs_are_learned_from_the_train_text_only(tmp_path):
+    (tmp_path / "train.txt").write_text("abababab" * 100)
+    (tmp_path / "valid.txt").write_text("xyxyxyxy" * 100)
+    tokenizer = corpus.load(str(tmp_path), block=4, vocab=260).tokenizer
+    assert len(tokenizer.encode("abab")) < 4 and len(tokenizer.encode("xyxy")) == 4
+
+
+def test_byte_pairs_come_from_the_cache_and_a_damaged_cache_is_made_again(cache, monkeypatch):
+    text = "one boat and one more boat\n" * 50
+    first = corpus.train_byte_pairs(text, 300).model.to_str()
+    (file,) = cache.iterdir()
+    other = corpus.train_byte_pairs("something else entirely " * 50, 280).model.to_str()
+    assert other != first and len(list(cache.iterdir())) == 2
+    file.write_text(other)
+    assert corpus.train_byte_pairs(text, 300).model.to_str() == other, "the cache was not read"
+    for damage in (b"", first[: len(first) // 2].encode(), b"\xff\xfe", b"[]"):
+        file.write_bytes(damage)
+        assert corpus.train_byte_pairs(text, 300).model.to_str() == first
+        assert file.read_text() == first
+    file.unlink()
+    file.mkdir()
+    assert corpus.train_byte_pairs(text, 300).model.to_str() == first
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    assert corpus.train_byte_pairs(text, 300).model.to_str() == first
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("num_tokens", [5, 6, 12, 13, 14])
+def test_each_token_is_a_target_once(num_tokens):
+    blocks = corpus.Blocks(torch.arange(num_tokens), block=4)
+    loader = DataLoader(blocks, batch_size=2, shuffle=True)
+    pairs = [pair for x, y in loader for pair in zip(x.flatten(), y.flatten(), strict=True)]
+    assert all(target == token + 1 for token, target in pairs)
+    covered = (num_tokens - 1) // 4 * 4
+    assert sorted(target.item() for _, target in pairs) == list(range(1, covered + 1))
+    assert num_tokens - 1 - covered < 4
+    assert len(list(blocks)) == len(blocks)
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+
+
+# Folders and files
+
+
+@pytest.mark.parametrize(
+    "names, train, valid, note",
+    [
+        ("test.txt train.txt valid.txt", "train.txt", "valid.txt", "train on train.txt, validate"),
+        ("wiki.train.tokens wiki.valid.tokens", "wiki.train.tokens", "wiki.valid.tokens", "folder"),
+        (
+            "train-a.raw train-b.raw validation.raw",
+            "train-a.raw train-b.raw",
+            "validation.raw",
+            "+",
+        ),
+        ("test.txt train.txt", "train.txt", "test.txt", "validate on test.txt"),
+        ("test.txt valid.txt", "valid.txt", "test.txt", "not comparable with published"),
+        ("README.md a.txt b.txt", "a.txt b.txt", "", "20 characters, first 90% train / last 10%"),
+        ("test.txt testament.txt trains.txt", "test.txt testament.txt trains.txt", "", "62 char"),
+    ],
+)
+def test_a_folder_is_split_by_its_file_names(tmp_path, names, train, valid, note):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in reversed(names.split()):
+        (folder / name).write_text(2 * name)
+    expected = ["".join(2 * name for name in part.split()) for part in (train, valid)]
+    if not valid:
+        cut = int(0.9 * len(expected[0]))
+        expected = [expected[0][:cut], expected[0][cut:]]
+    loaded = corpus.load(str(folder), block=1)
+    parts = [loaded.tokenizer.decode(part.tokens) for part in (loaded.train, loaded.valid)]
+    assert parts == expected
+    assert note in loaded.note and "\n" not in loaded.note
+    assert ("not comparable" in loaded.note) == (names == "test.txt valid.txt")
+    assert loaded.name == "books" and loaded.entropy_floor is None
+
+
+def test_one_text_file_and_a_byte_order_mark(tmp_path):
+    file = tmp_path / "diary.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + "caf\u00e9 ".encode() * 20)
+    loaded = corpus.load(str(file), block=3)
+    assert loaded.tokenizer.decode(loaded.train.tokens) == "caf\u00e9 " * 18
+    assert loaded.note == (
+        "data: file diary.txt, 100 characters, first 90% train / last 10% validation; "
+        "5 characters; 90 / 10 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    "files, block, vocab, message",
+    [
+        ({}, 4, 0, "no .txt file among the 0 entries"),
+        ({"photo.jpg": b"\xff\xd8"}, 4, 0, "no .txt file among the 1 entries"),
+        ({"a.txt": b""}, 4, 0, "a.txt: empty"),
+        ({"train.txt": b"text", "valid.txt": b""}, 4, 0, "valid.txt: empty"),
+        ({"a.txt": b"good text \x00"}, 4, 0, "a.txt is no text: its byte 10 is zero"),
+        ({"a.txt": b"good\xff"}, 4, 0, "a.txt is no UTF-8 text, see its byte 4"),
+        ({"a.txt": b"x" * 1000}, 100, 0, "validation text .* 100 tokens, .* needs 101"),
+        ({"a.txt": b"x" * 1000}, 0, 0, "--block is 0"),
+        ({"a.txt": b"x" * 1000}, 4, 256, "--vocab is 256: .* 257"),
+        ({"a.txt": b"x" * 1000}, 4, -1, "--vocab is -1"),
+    ],
+)
+def test_what_cannot_be_used_is_named_in_one_line(tmp_path, files, block, vocab, message):
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(BadInput, match=message) as error:
+        corpus.load(str(folder), block, vocab)
+    one_line(error)
+
+
+@pytest.mark.parametrize("data", ["", "wikitext2", "~nobody-here/x", "x" * 5000])
+def test_an_unknown_name_lists_the_known_ones(data):
+    with pytest.raises(BadInput, match="embedded, wikitext-2|cannot read") as error:
+        corpus.load(data, block=4)
+    one_line(error)
+
+
+def real(name: str) -> str:
+    if not (DATA / name).is_dir():
+        pytest.skip(f"the real data is not there: {DATA / name}")
+    return str(DATA / name)
+
+
+def test_tinyshakespeare_is_read_whole():
+    loaded = corpus.load(real("tinyshakespeare"), block=64)
+    assert loaded.note == (
+        "data: folder tinyshakespeare, 1,115,394 characters, first 90% train / last 10% "
+        "validation; 65 characters; 1,003,854 / 111,540 tokens"
+    )
+
+
+def test_wikitext_without_its_train_split_says_so():
+    loaded = corpus.load(real("wikitext-2"), block=64, vocab=1000)
+    assert "not comparable with published perplexities" in loaded.note
+    assert loaded.tokenizer.vocab_size == 1000
+    text = (DATA / "wikitext-2" / "test.txt").read_text("utf-8")
+    assert loaded.tokenizer.decode(loaded.valid.tokens) == text
+
+
+# The hub
+
+
+def test_hub_data_that_is_not_there_is_refused_at_once_with_the_command_to_run():
+    with pytest.raises(BadInput, match="python scripts/prepare_data.py --data wikitext-2") as error:
+        corpus.load("wikitext-2", block=4)
+    assert "login node" in one_line(error) and "--data embedded" in one_line(error)
+
+
+def test_prepare_data_fetches_what_load_then_reads(tmp_path, cache, monkeypatch, capsys):
+    # A data set in the hub's own layout, but in a folder: `datasets` itself reads it.
+    hub = tmp_path / "wikitext"
+    hub.mkdir()
+    lines = {split: [f" = {split} = \n", "", " some words \n"] * 9 for split in ("train", "test")}
+    lines["validation"] = ["", " other words \n"] * 9
+    import datasets
+
+    for split, rows in lines.items():
+        datasets.Dataset.from_dict({"text": rows}).to_parquet(hub / f"{split}.parquet")
+    files = "".join(f"  - {{split: {s}, path: {s}.parquet}}\n" for s in lines)
+    (hub / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: raw-v1\n  data_files:\n{files}---\n"
+    )
+    monkeypatch.setitem(corpus.HUB, "wikitext-2", (str(hub), "raw-v1"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    prepare_data.main(prepare_data.Config())
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(os.listdir(cache)) == ["wikitext-2"], "something half-written was left"
+    assert [line.split(": ")[0] for line in printed[1:4]] == [
+        str(cache / "wikitext-2" / f"{split}.txt") for split in ("test", "train", "validation")
+    ]
+    assert "sha256" in printed[1] and printed[4].endswith("--data wikitext-2")
+    loaded = corpus.load("wikitext-2", block=4)
+    expected = "".join(line or "\n" for line in lines["train"])
+    assert loaded.tokenizer.decode(loaded.train.tokens) == expected
+    assert "train on train.txt, validate on validation.txt" in loaded.note
+
+
+def test_prepare_data_without_internet_ends_soon_with_one_line(tmp_path):
+    environ = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path / "hf"),
+        "COLUMNS": "80",
+    }
+    environ.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "prepare_data.py", "--data", "wikitext-2"],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,  # it takes 3 s; retrying would print lines on standard error
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "machine with internet" in done.stderr
+    assert not (tmp_path / "cache" / "manyhands" / "wikitext-2").exists()
+
+
+def test_prepare_data_checks_a_folder_and_learns_its_tokenizer(tmp_path, cache, capsys):
+    folder = tmp_path / "my text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one boat and one more boat\n" * 50)
+    prepare_data.main(prepare_data.Config(data=str(folder), vocab=300))
+    *_, file_line, last = capsys.readouterr().out.splitlines()
+    assert file_line.startswith(f"{folder / 'a.txt'}: 1,350 bytes, sha256 ")
+    assert last.endswith(f"--data '{folder}' --vocab 300")
+    assert len(list(cache.iterdir())) == 1

@@ -1,0 +1,99 @@
+"""pyproject.toml, environment.yml and constraints.txt ask for the same things."""
+
+import re
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from rattler import MatchSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+CONDA_NAMES = {"torch": "pytorch"}  # where conda-forge's name is not the one of the Python package
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def needed(*groups: str) -> dict[str, SpecifierSet]:
+    """Canonical name -> versions, of the dependencies and of the optional groups named."""
+    lines = [*project()["dependencies"]]
+    for group in groups:
+        lines += project()["optional-dependencies"][group]
+    parsed = [Requirement(line) for line in lines]
+    return {canonicalize_name(one.name): one.specifier for one in parsed}
+
+
+def pins() -> dict[str, str]:
+    """Canonical name -> version, of constraints.txt; each line must be `name==version`."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line)
+        assert match, f"constraints.txt: not `name==version`: {line!r}"
+        name = canonicalize_name(match[1])
+        assert name not in found, f"constraints.txt pins {name} twice"
+        found[name] = match[2]
+    return found
+
+
+def conda() -> tuple[dict, dict[str, MatchSpec], list[str]]:
+    """environment.yml: the whole, its conda packages by name, and what it leaves to pip."""
+    whole = yaml.safe_load((ROOT / "environment.yml").read_text())
+    lines = [item for item in whole["dependencies"] if isinstance(item, str)]
+    (pip,) = [item["pip"] for item in whole["dependencies"] if isinstance(item, dict)]
+    specs = [MatchSpec(line, strict=True) for line in lines]
+    return whole, {spec.name.normalized: spec for spec in specs}, pip
+
+
+def test_environment_is_well_formed() -> None:
+    whole, packages, pip = conda()
+    assert set(whole) == {"name", "channels", "dependencies"}
+    assert whole["name"] == project()["name"]
+    assert whole["channels"] == ["conda-forge"]
+    assert {"python", "pip"} <= set(packages)
+    assert pip == ["-e ."]
+
+
+def test_environment_and_pyproject_agree() -> None:
+    _, packages, _ = conda()
+    wanted = {CONDA_NAMES.get(name, name): versions for name, versions in needed().items()}
+    assert set(packages) - {"python", "pip"} == set(wanted)
+    for name, versions in wanted.items():
+        assert SpecifierSet(str(packages[name].version)) == versions, name
+    python = SpecifierSet(str(packages["python"].version))
+    floor = project()["requires-python"].removeprefix(">=")
+    assert floor in python and "3.10" not in python
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    pinned = pins()
+    for name, versions in needed("dev").items():
+        assert name in pinned, f"constraints.txt does not pin {name}"
+        assert pinned[name] in versions, f"{name}=={pinned[name]} is not {versions}"
+
+
+def test_pins_allow_each_other() -> None:
+    pinned = pins()
+    faults = []
+    for package in distributions():
+        if pinned.get(canonicalize_name(package.name)) != package.version.partition("+")[0]:
+            continue  # not the version that is pinned: its needs say nothing about ours
+        for requirement in map(Requirement, package.requires or []):
+            name = canonicalize_name(requirement.name)
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            if name in pinned and not requirement.specifier.contains(pinned[name], True):
+                faults.append(f"{package.name} wants {requirement}, pinned is {pinned[name]}")
+    assert not faults
+
+
+def test_no_package_is_fetched_from_a_place_of_its_own() -> None:
+    for name in ("constraints.txt", "environment.yml", "pyproject.toml", "Makefile"):
+        text = (ROOT / name).read_text()
+        assert not re.search(r"https?://|file:|git\+|^-e [^.]", text, re.MULTILINE), name

@@ -1,0 +1,461 @@
+"""A run's folder is whole whatever happens: killed, stopped, out of disk, or started wrongly."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from manyhands.lab import RankFailed, run_ranks
+from manyhands.run import PHASES, Run, TrainConfig, learning_rate_at, read_lines, save_once
+from manyhands.runtime import BadInput, World
+
+
+class Net(nn.Module):
+    """Small, but with dropout, so that a wrong random state shows in the weights."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
+        self.sleep_s = 0.0
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.sleep_s)
+        return ((self.layers(inputs) - targets) ** 2).mean()
+
+
+def world_here() -> World:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return World(rank, rank, size, torch.device("cpu"))
+
+
+def data(num_blocks: int = 40) -> TensorDataset:
+    inputs = torch.randn(num_blocks, 4, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = False) -> list[float]:
+    """Train as a script does. `event(rank, step)` is called before each log. Returns my losses."""
+    world = world_here()
+    torch.manual_seed(config.seed)
+    model = Net(width)
+    torch.manual_seed(world.data_seed)
+    if world.world_size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dataset = data()
+    sampler = DistributedSampler(dataset, world.world_size, world.rank, drop_last=True)
+    order = {"shuffle": True} if shuffle else {"sampler": sampler}
+    loader = DataLoader(dataset, config.batch // world.world_size, drop_last=True, **order)
+    run = Run(config, world, "tiny", flops_per_token=100.0, floor=0.5)
+    run.resume(model=model, optimizer=optimizer)
+    losses = []
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for inputs, targets in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if event:
+                event(world.rank, run.step + 1)
+            run.log(loss)
+    run.finish(valid_loss=1.25)
+    return losses
+
+
+def refused(config: TrainConfig, **kwargs) -> str:
+    """The one line with which a run is refused."""
+    try:
+        train(config, **kwargs)
+    except BadInput as error:
+        return str(error)
+    return "accepted"
+
+
+def outcome(folder: Path) -> tuple[list, dict]:
+    """Step numbers and losses of a finished run, and its weights."""
+    rows = [(line["step"], line["loss"]) for line in read_lines(folder / "metrics.jsonl")]
+    return rows, torch.load(folder / "model.pt", weights_only=True)
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    (rows, weights), (other_rows, other_weights) = outcome(folder), outcome(other)
+    assert rows == other_rows
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """15 steps of 4 a epoch (10 batches in it), so runs cross the end of an epoch."""
+    return TrainConfig(batch=4, steps=15, save_every=4, out=str(tmp_path / "run"))
+
+
+@pytest.fixture
+def undisturbed(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """The same run with nobody in its way, on two ranks."""
+    calm = replace(config, out=str(tmp_path / "calm"))
+    run_ranks(train, 2, calm, quiet=True)
+    return calm
+
+
+def test_learning_rate_rises_over_a_tenth_and_falls_to_a_tenth():
+    config = TrainConfig(steps=100, learning_rate=2.0)
+    rates = [learning_rate_at(step, config) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == pytest.approx(2.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.2)
+    assert rates[10 + 44] == pytest.approx(1.1, abs=0.05)
+    assert learning_rate_at(0, TrainConfig(steps=1)) == 1e-3
+
+
+def test_folder_of_a_finished_run(config):
+    losses = run_ranks(train, 2, config, quiet=True)
+    folder = Path(config.out)
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 16))
+    assert [line["epoch"] for line in lines] == [0] * 10 + [1] * 5
+    assert losses[0] != losses[1]
+    mean = [(a + b) / 2 for a, b in zip(*losses, strict=True)]
+    assert [line["loss"] for line in lines] == pytest.approx(mean)
+    for line in lines:
+        assert line["step_s"] == pytest.approx(
+            sum(line[f"{phase}_s"] for phase in PHASES), abs=1e-5
+        )
+        assert line["tokens_per_s"] == pytest.approx(4 * 64 / line["step_s"], rel=0.05)
+        assert line["memory_bytes"] > 1e6
+    assert names(folder) == sorted(
+        ["checkpoints", "config.json", "metrics.jsonl", "model.pt", "ranks", "status.json"]
+    )
+    assert names(folder / "checkpoints") == ["step-00000008", "step-00000012", "step-00000015"]
+    for rank in range(2):
+        assert read_lines(folder / "ranks" / f"rank-{rank:05d}.jsonl")[0].keys() == {
+            *("time_s", "cpu", "gpu", "memory_bytes")
+        }
+    end = status(folder)
+    assert (end["state"], end["step"], end["valid_loss"], end["floor"]) == (
+        "finished",
+        15,
+        1.25,
+        0.5,
+    )
+    saved = torch.load(folder / "checkpoints/step-00000015/state.pt", weights_only=True)["model"]
+    assert saved.keys() == outcome(folder)[1].keys() == Net().state_dict().keys()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_resume_after_kill_is_bit_exact(config, undisturbed, victim):
+    kill_at = random.randint(1, 15)
+    print("killed at step", kill_at)
+
+    def event(rank: int, step: int) -> None:
+        if (rank, step) == (victim, kill_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailed):
+        run_ranks(train, 2, config, event=event, quiet=True)
+    assert not (Path(config.out) / "model.pt").exists()
+    run_ranks(train, 2, config, quiet=True)
+    assert_same(Path(config.out), Path(undisturbed.out))
+
+
+def test_kill_at_any_moment_leaves_only_whole_checkpoints(config):
+    """Save at every step, and pull the plug from a thread, which may strike inside a save."""
+    config = replace(config, save_every=1, steps=60)
+    calm = replace(config, out=config.out + "-calm")
+    run_ranks(train, 1, calm, quiet=True)
+
+    def train_briefly(delay_s: float) -> None:
+        def pull(rank: int, step: int) -> None:
+            if not threads:
+                threads.append(threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)))
+                threads[0].start()
+
+        threads: list[threading.Timer] = []
+        train(config, event=pull)
+
+    kills = 0
+    for _ in range(6):
+        try:
+            run_ranks(train_briefly, 1, random.uniform(0.005, 0.06), quiet=True)
+            break  # the run was quicker than the last kill
+        except RankFailed:
+            kills += 1
+        for checkpoint in (Path(config.out) / "checkpoints").glob("step-????????"):
+            state = torch.load(checkpoint / "state.pt", weights_only=True)
+            assert state["step"] == int(checkpoint.name[5:])
+            torch.load(checkpoint / "rank-00000.pt", weights_only=True)
+    assert kills
+    if status(Path(config.out))["state"] != "finished":
+        run_ranks(train, 1, config, quiet=True)
+    assert_same(Path(config.out), Path(calm.out))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_step(config, undisturbed, number, capfd):
+    def event(rank: int, step: int) -> None:
+        if (rank, step) == (1, 6):
+            os.kill(os.getpid(), number)
+
+    assert run_ranks(train, 2, config, event=event) == [None, None]  # SystemExit(0)
+    said = capfd.readouterr().out
+    assert f"stopped by {number.name} at step 6, checkpoint saved; run the same command" in said
+    assert status(Path(config.out))["state"] == "stopped"
+    assert [line["step"] for line in read_lines(Path(config.out) / "metrics.jsonl")][-1] == 6
+    run_ranks(train, 2, config)
+    assert f"resumed {config.out} at step 6 of 15" in capfd.readouterr().out
+    assert_same(Path(config.out), Path(undisturbed.out))
+
+
+def test_handlers_come_back(config):
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+    train(config, event=lambda *_: seen.append(signal.getsignal(signal.SIGTERM)))
+    assert signal.getsignal(signal.SIGTERM) == before != seen[0]
+
+
+def test_shuffling_loader_resumes_too(config):
+    """A loader that shuffles draws its order from the same random numbers as dropout does."""
+
+    def stop(rank: int, step: int) -> None:
+        if step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    calm = replace(config, out=config.out + "-calm")
+    run_ranks(train, 1, calm, shuffle=True, join=False, quiet=True)
+    run_ranks(train, 1, config, event=stop, shuffle=True, join=False, quiet=True)
+    assert status(Path(config.out))["step"] == 13
+    run_ranks(train, 1, config, shuffle=True, join=False, quiet=True)
+    assert_same(Path(config.out), Path(calm.out))
+
+
+def limit_file_size(num_bytes: int) -> None:
+    """Make this process's disk full: no file of it can grow beyond `num_bytes`."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_full_disk_while_saving_is_one_line_on_every_rank(config, victim):
+    def event(rank: int, step: int) -> None:
+        if (rank, step) == (victim, 6):
+            limit_file_size(3000)  # room for the metrics of step 7 and 8, not for a checkpoint
+
+    messages = run_ranks(refused, 2, config, event=event, quiet=True)
+    assert messages[0] == messages[1]
+    assert f"rank {victim} cannot write" in messages[0] and "File too large" in messages[0]
+    assert "\n" not in messages[0]
+    assert names(Path(config.out) / "checkpoints") == ["step-00000004"]
+    assert status(Path(config.out))["state"] == "failed"
+    assert run_ranks(refused, 2, config, quiet=True) == ["accepted"] * 2
+
+
+def test_full_disk_between_checkpoints_is_one_line_on_every_rank(config):
+    def event(rank: int, step: int) -> None:
+        if (rank, step) == (0, 5):
+            limit_file_size(10)
+
+    messages = run_ranks(refused, 2, config, event=event, quiet=True)
+    assert messages[0] == messages[1]
+    assert "cannot write" in messages[0] and "metrics.jsonl" in messages[0]
+
+
+def test_save_once_returns_on_every_rank_when_the_file_is_whole(tmp_path):
+    path = tmp_path / "weights.pt"
+
+    def save(path: Path) -> tuple[bool, str]:
+        torch.manual_seed(0)
+        model = nn.Linear(500, 500)
+        save_once(DistributedDataParallel(model), path)
+        whole = torch.equal(torch.load(path, weights_only=True)["weight"], model.weight)
+        try:
+            save_once(model, path / "no-folder" / "weights.pt")
+        except BadInput as error:
+            return whole, str(error)
+        return whole, "no error"
+
+    values = run_ranks(save, 2, path, quiet=True)
+    assert values[0] == values[1]
+    assert values[0][0] and "cannot write" in values[0][1]
+    assert names(tmp_path) == ["weights.pt"]
+
+
+def test_a_steps_time_is_put_where_it_was_spent(config):
+    def watched() -> list[dict]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(0.03))
+        run = Run(config, world_here(), "tiny")
+        run.resume(model=model, optimizer=optimizer)
+        model.sleep_s = 0.02
+        loader = DataLoader(data(), config.batch, collate_fn=slow_collate)
+        for _ in run.epochs(loader):
+            for batch in run.batches(loader):
+                time.sleep(0.03)
+                model(*batch).backward()
+                time.sleep(0.01)
+                optimizer.step()
+                run.log(torch.tensor(1.0))
+        return read_lines(run.folder / "metrics.jsonl")
+
+    def slow_collate(rows: list) -> list:
+        time.sleep(0.04)
+        return torch.utils.data.default_collate(rows)
+
+    lines = run_ranks(watched, 1, join=False)[0]
+    least = {"data_s": 0.04, "forward_s": 0.05, "backward_s": 0.01}
+    for name, least_s in least.items():
+        assert min(line[name] for line in lines) >= least_s
+    # The hook that sleeps was registered before the watch, so its time lies before the optimizer.
+    assert min(line["backward_s"] for line in lines) >= 0.04
+
+
+def test_free_folder_names_count_up(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train(replace(config, out="", steps=1))
+    assert names(tmp_path / "runs") == ["tiny-001", "tiny-002"]
+
+
+def test_an_error_in_the_loop_is_a_failed_run(config):
+    def event(rank: int, step: int) -> None:
+        raise KeyError("a mistake in the script")
+
+    with pytest.raises(KeyError):
+        train(config, event=event)
+    assert status(Path(config.out))["state"] == "failed"
+
+
+# ---- what is refused: one line with the remedy, and nothing touched ----------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> TrainConfig:
+    """A run that was stopped after 6 of 15 steps, on one rank."""
+
+    def stop(rank: int, step: int) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    out = str(tmp_path_factory.mktemp("stopped") / "run")
+    config = TrainConfig(batch=4, steps=15, save_every=4, out=out)
+    with pytest.raises(SystemExit):
+        train(config, event=stop)
+    return config
+
+
+@pytest.fixture
+def copy(stopped, tmp_path) -> TrainConfig:
+    """A copy of the stopped run, to be spoilt."""
+    shutil.copytree(stopped.out, tmp_path / "copy")
+    return replace(stopped, out=str(tmp_path / "copy"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuse_without_a_trace(config: TrainConfig, *words: str, **kwargs) -> None:
+    before = contents(Path(config.out))
+    message = refused(config, **kwargs)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert contents(Path(config.out)) == before
+
+
+def test_other_settings_are_refused(copy):
+    refuse_without_a_trace(replace(copy, layers=2), "layers=4, not 2", "new folder")
+    refuse_without_a_trace(replace(copy, steps=20, seed=2), "steps=15, not 20; seed=1, not 2")
+    assert refused(replace(copy, save_every=3)) == "accepted"
+
+
+def test_more_settings_of_a_subclass_count(copy):
+    @dataclass(frozen=True)
+    class Config(TrainConfig):
+        impl: str = "torch"
+
+    settings = {name: getattr(copy, name) for name in TrainConfig.__dataclass_fields__}
+    refuse_without_a_trace(Config(**settings), "impl=None, not torch")
+
+
+def test_another_number_of_ranks_is_refused(copy):
+    messages = run_ranks(refused, 2, copy, quiet=True)
+    assert messages[0] == messages[1] and "ranks=1, not 2" in messages[0]
+
+
+def test_a_finished_run_is_refused(copy):
+    assert refused(copy) == "accepted"
+    refuse_without_a_trace(copy, "finished run of 15 steps", "new folder")
+
+
+def test_a_folder_that_is_no_run_is_refused(copy):
+    (Path(copy.out) / "config.json").unlink()
+    refuse_without_a_trace(copy, "no run", "new or empty folder")
+    refuse_without_a_trace(replace(copy, out=copy.out + "/status.json"), "is a file")
+
+
+def test_a_truncated_checkpoint_is_refused_and_the_one_before_goes_on(copy, stopped, tmp_path):
+    newest = Path(copy.out) / "checkpoints" / "step-00000006"
+    content = (newest / "state.pt").read_bytes()
+    (newest / "state.pt").write_bytes(content[: len(content) // 2])
+    message = refused(copy)
+    assert "state.pt cannot be read" in message and f"delete {newest}" in message
+    shutil.rmtree(newest)
+    assert refused(copy) == "accepted"
+    calm = replace(copy, out=str(tmp_path / "calm"))
+    train(calm)
+    assert_same(Path(copy.out), Path(calm.out))
+
+
+def test_foreign_checkpoints_are_refused(copy):
+    newest = Path(copy.out) / "checkpoints" / "step-00000006"
+    whole = torch.load(newest / "state.pt", weights_only=True)
+    refuse_spoilt = [
+        ({"weights": 1}, "not a checkpoint"),
+        ({**whole, "format": "other 7"}, "another format (other 7)"),
+        ({**whole, "identity": {**whole["identity"], "layers": 9}}, "layers=9, not 4"),
+        ({**whole, "optimizer": {}}, "does not fit"),
+    ]
+    for state, words in refuse_spoilt:
+        torch.save(state, newest / "state.pt")
+        message = refused(copy)
+        assert words in message and "delete" in message and "\n" not in message
+    torch.save(whole, newest / "state.pt")
+    message = refused(copy, width=8)
+    assert "layers.0.weight=[16, 4], not [8, 4]" in message
+    (newest / "rank-00000.pt").unlink()
+    assert "rank-00000.pt cannot be read" in refused(copy)
+
+
+def test_settings_that_cannot_be(config):
+    assert "batch 64 but the training data holds only 40 blocks" in refused(
+        replace(config, batch=64)
+    )
+    assert "steps is 0" in refused(replace(config, steps=0))
+    assert "save_every is -1" in refused(replace(config, save_every=-1))
+    uneven = run_ranks(refused, 2, replace(config, batch=5), quiet=True)
+    assert uneven[0] == uneven[1] and "batch 5 cannot be shared evenly by 2 ranks" in uneven[0]
+    assert "learning_rate is nan" in refused(replace(config, learning_rate=float("nan")))

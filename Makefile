@@ -9,6 +9,8 @@ RUN ?=
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+# In a container one is often root; Jupyter then wants to be told that this is meant.
+AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
 
 .PHONY: help lab job report test bench notebooks lint
@@ -18,7 +20,7 @@ help: ## list what can be made
 
 lab: .venv/ready ## open the course in JupyterLab
 	$(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
-		--LabApp.default_url=/lab/tree/notebooks/start.ipynb
+		--LabApp.default_url=/lab/tree/notebooks/start.ipynb $(AS_ROOT)
 
 job: .venv/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash sbatch/ddp.sbatch --data "$(DATA)"

@@ -105,8 +105,9 @@ def read_lesson(path: Path, root: Path) -> Lesson:
             f"solutions/{path.name}: the header lacks {', '.join(sorted(missing))}; it opens with "
             "a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
         )
-    lesson = Lesson(path, root, dict(meta), parsed.cells)
+    lesson = Lesson(path, root, dict(meta), [cell for cell in parsed.cells if cell.source.strip()])
     for index, cell in enumerate(lesson.cells):
+        cell.metadata.pop("lines_to_next_cell", None)  # jupytext's note on the source's spacing
         check_heading(lesson, index, dict(cell.metadata))
     numbers = [cell.metadata.get("check") for cell in lesson.cells if "check" in cell.metadata]
     if sorted(numbers) != sorted(lesson.points):
@@ -286,7 +287,7 @@ def scopes_in(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     """The cells that run, in order."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def keep_outputs(notebook: NotebookNode, old: NotebookNode) -> bool:
@@ -366,14 +367,12 @@ def wanted_readme(root: Path, lessons: list[Lesson]) -> str:
     return f"{before}{start}\n{course_map(lessons)}\n{end}{after}"
 
 
-def wanted_solution(lesson: Lesson, config: Config) -> NotebookNode:
-    """The solution notebook, with the outputs it has or, unless checking, new ones."""
-    notebook = build(lesson, is_todo=False)
+def add_outputs(notebook: NotebookNode, lesson: Lesson, config: Config) -> None:
+    """Give a solution the outputs of its last build or, unless only checking, of a new run."""
     path = lesson.target("solutions")
     is_fresh = path.exists() and keep_outputs(notebook, nbformat.read(path, as_version=4))
     if not config.check and (config.execute or not is_fresh):
         execute(notebook, lesson, config.timeout_s)
-    return notebook
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -392,8 +391,10 @@ def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
         names = ", ".join(path.stem for path in sources) or "none"
         raise BadInput(f"there is no solutions/{config.only}.py; there is: {names}")
     for lesson in chosen:
-        yield lesson.target("notebooks"), f"{nbformat.writes(build(lesson, is_todo=True))}\n"
-        yield lesson.target("solutions"), f"{nbformat.writes(wanted_solution(lesson, config))}\n"
+        todo, solution = build(lesson, is_todo=True), build(lesson, is_todo=False)
+        add_outputs(solution, lesson, config)
+        yield lesson.target("notebooks"), f"{nbformat.writes(todo)}\n"
+        yield lesson.target("solutions"), f"{nbformat.writes(solution)}\n"
     numbered = [lesson for lesson in lessons if lesson.is_numbered]
     yield config.root / "README.md", wanted_readme(config.root, numbered)
 

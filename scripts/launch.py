@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from manyhands.runtime import BadInput, first_line, rendezvous_arguments
+from manyhands.runtime import BadInput, end_with_parent, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 
@@ -56,6 +56,8 @@ def launch(command: list[str]) -> int:
     if "--standalone" in arguments:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news are told below
+    if "MANYHANDS_END_WITH_PARENT" in os.environ:
+        end_with_parent()  # started by a notebook, not by a scheduler or a person's shell
     try:
         torchrun.main([*arguments, *command])
     except ChildFailedError as error:

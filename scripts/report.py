@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from tyro.conf import Positional
 
 from manyhands.figures import BLUE, GREEN, LIGHT_GREY, label, lines, new_figure, png, stack
-from manyhands.run import FORMAT, PHASES, read_json, read_lines
+from manyhands.meters import PHASES
 from manyhands.runtime import BadInput, command_line
+from manyhands.storage import FORMAT, read_json, read_lines
 
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from manyhands import corpus, ddp, mine
 from manyhands.run import Run, TrainConfig, save_once
-from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.runtime import World, command_line, distributed
 from manyhands.transformer import Transformer, flops_per_token, total_loss
 from report import write_report
 
@@ -56,16 +56,14 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World) -> float:
     parts = choose_parts(config.impl, world)
-    batch, rest = divmod(config.batch, world.world_size)
-    if rest or batch == 0:
-        raise BadInput(
-            f"batch {config.batch} cannot be divided evenly over {world.world_size} ranks: take "
-            f"{max(1, batch) * world.world_size} or {(batch + 1) * world.world_size}"
-        )
 
     # Data
     data = corpus.load(config.data, config.block, config.vocab)
     world.print(data.note)
+    vocab_size = data.tokenizer.vocab_size
+    flops = flops_per_token(vocab_size, config.block, config.layers)
+    run = Run(config, world, "ddp", flops_per_token=flops, floor=data.entropy_floor)
+    batch = config.batch // world.world_size
     place = world.rank, world.world_size
     sampler = parts.ShardedSampler(len(data.train), *place, seed=config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
@@ -73,15 +71,12 @@ def train(config: Config, world: World) -> float:
     valid = DataLoader(data.valid, batch, sampler=share)
 
     # Model
-    vocab_size = data.tokenizer.vocab_size
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     torch.manual_seed(world.data_seed)
     model = parts.BucketedDDP(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     # Training
-    flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "ddp", flops_per_token=flops, floor=data.entropy_floor)
     run.resume(model, optimizer)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)

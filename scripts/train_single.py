@@ -29,19 +29,20 @@ def train(config: Config, world: World) -> float:
     # Data
     data = corpus.load(config.data, config.block, config.vocab)
     world.print(data.note)
+    vocab_size = data.tokenizer.vocab_size
+    flops = flops_per_token(vocab_size, config.block, config.layers)
+    run = Run(config, world, "single", flops_per_token=flops, floor=data.entropy_floor)
+    batch = config.batch
     order = torch.Generator()
     sampler = RandomSampler(data.train, generator=order)
-    loader = DataLoader(data.train, config.batch, sampler=sampler, drop_last=True)
-    valid = DataLoader(data.valid, config.batch)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+    valid = DataLoader(data.valid, batch)
 
     # Model
-    vocab_size = data.tokenizer.vocab_size
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     # Training
-    flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "single", flops_per_token=flops, floor=data.entropy_floor)
     run.resume(model, optimizer)
     for epoch in run.epochs(loader):
         order.manual_seed(config.seed + epoch)

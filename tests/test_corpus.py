@@ -5,7 +5,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,7 @@ def test_the_embedded_floor_is_far_below_what_short_contexts_reach(embedded):
     given = chances / chances.sum(1, keepdim=True)
     bigram = -(chances * given.log()).nan_to_num().sum().item()
     assert 0.5 < embedded.entropy_floor < 1
+    assert corpus.load("embedded", block=64, vocab=300).entropy_floor is None  # known for letters
     assert bigram > 2 * embedded.entropy_floor
 
 
@@ -386,6 +389,21 @@ def test_prepare_data_without_internet_ends_soon_with_one_line(tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "machine with internet" in done.stderr
     assert not (tmp_path / "cache" / "manyhands" / "wikitext-2").exists()
+
+
+def test_a_server_that_answers_with_an_error_can_be_reached():
+    class Refuse(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert prepare_data.reachable(address)
+    assert not prepare_data.reachable(address)
 
 
 def test_prepare_data_checks_a_folder_and_learns_its_tokenizer(tmp_path, cache, capsys):

@@ -88,7 +88,9 @@ def test_pins_allow_each_other() -> None:
             name = canonicalize_name(requirement.name)
             if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
                 continue
-            if name in pinned and not requirement.specifier.contains(pinned[name], True):
+            if name not in pinned and not requirement.marker:
+                faults.append(f"{package.name} wants {requirement}, which is not pinned")
+            elif name in pinned and not requirement.specifier.contains(pinned[name], True):
                 faults.append(f"{package.name} wants {requirement}, pinned is {pinned[name]}")
     assert not faults
 

@@ -15,8 +15,9 @@ import pytest
 import report
 from manyhands import figures
 from manyhands.lab import run_ranks
-from manyhands.run import TrainConfig, read_lines
+from manyhands.run import TrainConfig
 from manyhands.runtime import BadInput
+from manyhands.storage import read_lines
 from test_run import train
 
 SCRIPT = Path(report.__file__)

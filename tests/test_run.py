@@ -6,8 +6,11 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from manyhands.lab import RankFailed, run_ranks
-from manyhands.run import PHASES, Run, TrainConfig, learning_rate_at, read_lines, save_once
+from manyhands.meters import PHASES
+from manyhands.run import Run, TrainConfig, learning_rate_at, save_once
 from manyhands.runtime import BadInput, World
+from manyhands.storage import read_lines
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Net(nn.Module):
@@ -75,6 +82,7 @@ def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = Fals
             if event:
                 event(world.rank, run.step + 1)
             run.log(loss)
+    save_once(model, run.folder / "model.pt")
     run.finish(valid_loss=1.25)
     return losses
 
@@ -129,7 +137,7 @@ def test_learning_rate_rises_over_a_tenth_and_falls_to_a_tenth():
     assert rates[0] == pytest.approx(0.2) and rates[9] == pytest.approx(2.0)
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.2)
     assert rates[10 + 44] == pytest.approx(1.1, abs=0.05)
-    assert learning_rate_at(0, TrainConfig(steps=1)) == 1e-3
+    assert learning_rate_at(0, TrainConfig(steps=1, learning_rate=2.0)) == 2.0
 
 
 def test_folder_of_a_finished_run(config):
@@ -282,24 +290,37 @@ def test_full_disk_between_checkpoints_is_one_line_on_every_rank(config):
     assert "cannot write" in messages[0] and "metrics.jsonl" in messages[0]
 
 
-def test_save_once_returns_on_every_rank_when_the_file_is_whole(tmp_path):
+def test_save_once_returns_on_every_rank_when_the_file_is_whole(tmp_path, capfd):
     path = tmp_path / "weights.pt"
 
-    def save(path: Path) -> tuple[bool, str]:
+    def save(path: Path) -> bool:
         torch.manual_seed(0)
         model = nn.Linear(500, 500)
         save_once(DistributedDataParallel(model), path)
-        whole = torch.equal(torch.load(path, weights_only=True)["weight"], model.weight)
-        try:
-            save_once(model, path / "no-folder" / "weights.pt")
-        except BadInput as error:
-            return whole, str(error)
-        return whole, "no error"
+        return torch.equal(torch.load(path, weights_only=True)["weight"], model.weight)
 
-    values = run_ranks(save, 2, path, quiet=True)
-    assert values[0] == values[1]
-    assert values[0][0] and "cannot write" in values[0][1]
+    assert run_ranks(save, 2, path) == [True, True]
+    said = capfd.readouterr().out
+    assert said.count("saved") == 1 and f"{path} ({path.stat().st_size:,} bytes)" in said
     assert names(tmp_path) == ["weights.pt"]
+
+
+def test_save_once_keeps_the_old_file_when_the_disk_is_full(tmp_path):
+    path = tmp_path / "weights.pt"
+    save_once(nn.Linear(2, 2), path)
+    old = path.read_bytes()
+
+    def save_on_full_disk(path: Path) -> str:
+        limit_file_size(3000)
+        try:
+            save_once(nn.Linear(500, 500), path)
+        except (OSError, RuntimeError) as error:
+            return repr(error.__context__ or error)
+        return "saved"
+
+    (said,) = run_ranks(save_on_full_disk, 1, path, quiet=True)
+    assert "OSError" in said and "File too large" in said
+    assert path.read_bytes() == old
 
 
 def test_a_steps_time_is_put_where_it_was_spent(config):
@@ -341,11 +362,63 @@ def test_free_folder_names_count_up(config, tmp_path, monkeypatch):
 
 def test_an_error_in_the_loop_is_a_failed_run(config):
     def event(rank: int, step: int) -> None:
-        raise KeyError("a mistake in the script")
+        if step == 3:
+            raise KeyError("a mistake in the script")
 
-    with pytest.raises(KeyError):
+    try:
         train(config, event=event)
+    except KeyError as error:
+        assert status(Path(config.out))["state"] == "running"  # its frames still hold the Run
+        traceback.clear_frames(error.__traceback__)  # as `command_line` does
+    assert (status(Path(config.out))["state"], status(Path(config.out))["step"]) == ("failed", 2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "utilisation"]
+
+
+def test_an_error_after_the_loop_is_a_failed_run(config, monkeypatch):
+    def validate(run: Run, valid_loss: float) -> None:
+        raise KeyError("a mistake in the validation")
+
+    monkeypatch.setattr(Run, "finish", validate)
+    with pytest.raises(KeyError):
+        train(config)
+    assert (status(Path(config.out))["state"], status(Path(config.out))["step"]) == ("failed", 15)
+    monkeypatch.undo()
+    assert refused(config) == "accepted"  # a second start validates again
+    assert status(Path(config.out))["state"] == "finished"
+
+
+def test_a_run_that_is_left_behind_has_failed_at_the_end_of_the_process(config):
+    """As in a notebook, where the traceback of the last cell holds everything."""
+    code = f"""
+import torch
+from manyhands.run import Run, TrainConfig
+from manyhands.runtime import alone
+from torch.utils.data import TensorDataset, DataLoader
+config = TrainConfig(batch=4, steps=15, out={config.out!r})
+run, model = Run(config, alone("cpu"), "tiny"), torch.nn.Linear(4, 1)
+run.resume(model, torch.optim.SGD(model.parameters()))
+epochs = run.epochs(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
+next(epochs)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "scripts")
     assert status(Path(config.out))["state"] == "failed"
+
+
+def test_finish_on_a_full_disk_is_one_line_on_every_rank(config):
+    def train_and_fill() -> str:
+        original = Run.finish
+
+        def finish(run: Run, valid_loss: float | None = None) -> None:
+            if run.world.is_main:
+                limit_file_size(10)
+            original(run, valid_loss)
+
+        Run.finish = finish
+        return refused(config)
+
+    messages = run_ranks(train_and_fill, 2, quiet=True)
+    assert messages[0] == messages[1] and "File too large" in messages[0]
+    assert status(Path(config.out))["state"] == "running"  # nothing more could be written
 
 
 # ---- what is refused: one line with the remedy, and nothing touched ----------------------------

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from manyhands import corpus
 from manyhands.runtime import BadInput
-from manyhands.transformer import Transformer, flops_per_token, num_parameters, total_loss
+from manyhands.transformer import Block, Transformer, flops_per_token, num_parameters, total_loss
 
 V, T = 11, 7
 
@@ -133,6 +133,10 @@ def test_dropout_changes_training_only():
     assert not torch.equal(model(inputs), model(inputs))
     model.eval()
     assert torch.equal(model(inputs), model(inputs))
+    x = torch.randn(1, T, 16)
+    layer = Block(16, heads=2, dropout=1.0)
+    assert torch.equal(layer(x), x), "something was added to x that no dropout can drop"
+    assert not torch.equal(layer.eval()(x), x)
 
 
 @pytest.mark.parametrize(

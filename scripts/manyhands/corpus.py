@@ -348,11 +348,13 @@ class ShardedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        """Yield this rank's sample numbers in the order of the epoch, as plain integers."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator)
         return iter(order[self.rank :: self.world_size].tolist())
 
     def __len__(self) -> int:
+        """Return how many sample numbers this rank reads in an epoch."""
         return len(range(self.rank, self.num_samples, self.world_size))
 
 

@@ -63,7 +63,7 @@ def new_figure(
 def label(ax: Axes, xlabel: str, ylabel: str, legend: bool = False) -> None:
     """Name both axes, with their units, and add a legend under the plot."""
     ax.set_xlabel(xlabel, fontsize=10, color=BLACK)
-    if xlabel in ("step", "epoch"):
+    if xlabel in ("step", "epoch", "ranks"):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylabel(ylabel, fontsize=10, color=BLACK)
     if legend:
@@ -117,22 +117,36 @@ def bars(
     label(ax, "", ylabel, legend=len(groups) > 1)
 
 
+def legend_below(figure: Figure, ax: Axes) -> None:
+    """Give all axes of the figure one legend, that of `ax`, under the plots."""
+    for other in figure.axes:
+        if other.get_legend():
+            other.get_legend().remove()
+    handles, names = ax.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=9, frameon=False, ncols=4, loc="outside lower center")
+
+
 def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
     """Draw what every rank did when, one row a rank, rank 0 on top.
 
+    Messages get a lane of their own below the rank's work, since both can go on at once.
+
     Args:
         spans: (rank, role, start_s, stop_s). A role may carry a text for its bar: "forward 3".
+            What is given later is drawn over what is given earlier.
     """
     spans = list(spans)
     first_s = min((start for _, _, start, _ in spans), default=0.0)
     drawn: set[str] = set()
+    two_lanes = any(role.startswith("communication") for _, role, *_ in spans)
     for rank, role, start, stop in spans:
         role, _, text = role.partition(" ")
+        lane = (0.2 if role == "communication" else -0.17) if two_lanes else 0
         ax.barh(
-            rank,
+            rank + lane,
             (stop - start) * 1e3,
             left=(start - first_s) * 1e3,
-            height=0.7,
+            height=0.34 if two_lanes else 0.7,
             color=ROLE[role],
             hatch=HATCH.get(role),
             edgecolor="white",
@@ -142,7 +156,7 @@ def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
         if text:
             middle_ms = ((start + stop) / 2 - first_s) * 1e3
             card = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            ax.text(middle_ms, rank, text, ha="center", va="center", fontsize=8, bbox=card)
+            ax.text(middle_ms, rank + lane, text, ha="center", va="center", fontsize=8, bbox=card)
     ranks = sorted({rank for rank, *_ in spans})
     ax.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     ax.invert_yaxis()

@@ -11,11 +11,12 @@ import builtins
 import importlib.util
 import inspect
 import linecache
+import symtable
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from manyhands.runtime import BadInput
+from manyhands.runtime import BadInput, first_line
 
 FOLDER = Path(__file__).resolve().parents[2] / "mine"
 
@@ -58,11 +59,13 @@ def load(lesson: str, names: Iterable[str], folder: Path = FOLDER) -> dict[str, 
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        line = getattr(error, "lineno", None) or inspect.trace()[-1].lineno
+    except (Exception, SystemExit) as error:
+        own = [frame.lineno for frame in inspect.trace() if frame.filename == str(path)]
+        line = own[-1] if own else getattr(error, "lineno", None)
+        where = f", line {line}" if line else ""
         raise BadInput(
-            f"{shown} does not run ({type(error).__name__}: {error}, line {line}): mend it in the "
-            "notebook and run its last cell again"
+            f"{shown} does not run ({type(error).__name__}: {first_line(error)}{where}): mend it "
+            "in the notebook and run its last cell again"
         ) from error
     found = {name: getattr(module, name) for name in names if hasattr(module, name)}
     if not found:
@@ -86,6 +89,20 @@ def source_of(value: object) -> str:
     return "\n".join(text.splitlines()[first - 1 : found[-1].end_lineno])
 
 
+def global_names(source: str) -> tuple[set[str], set[str]]:
+    """The global names that a piece of code reads, and those that it defines."""
+    top = symtable.symtable(source, "cell", "exec")
+    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    scopes, read = [top], set()
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (scope is top or symbol.is_global()):
+                read.add(symbol.get_name())
+    return read, defined
+
+
 def _functions_of(value: object) -> list[types.FunctionType]:
     if not isinstance(value, type):
         return [inspect.unwrap(value)]
@@ -107,8 +124,8 @@ def _collect(name: str, value: object, imports: set[str], definitions: dict[str,
     definitions[name] = ""  # holds its place while its helpers are looked at
     functions = _functions_of(value)
     known = functions[0].__globals__ if functions else {}
-    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    for other in sorted(used - {name} - set(vars(builtins))):
+    read, _ = global_names(source)
+    for other in sorted(read - {name} - set(vars(builtins))):
         if other in known:
             _add(other, known[other], imports, definitions, name)
     del definitions[name]

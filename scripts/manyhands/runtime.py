@@ -254,20 +254,29 @@ def command_line(main: Callable, config_class: type) -> None:
         return
     except KeyboardInterrupt:
         code = 130
-    except BadInput as error:
-        code = 2
-        if _claim("bad input"):
-            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
-    except Exception:
-        code = 1
+    except Exception as error:
+        told = _one_line_of(error)
+        if told and _claim("bad input"):
+            print(f"{os.path.basename(sys.argv[0])}: {told}", file=sys.stderr)
         # A rank that only lost its partner stays silent when the partner said what is wrong.
-        if _claimed("bad input"):
-            code = 2
-        else:
+        code = 2 if told or _claimed("bad input") else 1
+        if code == 1:
             traceback.print_exc()
+        traceback.clear_frames(error.__traceback__)  # ends the run that the frames still hold
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit can wait for ever for a process group that has lost a rank
+
+
+def _one_line_of(error: Exception) -> str | None:
+    """What to tell a person whose input or machine is at fault; None for a fault of the code."""
+    if isinstance(error, BadInput):
+        return str(error)
+    # torch.save says RuntimeError when the disk is full, and keeps the reason behind it.
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError) and cause.strerror:
+        return f"{cause.strerror}: {cause.filename or 'a file of this run'}"
+    return None
 
 
 def _job_store() -> dist.Store | None:

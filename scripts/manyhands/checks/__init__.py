@@ -14,7 +14,9 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from manyhands import mine
 from manyhands.failures import RankFailed, RanksHung, is_echo, where
 from manyhands.lab import run_ranks
 
@@ -129,6 +131,12 @@ class Lesson:
         if exercise.hints_shown == len(exercise.hints):
             print("That was the last hint. The solution notebook is in the folder solutions/.")
 
+    def keep(self, folder: Path = mine.FOLDER) -> None:
+        """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
+        passed = {e.name: e.answer for t, e in self.exercises.items() if self.done(t)}
+        path = mine.write(self.module, passed, folder)
+        print(f"wrote {path.parent.name}/{path.name} with your {', '.join(passed)}")
+
     def summary(self) -> None:
         """Print what is done, one line."""
         marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]"}
@@ -137,6 +145,16 @@ class Lesson:
             f"{marks[e.verdict.state]} {todo} {e.name}" for todo, e in self.exercises.items()
         )
         print(f"{states.count('done')} of {len(states)} done: {line}")
+
+
+def score(what: str, predicted: float | None, formula: float, measured: float, unit: str) -> None:
+    """Print prediction, formula and measurement side by side."""
+
+    def text(value: float) -> str:
+        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+    yours = "no prediction" if predicted is None else f"you said {text(predicted)}"
+    print(f"{what}: {yours}, formula {text(formula)}, measured {text(measured)} {unit}".rstrip())
 
 
 def judge(exercise: Exercise, answer: object) -> Verdict:

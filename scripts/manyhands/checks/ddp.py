@@ -21,7 +21,7 @@ from manyhands.checks import Lesson, Wrong, ranks
 from manyhands.runtime import World
 
 lesson = Lesson("ddp")
-hint, summary, ready, exercises = lesson.hint, lesson.summary, lesson.ready, lesson.exercises
+hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
 
 
 # ---- 6.1 ------------------------------------------------------------------------------------

@@ -1,0 +1,503 @@
+"""Measure this machine: one row a figure, with its goal, as a table and into bench.json.
+
+python scripts/bench.py --data FOLDER        all rows; FOLDER holds tinyshakespeare
+python scripts/bench.py --only "weak"        the rows whose name holds these letters
+
+What a ratio compares is timed in turn, A B B A, in the same processes, so that a machine that slows
+down slows both. Values are medians. Figures are worth keeping from an idle machine only: a note
+says when other programs were busy.
+"""
+
+import io
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from pkgutil import ModuleInfo, iter_modules
+from types import ModuleType
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import manyhands
+from manyhands import checks, ddp, lab
+from manyhands.runtime import BadInput, command_line
+from manyhands.storage import read_json, read_lines
+from manyhands.transformer import Transformer, flops_per_token, num_parameters
+
+SCRIPTS = Path(__file__).resolve().parent
+CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
+CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
+BUSY_CORES = 0.5  # what other programs may use before a note says so
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    only: str = ""
+    """Measure only the rows whose name holds this text."""
+    out: str = "bench.json"
+    """File for the figures."""
+    data: str = ""
+    """Folder or file with tinyshakespeare, for the rows `char recipe ...`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. Without a value, the note says why."""
+
+    name: str
+    value: float | None
+    goal: str
+    unit: str
+    note: str
+
+
+Measured = tuple[float | None, str]  # value and note
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Work that gives one row or several; `function` returns what it measured, row by row."""
+
+    function: Callable[[Config], list[Measured]]
+    rows: tuple[tuple[str, str, str], ...]  # name, goal, unit
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Transformer and the batch of one rank."""
+
+    layers: int
+    vocab: int
+    block: int
+    batch: int
+
+    def build(self) -> tuple[nn.Module, torch.Tensor]:
+        """Return the model and (batch, block) random tokens."""
+        model = Transformer(self.vocab, self.block, self.layers)
+        return model, torch.randint(self.vocab, (self.batch, self.block))
+
+    @property
+    def words(self) -> str:
+        """The shape and its size, for a note."""
+        size = num_parameters(*self.sizes) / 1e6
+        return f"{size:.1f} M parameters, {self.batch} x {self.block} tokens a rank"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Vocabulary, block and layers, in the order that a Transformer takes them."""
+        return self.vocab, self.block, self.layers
+
+
+# ---- measuring -------------------------------------------------------------------------------
+
+
+def time_s(work: Callable[[], object]) -> float:
+    """Call `work` once and return the seconds that it took."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def in_turn(works: Sequence[Callable[[], object]], num_rounds: int) -> list[list[float]]:
+    """Time each of `works` once a round, every other round backwards; seconds, by work.
+
+    Where ranks are joined they start each piece of work together.
+    """
+    times_s: list[list[float]] = [[] for _ in works]
+    for number in range(num_rounds):
+        for index in range(len(works))[:: -1 if number % 2 else 1]:
+            if dist.is_initialized():
+                dist.barrier()
+            times_s[index].append(time_s(works[index]))
+    return times_s
+
+
+def slowest_rank(times_s: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """From `in_turn` of each rank: the time of the slowest rank, by work and round."""
+    return [
+        [max(ranks) for ranks in zip(*work, strict=True)] for work in zip(*times_s, strict=True)
+    ]
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Lowest and highest of the values and how many there are, for a note."""
+    return f"{min(values):.3g} to {max(values):.3g}, {len(values)} repeats"
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.1f} ms"
+
+
+def make_step(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
+    """One training step: forward, backward, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    return min(len(allowed), psutil.cpu_count(logical=False) or len(allowed))
+
+
+# ---- the rows --------------------------------------------------------------------------------
+
+
+def ddp_ratio(config: Config) -> list[Measured]:
+    """A step of BucketedDDP over a step of torch's, on the same two ranks."""
+    words, values = [], []
+    for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
+        times_s = lab.run_ranks(time_ddp, 2, shape, 24, timeout_s=400)
+        by_hand, native = slowest_rank(times_s)
+        values.append(ratios(by_hand, native))
+        words.append(
+            f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {shape.words}: by "
+            f"hand {milliseconds(by_hand)}, native {milliseconds(native)}"
+        )
+    return [(statistics.median(values[0]), "2 ranks x 1 thread; " + "; ".join(words))]
+
+
+def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of a step with data parallelism by hand and by torch."""
+    torch.manual_seed(dist.get_rank())
+    steps = [
+        make_step(wrap(model), x)
+        for wrap in (ddp.BucketedDDP, ddp.torch_ddp)
+        for model, x in [shape.build()]
+    ]
+    in_turn(steps, 4)  # torch packs its buckets anew after the first step
+    return in_turn(steps, num_rounds)
+
+
+def weak_scaling(config: Config) -> list[Measured]:
+    """A step of one rank alone over a step of two ranks, each with the batch of the one."""
+    shape = Shape(6, 1024, 128, 16)
+    times_s = lab.run_ranks(time_scaling, 2, shape, 15, timeout_s=400)
+    alone, (_, both) = times_s[0][0], slowest_rank(times_s)
+    efficiency = ratios(alone, both)
+    return [
+        (
+            statistics.median(efficiency),
+            f"{spread(efficiency)}; 1 rank alone {milliseconds(alone)}, 2 ranks with twice the "
+            f"global batch {milliseconds(both)}; 1 thread a rank, {shape.words}, BucketedDDP",
+        )
+    ]
+
+
+def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of a step that rank 0 takes alone, and of one that all take together."""
+    torch.manual_seed(dist.get_rank())
+    alone, (model, tokens) = make_step(*shape.build()), shape.build()
+    # Meanwhile the others sleep in the barrier of the next round.
+    works = [alone if dist.get_rank() == 0 else int, make_step(ddp.BucketedDDP(model), tokens)]
+    in_turn(works, 2)
+    return in_turn(works, num_rounds)
+
+
+def flops_share(config: Config) -> list[Measured]:
+    """FLOP/s of a training step over those of the machine's best matrix product."""
+    shape, threads = Shape(9, 4096, 128, 8), num_cores()
+    torch.set_num_threads(threads)
+    tokens, width = shape.batch * shape.block, 32 * shape.layers
+    step = make_step(*shape.build())
+    step_flops = flops_per_token(*shape.sizes) * tokens
+    products = {
+        f"{m} x {k} x {n}": matmuls(m, k, n, step_flops / 4)
+        for m, k, n in [(2048, 2048, 2048), (tokens, width, 4 * width)]
+    }
+    works = [step, *(work for work, _ in products.values())]
+    in_turn(works, 2)
+    step_s, *products_s = in_turn(works, 15)
+    step_rates = [step_flops / t / 1e9 for t in step_s]
+    rates = {
+        name: [flops / t / 1e9 for t in times_s]
+        for (name, (_, flops)), times_s in zip(products.items(), products_s, strict=True)
+    }
+    best = max(rates, key=lambda name: statistics.median(rates[name]))
+    shares = ratios(step_rates, rates[best])
+    others = ", ".join(f"{name} {statistics.median(rate):.0f}" for name, rate in rates.items())
+    return [
+        (
+            statistics.median(shares),
+            f"{spread(shares)}; step {statistics.median(step_rates):.0f} GFLOP/s, matmul {others} "
+            f"(divided by {best}); fp32, {threads} threads, {shape.words}, vocabulary "
+            f"{shape.vocab}; forward, backward, AdamW",
+        )
+    ]
+
+
+def matmuls(m: int, k: int, n: int, flops: float) -> tuple[Callable[[], None], float]:
+    """Work of about `flops` in products of (m, k) and (k, n), and what it takes exactly."""
+    a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+    repeats = max(1, round(flops / (2 * m * k * n)))
+
+    def work() -> None:
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+
+    return work, repeats * 2 * m * k * n
+
+
+def start_ranks(config: Config) -> list[Measured]:
+    """Seconds of `run_ranks` with four ranks that exchange one number."""
+    first_s = time_s(lambda: lab.run_ranks(add_ranks, 4))
+    (times_s,) = in_turn([lambda: lab.run_ranks(add_ranks, 4)], 9)
+    return [(statistics.median(times_s), f"{spread(times_s)}; first call {first_s:.2f} s")]
+
+
+def add_ranks() -> float:
+    """On a rank: the sum of all ranks' numbers."""
+    number = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(number)
+    return number.item()
+
+
+def verdicts(config: Config) -> list[Measured]:
+    """Seconds until a right answer is called done, over all checks."""
+    exercises = {f"{one.todo} {one.name}": one for _, one in all_exercises()}
+    answers = [answer_of(lesson, one.name) for lesson, one in all_exercises()]
+    states: dict[str, set[str]] = {name: set() for name in exercises}
+
+    def judge(name: str, answer: object) -> None:
+        with redirect_stdout(io.StringIO()):  # what the answer prints on its ranks
+            states[name].add(checks.judge(exercises[name], answer).state)
+
+    lab.run_ranks(add_ranks, 2)
+    works = [partial(judge, *pair) for pair in zip(exercises, answers, strict=True)]
+    medians_s = [statistics.median(times_s) for times_s in in_turn(works, 3)]
+    if refused := [name for name, seen in states.items() if seen != {"done"}]:
+        return [(None, f"the course's own answer is not called done: {', '.join(refused)}")]
+    slowest = sorted(zip(medians_s, exercises, strict=True), reverse=True)[:3]
+    names = ", ".join(f"{name} {median_s:.2f} s" for median_s, name in slowest)
+    note = f"{len(works)} checks, 3 repeats each; {min(medians_s):.2f} s to {max(medians_s):.2f} s"
+    return [(statistics.median(medians_s), f"{note}; slowest: {names}")]
+
+
+def all_exercises() -> list[tuple[checks.Lesson, checks.Exercise]]:
+    """Every exercise of the course, with its lesson."""
+    modules = [import_module(f"manyhands.checks.{found.name}") for found in modules_in(checks)]
+    lessons = [module.lesson for module in modules if hasattr(module, "lesson")]
+    return [(lesson, one) for lesson in lessons for one in lesson.exercises.values()]
+
+
+def answer_of(lesson: checks.Lesson, name: str) -> object:
+    """The course's own answer: what the lesson's module defines as `name`, or else another one."""
+    others = [found.name for found in modules_in(manyhands) if not found.ispkg]
+    for module in (import_module(f"manyhands.{one}") for one in [lesson.module, *others]):
+        answer = getattr(module, name, None)
+        if getattr(answer, "__module__", None) == module.__name__:
+            return answer
+    raise LookupError(f"no module of manyhands defines {name}, an exercise of {lesson.module}")
+
+
+def modules_in(package: ModuleType) -> list[ModuleInfo]:
+    """The modules of a package, by name."""
+    return sorted(iter_modules(package.__path__), key=lambda found: found.name)
+
+
+def imports(config: Config) -> list[Measured]:
+    """Seconds to import the lessons, `runtime` and `lab`, beyond those of torch."""
+    lessons = sorted({lesson.module for lesson, _ in all_exercises()} | {"lab", "runtime"})
+    bare = "torch, torch.distributed"
+    ours = f"{bare}, {', '.join(f'manyhands.{name}' for name in lessons)}"
+    loaded: dict[str, tuple[float, int]] = {}
+    pairs_s = []
+    for number in range(8):
+        for names in (bare, ours)[:: -1 if number % 2 else 1]:
+            loaded[names] = import_once(names)
+        pairs_s.append((loaded[ours][0], loaded[bare][0]))
+    beyond_s = [ours_s - bare_s for ours_s, bare_s in pairs_s[1:]]  # the first reads the disk
+    torch_s = statistics.median(bare_s for _, bare_s in pairs_s[1:])
+    more = loaded[ours][1] - loaded[bare][1]
+    note = f"torch itself {torch_s:.2f} s; {len(lessons)} modules: {', '.join(lessons)}"
+    return [
+        (statistics.median(beyond_s), f"{spread(beyond_s)}; {note}; {more} more modules of torch")
+    ]
+
+
+def import_once(names: str) -> tuple[float, int]:
+    """Import in a fresh interpreter: seconds, and how many modules of torch that loads."""
+    code = (
+        f"import sys, time; start_s = time.perf_counter(); import {names}; "
+        "print(time.perf_counter() - start_s, sum(m.startswith('torch') for m in sys.modules))"
+    )
+    seconds, num_modules = run_python("-c", code).split()
+    return float(seconds), int(num_modules)
+
+
+def run_python(*arguments: str, **environ: str) -> str:
+    """Run Python on the course's modules; returns what it prints."""
+    search = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": search} | environ,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 2:
+        raise BadInput(done.stderr.strip().split("\n")[-1])
+    if done.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def char_recipe(config: Config) -> list[Measured]:
+    """Validation loss and tokens/s of train_single.py with nanoGPT's small setting."""
+    if not config.data:
+        remedy = "python scripts/bench.py --only 'char recipe' --data FOLDER"
+        return [(None, f"skipped: needs a folder with tinyshakespeare: {remedy}")] * 2
+    losses, rates = [], []
+    for seed in (1, 2, 3):
+        with tempfile.TemporaryDirectory() as folder:
+            flags = (*CHAR_RECIPE, f"--data={config.data}", f"--seed={seed}", f"--out={folder}/run")
+            script = str(SCRIPTS / "train_single.py")
+            printed = run_python(script, *flags, "--device=cpu", OMP_NUM_THREADS=CHAR_THREADS)
+            losses.append(read_json(Path(folder, "run", "status.json"))["valid_loss"])
+            lines = read_lines(Path(folder, "run", "metrics.jsonl"))
+        spent_s = lines[-1]["time_s"] - lines[CHAR_WARM_UP_STEPS - 1]["time_s"]
+        rates.append(CHAR_TOKENS_PER_STEP * (len(lines) - CHAR_WARM_UP_STEPS) / spent_s)
+    data = next(line for line in printed.splitlines() if line.startswith("data:"))
+    recipe = f"3 seeds; train_single.py {' '.join(CHAR_RECIPE)}; {data}"
+    loop = f"the loop with its checkpoints, without start-up; {CHAR_THREADS} threads"
+    return [
+        (statistics.median(losses), f"{spread(losses)}; {recipe}"),
+        (statistics.median(rates), f"{spread(rates)}; {loop}; {recipe}"),
+    ]
+
+
+MEASURES = (
+    Measure(ddp_ratio, (("ddp by hand / native", "<= 1.05", "step time / step time"),)),
+    Measure(weak_scaling, (("weak scaling 1 to 2 ranks", ">= 0.9", "step time / step time"),)),
+    Measure(flops_share, (("training flops / matmul flops", ">= 0.6", "FLOP/s / FLOP/s"),)),
+    Measure(start_ranks, (("run_ranks 4 ranks warm", "< 0.5", "s"),)),
+    Measure(verdicts, (("verdict median warm", "< 1", "s"),)),
+    Measure(imports, (("import manyhands", "< 0.5", "s beyond torch's own"),)),
+    Measure(
+        char_recipe,
+        (
+            ("char recipe validation loss", "<= 2.41", "nats a character"),
+            ("char recipe tokens/s", ">= 20000 on an idle machine", "tokens/s"),
+        ),
+    ),
+)
+
+
+# ---- the machine -----------------------------------------------------------------------------
+
+
+def machine() -> dict[str, object]:
+    """What these figures were taken on."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": num_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def own_cpu_s() -> float:
+    """Seconds that this process and all that it started have spent on any core."""
+    total_s, me = 0.0, psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it may end just now
+            times = process.cpu_times()
+            total_s += times.user + times.system + times.children_user + times.children_system
+    return total_s
+
+
+def all_cpu_s() -> float:
+    """Seconds that all programs of this machine have spent on any core."""
+    times = psutil.cpu_times()._asdict()
+    # Guests are counted under user already.
+    return sum(
+        times[kind] for kind in times if kind not in ("idle", "iowait", "guest", "guest_nice")
+    )
+
+
+def take(measure: Measure, config: Config) -> list[Row]:
+    """Measure, and note where other programs had a part in it."""
+    start_s, before_s = time.perf_counter(), all_cpu_s() - own_cpu_s()
+    measured = measure.function(config)
+    others = (all_cpu_s() - own_cpu_s() - before_s) / (time.perf_counter() - start_s)
+    busy = f"; BUSY: other programs used {others:.1f} cores" if others > BUSY_CORES else ""
+    return [
+        Row(name, value if value is None else round(value, 4), goal, unit, note + busy)
+        for (name, goal, unit), (value, note) in zip(measure.rows, measured, strict=True)
+    ]
+
+
+# ---- the table -------------------------------------------------------------------------------
+
+
+def show(row: Row) -> None:
+    """Print one row of the table, with its note below."""
+    value = "-" if row.value is None else f"{row.value:,.{0 if row.value >= 100 else 3}f}"
+    print(f"{row.name:<30} {value:>8}   goal {row.goal}, {row.unit}")
+    print(textwrap.indent(textwrap.fill(row.note, 92), " " * 4), flush=True)
+
+
+def write(path: Path, about: dict[str, object], rows: Sequence[Row]) -> None:
+    """Write the figures taken so far."""
+    content = {"machine": about, "rows": [asdict(row) for row in rows]}
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise BadInput(f"cannot write {path}: {problem.strerror}: choose another --out") from None
+
+
+def main(config: Config) -> None:
+    """Measure the rows asked for, print them, and write them down."""
+    names = [name for measure in MEASURES for name, *_ in measure.rows]
+    wanted = [name for name in names if config.only in name]
+    if not wanted:
+        raise BadInput(f"--only {config.only!r} is in no row's name: {', '.join(names)}")
+    about, rows, path = machine(), [], Path(config.out)
+    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    write(path, about, rows)  # a path that cannot be written is known before the work
+    for measure in MEASURES:
+        if any(name in wanted for name, *_ in measure.rows):
+            new = [row for row in take(measure, config) if row.name in wanted]
+            for row in new:
+                show(row)
+            rows += new
+            write(path, about, rows)
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

@@ -1,0 +1,972 @@
+# ---
+# manyhands: {title: DDP, minutes: 180, goal: "Turn one-process training into data-parallel training, check every part against one process, and run it as a job"}
+# ---
+
+# %% [markdown]
+# # 06 DDP: data parallelism as a real job
+#
+# You have a training loop that works on one device. It is too slow. You have a second device.
+# How do both work on the same model, and how do you know that the result is still right?
+#
+# ![One batch is dealt out to two ranks; each holds the whole model, runs forward and backward, and the mean of both gradients goes into the same step on both](figures/ddp_overview.svg)
+#
+# The idea is called **data parallelism**. Each process holds a whole copy of the model, a
+# **replica**. Each works on its own share of the batch. Before the optimizer steps, the processes
+# average their gradients. So all take the same step, and the replicas stay equal.
+#
+# At the end of this lesson you have written every part of it yourself, and a real job trains a
+# language model with your code. PyTorch's version is called `DistributedDataParallel`, DDP.
+
+# %%
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from manyhands import figures, lab
+from manyhands.checks import ddp as check
+from manyhands.checks import score
+from manyhands.lab import run_ranks
+from manyhands.runtime import World
+
+lab.warm_up()
+print(
+    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
+)
+
+# %% [markdown]
+# ## 1. Processes that know their place
+#
+# A **rank** is one process of a job, and also its number. The **world size** is how many there
+# are. `run_ranks(fn, 4)` starts four processes on this machine, calls `fn` in each, and returns
+# the four results as a list.
+#
+# You will see four lines, and their order may change from run to run: nobody waits for anybody.
+
+
+# %%
+def hello():
+    print(f"I am rank {dist.get_rank()} of {dist.get_world_size()}, process {os.getpid()}")
+    return dist.get_rank() ** 2
+
+
+run_ranks(hello, 4)
+
+# %% [markdown]
+# The processes share no memory. Each has its own copy of every variable. Here rank 0 changes
+# `number`, and you will see that rank 1 does not notice.
+
+# %% tags=["nbval-check-output"]
+number = 5
+
+
+def change():
+    global number
+    if dist.get_rank() == 0:
+        number = 99
+    return number
+
+
+print(run_ranks(change, 2), "and in the notebook:", number)
+
+# %% [markdown]
+# Ranks talk only through messages. A **collective** is a message pattern in which all ranks take
+# part. Two are enough for this lesson:
+#
+# - `dist.broadcast(tensor, src=0)`: rank 0's values overwrite everybody's `tensor`.
+# - `dist.all_reduce(tensor)`: everybody's `tensor` becomes the sum over all ranks.
+#
+# Both change `tensor` in place. Every rank has to call them, in the same order.
+
+
+# %% tags=["nbval-check-output"]
+def two_collectives():
+    mine = torch.tensor([dist.get_rank() + 1.0])
+    dist.broadcast(sent := mine.clone(), src=0)
+    dist.all_reduce(summed := mine.clone())
+    return mine.item(), sent.item(), summed.item()
+
+
+for rank, (mine, sent, summed) in enumerate(run_ranks(two_collectives, 3)):
+    print(f"rank {rank} had {mine:.0f}; after broadcast {sent:.0f}, after all_reduce {summed:.0f}")
+
+# %% [markdown]
+# What if one rank forgets to call it? Then the others wait. Outside this notebook they would wait
+# for minutes. Here the wait has a limit, and the message names who waits, and where.
+
+
+# %%
+def only_rank_0():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+try:
+    run_ranks(only_rank_0, 2)
+except RuntimeError as error:
+    print(error)
+
+# %% [markdown]
+# ### Which rank, which GPU?
+#
+# A cluster has **nodes**: computers with a few GPUs each. One process drives one GPU. A program
+# called `torchrun` runs once on every node and starts the processes. It tells each its place by
+# **environment variables**, which are named texts that a process gets from the one that starts it.
+#
+# ![Two nodes with four GPUs: ranks 0 to 3 on the first, 4 to 7 on the second; local ranks 0 to 3 on both; one torchrun a node](figures/ddp_ranks.svg)
+#
+# | variable | meaning | rank 5 in the picture |
+# |---|---|---|
+# | `RANK` | number in the whole job | `"5"` |
+# | `LOCAL_RANK` | number on its node | `"1"` |
+# | `WORLD_SIZE` | processes in the whole job | `"8"` |
+# | `LOCAL_WORLD_SIZE` | processes on this node | `"4"` |
+#
+# GPUs are numbered on each node, from 0. That is why there are two numbers for one process.
+#
+# Write `place`. A `World` holds the answer: `World(rank, local_rank, world_size, device)`.
+
+# %% exercise="place" todo="6.1" minutes=10 difficulty=1 points=1
+from manyhands.runtime import place
+
+# %% check="6.1" tags=["nbval-check-output"]
+check.place(place)
+
+# %% [markdown]
+# ### Joining and leaving
+#
+# The processes of a job form a **process group**. To join it, each process calls
+# `dist.init_process_group(backend, rank=..., world_size=..., timeout=...)`. The **backend** is the
+# library that carries the messages: NCCL between GPUs, gloo between CPUs. NCCL stands for NVIDIA
+# *Collective* Communications Library.
+#
+# At the end each calls `dist.destroy_process_group()`. A job that forgets it can end with an abort
+# after hours of good work. `@contextmanager` turns a function with one `yield` into something for
+# a `with` block: what stands before the `yield` runs first, and what stands after it runs last.
+
+# %% exercise="process_group" todo="6.2" minutes=10 difficulty=1 points=1
+from manyhands.runtime import process_group
+
+# %% check="6.2" tags=["nbval-check-output"]
+check.process_group(process_group)
+
+# %% [markdown]
+# ### The slides disagree: a setup that cannot have run
+#
+# A course's slides showed this `setup()`. It returns three values and its caller takes four. They
+# also cached a function by writing `lru_cache` above it without the `@`. What do you expect to see?
+
+# %% tags=["nbval-check-output"]
+from functools import lru_cache
+
+
+def setup():
+    return "rank", "local rank", "device"
+
+
+try:
+    rank, local_rank, world_size, device = setup()
+except ValueError as error:
+    print("four names for three values:", error)
+
+reads = []
+lru_cache(maxsize=1)
+
+
+def read_without():
+    reads.append("without @")
+
+
+@lru_cache(maxsize=1)
+def read_with():
+    reads.append("with @")
+
+
+for _ in range(3):
+    read_without()
+    read_with()
+print({kind: reads.count(kind) for kind in ("without @", "with @")})
+
+# %% [markdown]
+# Without the `@` the line makes a cache and throws it away; the function below it is called every
+# time. Code on a slide is never run. In this course every line is.
+
+# %% [markdown]
+# ## 2. Every rank its own samples
+#
+# If all ranks read the same samples, they compute the same gradient. Twice the work, nothing
+# gained. So each epoch the samples are **shuffled** once, in the same way on all ranks, and then
+# dealt out like cards.
+#
+# ![Ten shuffled samples dealt out to three ranks, which get 4, 3 and 3; in the next epoch the order is another one](figures/ddp_sampler.svg)
+#
+# In PyTorch a **sampler** is an object that a `DataLoader` asks for the numbers of the samples to
+# read. Yours has to be
+#
+# - **disjoint**: no sample is read by two ranks,
+# - **complete**: every sample is read by one,
+# - **new in each epoch**: `set_epoch` changes the order, on all ranks alike,
+# - **in step with one process**: the first batches of all ranks together are the first batch that
+#   one process would have read. Only then can you compare the two.
+
+# %% exercise="ShardedSampler.__iter__ ShardedSampler.__len__" todo="6.3" minutes=15 difficulty=2 points=2
+from manyhands.corpus import ShardedSampler
+
+# %% check="6.3" tags=["nbval-check-output"]
+check.ShardedSampler(ShardedSampler)
+
+# %% [markdown]
+# Look at it. Each column below is a rank, and the second epoch has another order.
+
+# %%
+if check.ready("6.3"):
+    for epoch in range(2):
+        for rank in range(3):
+            sampler = ShardedSampler(10, rank, 3, seed=7)
+            sampler.set_epoch(epoch)
+            print(f"epoch {epoch}, rank {rank} reads", list(sampler))
+
+# %% [markdown]
+# PyTorch's sampler is `torch.utils.data.DistributedSampler`. It keeps the ranks' counts equal by
+# **padding**: it reads a few samples twice. For training that hardly matters. For a validation
+# loss it does, as section 5 shows.
+#
+# In a training script there are three loaders: train, validation, test. Each gets its own sampler,
+# `shuffle=True` goes (the sampler shuffles now), and only the training sampler needs `set_epoch`.
+
+# %% [markdown]
+# ## 3. Replicas that start equal and stay equal
+#
+# ### Start equal
+#
+# If each rank builds its model from its own random numbers, the replicas differ from the start.
+# One cure: the same seed everywhere. A safer one: rank 0 sends its model to all.
+#
+# A model's **state** is its parameters and its **buffers**. Buffers are tensors without a gradient
+# that belong to the model, such as the running mean of batch norm. Frozen parameters, those with
+# `requires_grad=False`, belong to it as well.
+
+# %% exercise="broadcast_state" todo="6.4" minutes=10 difficulty=1 points=1
+from manyhands.ddp import broadcast_state
+
+# %% check="6.4" tags=["nbval-check-output"]
+check.broadcast_state(broadcast_state)
+
+# %% [markdown]
+# ### Stay equal
+#
+# Each rank's loss is the mean over its own share of the batch. Let a batch of $B$ samples be dealt
+# out to $N$ ranks, $B/N$ each. The gradient of one process is the mean of the ranks' gradients:
+#
+# $$\frac{1}{B}\sum_{i=1}^{B} g_i \;=\; \frac{1}{N}\sum_{r=1}^{N}\Big(\frac{N}{B}\sum_{i \in \text{rank } r} g_i\Big)$$
+#
+# So the mean over ranks is not an approximation. It is the same gradient.
+
+# %% exercise="average_gradients" todo="6.5" minutes=10 difficulty=1 points=1
+from manyhands.ddp import average_gradients
+
+# %% check="6.5" tags=["nbval-check-output"]
+check.average_gradients(average_gradients)
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# Test it: ten steps of AdamW in one process on the whole batch, and on three ranks with a third of
+# it each. You will see the largest difference between any two weights.
+
+
+# %%
+def make_model():
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def make_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(12, 8, generator=generator)
+    return inputs, inputs.sin().sum(1, keepdim=True)
+
+
+def train_ten_steps(model, part, after_backward):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(10):
+        inputs, targets = make_batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs[part]), targets[part]).backward()
+        after_backward(model)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def largest_difference(one, other):
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+# %%
+def on_ranks(seed_by_rank, do_broadcast):
+    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    model = make_model()
+    if do_broadcast:
+        broadcast_state(model)
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    return train_ten_steps(model, share, average_gradients)
+
+
+if check.ready("6.4", "6.5"):
+    torch.manual_seed(0)
+    alone = train_ten_steps(make_model(), slice(None), lambda model: None)
+    for weights in run_ranks(on_ranks, 3, True, True):
+        difference = largest_difference(weights, alone)
+        print(f"largest difference to one process: {difference:.1e}")
+        assert difference < 1e-5
+
+# %% [markdown]
+# The difference is rounding: sums in another order. This test, **parity with one process**, is the
+# first thing to write for every technique in this course.
+
+# %% [markdown]
+# ### The slides disagree: one seed per rank
+#
+# The same slides seed each rank differently *before* the model is built. With DDP nothing goes
+# wrong, and it is not obvious why. Run it with and without the broadcast. What will you see?
+
+# %%
+if check.ready("6.4", "6.5"):
+    for do_broadcast in (True, False):
+        first, second = run_ranks(on_ranks, 2, True, do_broadcast)
+        print(
+            f"broadcast {do_broadcast}: replicas differ by {largest_difference(first, second):.2e}"
+        )
+
+# %% [markdown]
+# With the broadcast the replicas are equal to the last bit. Without it they take equal steps from
+# different places, and never meet. DDP hides the mistake, because it broadcasts when it wraps the
+# model. Sharded training (lesson 10) does not.
+#
+# So: **the same seed for the model, a different seed per rank for what must differ**, such as
+# dropout. In the scripts `world.seed` is the first and `world.data_seed` the second.
+
+# %% [markdown]
+# ## 4. Hiding the messages
+#
+# `average_gradients` waits for backward to end, and then sends one message for each parameter. Two
+# things are slow about that:
+#
+# - Every message has a fixed cost, however small it is. A model has hundreds of parameters.
+# - Nothing is computed while messages travel.
+#
+# Backward reaches the *last* layer first. Its gradients are ready while earlier layers still
+# compute. So pack parameters into **buckets**, last layer first, and send a bucket as soon as its
+# last gradient is ready.
+#
+# ![Above: all messages after backward. Below: the bucket of the last layers is sent while backward still computes the first layers, and the step ends earlier](figures/ddp_buckets.svg)
+#
+# Two tools do it:
+#
+# - A **hook** is a function that PyTorch calls for you.
+#   `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` each time `param.grad` has
+#   just been written.
+# - `work = dist.all_reduce(flat, async_op=True)` starts a message and returns at once.
+#   `work.wait()` returns when it is through. Until then, do not read `flat`.
+#
+# First, a given part: which parameters share a bucket. Run it and read the buckets of a small
+# model.
+
+# %% show="true"
+from manyhands.ddp import make_buckets
+
+# %%
+model = make_model()
+names = {param: name for name, param in model.named_parameters()}
+for number, bucket in enumerate(make_buckets(model.parameters(), bucket_bytes=300)):
+    print(f"bucket {number}: {[names[p] for p in bucket]}, {sum(p.nbytes for p in bucket)} bytes")
+
+# %% [markdown]
+# Bucket 0 holds the last layer, which is ready first. Now the class. Three short methods are yours:
+#
+# - `_on_grad_ready(param)` is the hook. It counts, and decides when to start and when to finish.
+# - `_start(bucket)` packs the bucket's gradients into one flat tensor and sends it.
+# - `_finish()` waits, and unpacks.
+#
+# The rest is given. `loss.backward()` then returns with averaged gradients, so the training loop
+# does not change at all.
+
+# %% exercise="BucketedDDP._on_grad_ready BucketedDDP._start BucketedDDP._finish" todo="6.6" minutes=35 difficulty=3 points=3
+from manyhands.ddp import BucketedDDP
+
+# %% check="6.6" tags=["nbval-check-output"]
+check.BucketedDDP(BucketedDDP)
+
+# %% [markdown]
+# ### Predict: how many messages, how many bytes?
+#
+# The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4
+# bytes a number). `average_gradients` sends one message a parameter. Buckets are at most 1 MB
+# (10^6 bytes). Write down what you expect, then run the next cell.
+
+# %%
+messages_by_parameter = None  # your number: messages a step with average_gradients
+messages_by_bucket = None  # your number: messages a step with buckets of 1 MB
+total_bytes = None  # your number: bytes of all gradients together
+
+# %% answer="true"
+messages_by_parameter, messages_by_bucket, total_bytes = 16, 3, 8 * (256 * 256 + 256) * 4
+
+
+# %%
+def eight_layers(width=256):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
+
+
+def count_messages(use_buckets):
+    sizes, original = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        sizes.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    model = BucketedDDP(eight_layers(), bucket_mb=1) if use_buckets else eight_layers()
+    dist.all_reduce = all_reduce
+    model(torch.randn(4, 256)).sum().backward()
+    if not use_buckets:
+        average_gradients(model)
+    return len(sizes), sum(sizes)
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("6.5", "6.6"):
+    layer_bytes = (256 * 256 + 256) * 4
+    by_parameter, by_bucket = (
+        run_ranks(count_messages, 2, False)[0],
+        run_ranks(count_messages, 2, True)[0],
+    )
+    score("messages, one a parameter", messages_by_parameter, 2 * 8, by_parameter[0], "")
+    score(
+        "messages, one a bucket",
+        messages_by_bucket,
+        -(-8 // (10**6 // layer_bytes)),
+        by_bucket[0],
+        "",
+    )
+    score("gradient bytes", total_bytes, 8 * layer_bytes, by_bucket[1], "bytes")
+
+# %% [markdown]
+# Three layers fit into a bucket of 1 MB, so eight layers need three buckets. The bytes are the
+# same: buckets save waiting, not traffic.
+
+# %% [markdown]
+# ### Look: the time line of your own ranks
+#
+# Two ranks on one machine have a very fast link, and they share its cores with the messages. A
+# network between computers is slower, but carries messages while the cores compute. To see that on
+# one machine, the link is slowed down to 200 MB/s: who waits for a message sleeps until a link of
+# that speed would have brought it. That part is a model; backward and your code are real.
+
+# %%
+from manyhands.timeline import Timeline
+
+
+def record(use_buckets, bytes_per_s):
+    model = eight_layers(512)
+    if use_buckets:
+        model = BucketedDDP(model, bucket_mb=2.2)
+    inputs = torch.randn(512, 512)
+    model(inputs).sum().backward()  # the first step also warms up
+    line = Timeline()
+    line.watch_all_reduces(bytes_per_s)
+    model.zero_grad()
+    dist.barrier()
+    with line.span("forward"):
+        loss = model(inputs).sum()
+    with line.span("backward"):
+        loss.backward()
+    if not use_buckets:
+        average_gradients(model)
+    return line.spans
+
+
+# %%
+def end_ms(spans):
+    return 1e3 * (max(stop for *_, stop in spans) - min(start for _, _, start, _ in spans))
+
+
+def draw(ax, spans, title):
+    figures.timeline(ax, sorted(spans, key=lambda span: span[1] == "idle"))
+    ax.set_title(f"{title}: {end_ms(spans):.0f} ms", fontsize=10)
+
+
+if check.ready("6.5", "6.6"):
+    figure, axes = figures.new_figure(height=5.2, rows=2)
+    shown = {}
+    for ax, use_buckets, title in zip(
+        axes, (False, True), ("after backward", "in buckets"), strict=True
+    ):
+        runs = [run_ranks(record, 2, use_buckets, 200e6) for _ in range(3)]
+        runs = [[span for spans in run for span in spans] for run in runs]
+        shown[title] = sorted(runs, key=end_ms)[1]  # the median of three
+        draw(ax, shown[title], title)
+    longest = max(map(end_ms, shown.values()))
+    for ax in axes:
+        ax.set_xlim(0, 1.02 * longest)
+    figures.legend_below(figure, axes[0])
+    figures.show(figure, "Two time lines of two ranks: messages after backward, and during it.")
+
+# %% [markdown]
+# Each rank has two lanes: its work above, its messages below. Grey means that the rank stands and
+# waits. In the upper figure every message comes after backward, and the rank is idle all the while.
+# In the lower one the messages lie under backward. Only the last bucket is left over: the gradients
+# of the first layer are ready last, so nothing is left to hide their message behind.
+#
+# ### The slides disagree: when are gradients averaged?
+#
+# One lecture says that gradients are averaged "at the end of the forward pass". In the forward
+# pass there are no gradients yet. The time line shows when it happens: during backward, or after
+# it. A popular guide says that `optimizer.step()` is where DDP synchronises. Nothing is sent there.
+
+# %% [markdown]
+# ## 5. A validation loss that does not depend on the number of ranks
+#
+# Each rank can evaluate its share of the validation data. How do you put the results together?
+# Two shortcuts look harmless: average the batches' means, then average the ranks' means; and let
+# the sampler pad.
+#
+# ![Rank 0 has 2 items with mean 5, rank 1 has 50 with mean 1: the mean of means is 3, the true mean is 1.15](figures/ddp_evaluation.svg)
+#
+# The way that is always right: every rank gives its **sum** and its **count**; add up both over all
+# ranks, and divide once.
+
+# %% exercise="mean_over_ranks" todo="6.7" minutes=10 difficulty=1 points=1
+from manyhands.ddp import mean_over_ranks
+
+# %% check="6.7" tags=["nbval-check-output"]
+check.mean_over_ranks(mean_over_ranks)
+
+# %% [markdown]
+# ### The slides disagree: the mean of means of means
+#
+# Here are 1001 losses with one outlier, in batches of 64. The shortcut is what one course's
+# repository does: padding sampler, mean over each batch, mean over batches, mean over ranks.
+# Predict: does it say the same for 1, 2, 4 and 8 ranks?
+
+# %% tags=["nbval-check-output"]
+torch.manual_seed(3)
+losses = torch.rand(1001, dtype=torch.float64)
+losses[1000] = 40.0
+
+
+def shortcut(world_size):
+    padded = torch.cat([losses, losses])[: -(-1001 // world_size) * world_size]
+    shares = [padded[rank::world_size] for rank in range(world_size)]
+    means = [torch.stack([batch.mean() for batch in share.split(64)]).mean() for share in shares]
+    return torch.stack(means).mean().item()
+
+
+def sum_and_count():
+    share = losses[dist.get_rank() :: dist.get_world_size()]
+    return mean_over_ranks(share.sum(), len(share))
+
+
+if check.ready("6.7"):
+    print("exact: ", f"{losses.mean():.6f}")
+    for world_size in (1, 2, 4, 8):
+        ours = run_ranks(sum_and_count, world_size)[0]
+        print(
+            f"{world_size} rank(s): shortcut {shortcut(world_size):.6f}, sum and count {ours:.6f}"
+        )
+
+# %% [markdown]
+# The shortcut depends on the number of ranks, so two runs on different numbers of GPUs cannot be
+# compared. Even on one rank it is off: the last batch is smaller, but weighs as much as the others.
+
+# %% [markdown]
+# ## 6. Print once, save once
+#
+# Every rank runs every line. A `print` appears as many times as there are ranks, and a
+# `torch.save` becomes a race of all ranks for the same file.
+#
+# So rank 0 prints and saves. Two traps wait there:
+#
+# - The other ranks run on at once. If one of them opens the file, it may not be there yet.
+#   `dist.barrier()` returns when all ranks have reached it.
+# - If the job is killed while it writes, half a file is left, and the older one is gone. Write
+#   under another name first; `os.replace(new, old)` then swaps the names in one go.
+#
+# A wrapped model keeps the one you gave it in `.module`. Save that one's `state_dict()`: it can be
+# loaded by a program that knows nothing of DDP.
+
+# %% exercise="save_once" todo="6.8" minutes=15 difficulty=2 points=2
+from manyhands.run import save_once
+
+# %% check="6.8" tags=["nbval-check-output"]
+check.save_once(save_once)
+
+# %% [markdown]
+# ## 7. The whole script, and what changed
+#
+# `scripts/train_single.py` trains a small language model in one process. `scripts/train_ddp.py`
+# does the same on many. Below is the difference between their `train` functions, computed from the
+# files: lines with `-` go, lines with `+` come. Name the exercise behind each.
+
+# %% tags=["nbval-check-output"]
+import ast
+import difflib
+
+
+def body_of_train(script):
+    text = Path(f"../scripts/{script}.py").read_text()
+    train = next(n for n in ast.parse(text).body if getattr(n, "name", "") == "train")
+    return ast.get_source_segment(text, train).splitlines()
+
+
+changes = difflib.unified_diff(
+    body_of_train("train_single"), body_of_train("train_ddp"), n=0, lineterm=""
+)
+print("\n".join(line for line in changes if not line.startswith(("---", "+++", "@@"))))
+
+# %% [markdown]
+# The loop itself, from `for epoch` to `run.log(loss)`, differs in one line: `set_epoch`. That is
+# the charm of doing the averaging inside backward.
+#
+# ### The slides disagree: a language model that sees the answer
+#
+# The model of the course quoted above is a Transformer that predicts the next word, but without a
+# **causal mask**: each position may look at later positions, and so at the word it has to predict.
+# Test a model for it: change one later token, and see whether an earlier output moves.
+
+
+# %% tags=["nbval-check-output"]
+def looks_ahead(mask):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
+    words = torch.randn(1, 6, 16)
+    changed = words.clone()
+    changed[0, 4] = 0.0  # the word that position 3 has to predict
+    before, after = layer(words, src_mask=mask), layer(changed, src_mask=mask)
+    return not torch.allclose(before[0, :4], after[0, :4])
+
+
+causal = nn.Transformer.generate_square_subsequent_mask(6)
+print("without a mask, earlier outputs see the later word:", looks_ahead(None))
+print("with a causal mask:", looks_ahead(causal))
+
+# %% [markdown]
+# Such a model reaches a wonderful loss and has learned to copy. The course's own model is tested
+# for every position in `tests/test_transformer.py`.
+
+# %% [markdown]
+# ## 8. How much faster?
+#
+# **Strong scaling**: the global batch stays, each rank gets less. **Weak scaling**: each rank's
+# batch stays, the global batch grows. With $t_n$ the time of a step on $n$ ranks:
+#
+# | | strong | weak |
+# |---|---|---|
+# | speed-up | $S = t_1 / t_n$ | $S = n\, t_1 / t_n$ |
+# | efficiency | $S / n$ | $S / n$ |
+#
+# The **Karp-Flatt** number asks which share of the work behaves as if it could not be divided:
+# $e = \frac{1/S - 1/n}{1 - 1/n}$. If $e$ stays the same with more ranks, a fixed serial part is the
+# limit. If it grows, the overhead grows.
+#
+# Predict the efficiency on 2 ranks and on 4, for your machine. How many cores does it have?
+
+# %%
+efficiency_2, efficiency_4 = None, None  # your numbers, for strong scaling
+
+# %% answer="true"
+efficiency_2, efficiency_4 = 0.9, 0.45  # 4 ranks on 2 cores cannot be faster than 2
+
+# %%
+from manyhands.transformer import Transformer
+
+
+def step_time(per_rank_batch, steps=12):
+    torch.manual_seed(0)
+    model = BucketedDDP(Transformer(vocab_size=128, block=64, layers=2, heads=4, width=128))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(128, (per_rank_batch, 65))
+    times = []
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return sorted(times[2:])[len(times[2:]) // 2]  # the median, without the first two
+
+
+def karp_flatt(speedup, ranks):
+    return (1 / speedup - 1 / ranks) / (1 - 1 / ranks)
+
+
+# %%
+if check.ready("6.6"):
+    scaling = {"strong": {}, "weak": {}}
+    for world_size in (1, 2, 4):
+        scaling["strong"][world_size] = max(run_ranks(step_time, world_size, 16 // world_size))
+        scaling["weak"][world_size] = max(run_ranks(step_time, world_size, 16))
+    for kind, times in scaling.items():
+        for n, seconds in times.items():
+            speedup = times[1] / seconds * (n if kind == "weak" else 1)
+            limit = f", Karp-Flatt {karp_flatt(speedup, n):.2f}" if n > 1 else ""
+            print(
+                f"{kind:6} {n} rank(s): {1e3 * seconds:5.0f} ms a step, speed-up {speedup:.2f}, "
+                f"efficiency {speedup / n:.2f}{limit}"
+            )
+    for n, said in ((2, efficiency_2), (4, efficiency_4)):
+        ideal = min(n, os.cpu_count()) / n
+        score(
+            f"strong efficiency, {n} ranks",
+            said,
+            ideal,
+            scaling["strong"][1] / scaling["strong"][n] / n,
+            "",
+        )
+
+# %%
+if check.ready("6.6"):
+    figure, ax = figures.new_figure(width=5.5)
+    series = {"ideal": ([1, 2, 4], [1, 2, 4])}
+    for kind, times in scaling.items():
+        gain = {n: times[1] / t * (n if kind == "weak" else 1) for n, t in times.items()}
+        series[kind] = list(gain), list(gain.values())
+    figures.lines(ax, series, "ranks", "speed-up (times one rank)")
+    figures.show(figure, "Speed-up against ranks for strong and weak scaling, beside the ideal.")
+
+# %% [markdown]
+# The formula above is the ideal: as many times faster as there are cores for the ranks. Ranks
+# beyond the number of cores bring nothing, since they take turns.
+#
+# ### The slides disagree: does a distributed run get better?
+#
+# One course's title says that distributed training improves "model accuracy". Its own series: 92
+# minutes on 1 GPU, 25 on 4, 14 on 8 (a Transformer on WikiText-2, ten epochs; JSC course
+# "Parallelize Training", 2026). The batch of each rank stayed, so the global batch grew from 512 to
+# 2048 to 4096, and no loss was compared. First, the speed, from their numbers:
+
+# %% tags=["nbval-check-output"]
+for n, minutes in ((4, 25), (8, 14)):
+    speedup = 92 / minutes
+    print(
+        f"{n} GPUs: speed-up {speedup:.2f}, efficiency {speedup / n:.2f}, "
+        f"Karp-Flatt {karp_flatt(speedup, n):.3f}"
+    )
+
+# %% [markdown]
+# Good scaling, and no more than that. Now the loss. Train the same model three times on the
+# embedded text, a made-up language whose best possible loss is known:
+#
+# - on 1 rank with batch 16,
+# - on 2 ranks with the *global* batch still 16, so 8 each,
+# - on 2 ranks with the *per-rank* batch still 16, so 32 in all.
+#
+# The learning rate stays, and all three see the same number of samples. Predict: which curves
+# coincide against samples? Which run has the lowest loss at the end? Which is first in time?
+
+# %%
+from torch.utils.data import DataLoader
+
+from manyhands import corpus
+
+
+def train_share(global_batch, num_samples):
+    data = corpus.load("embedded", block=32)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sampler = ShardedSampler(len(data.train), rank, world_size)
+    loader = DataLoader(data.train, global_batch // world_size, sampler=sampler)
+    torch.manual_seed(0)
+    model = BucketedDDP(Transformer(data.tokenizer.vocab_size, 32, layers=2, heads=2, width=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    curve, start = [], time.perf_counter()
+    for step, (inputs, targets) in enumerate(loader, 1):
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = mean_over_ranks(loss.detach() * len(inputs), len(inputs))
+        curve.append((step * global_batch, time.perf_counter() - start, mean))
+        if step * global_batch >= num_samples:
+            return curve
+
+
+# %%
+WIDTH = 15  # steps that a smoothed value looks back on
+
+
+def smooth(values):
+    return torch.tensor(values).unfold(0, WIDTH, 1).mean(1).tolist()
+
+
+if check.ready("6.3", "6.6", "6.7"):
+    runs = {"1 rank, 16": (1, 16), "2 ranks, 16 in all": (2, 16), "2 ranks, 16 each": (2, 32)}
+    curves = {name: run_ranks(train_share, n, batch, 3200)[0] for name, (n, batch) in runs.items()}
+    for name, curve in curves.items():
+        *_, seconds, _ = curve[-1]
+        print(
+            f"{name:18} {len(curve)} steps, {seconds:.1f} s, loss {smooth([c[2] for c in curve])[-1]:.2f}"
+        )
+
+# %%
+if check.ready("6.3", "6.6", "6.7"):
+    figure, axes = figures.new_figure(width=8, height=3.4, cols=2)
+    for ax, axis, xlabel in ((axes[0], 0, "samples seen"), (axes[1], 1, "time (s)")):
+        series = {
+            name: ([point[axis] for point in curve][WIDTH - 1 :], smooth([p[2] for p in curve]))
+            for name, curve in curves.items()
+        }
+        figures.lines(ax, series, xlabel, "training loss (nats a character)")
+    figures.legend_below(figure, axes[0])
+    figures.show(figure, "Training loss of three runs against samples seen and against time.")
+
+# %%
+if check.ready("6.3", "6.6", "6.7"):
+    one, two = curves["1 rank, 16"], curves["2 ranks, 16 in all"]
+    apart = max(abs(a[2] - b[2]) for a, b in zip(one, two, strict=True))
+    print(f"same global batch, 1 and 2 ranks: losses differ by at most {apart:.1e}")
+    assert apart < 0.02
+
+# %% [markdown]
+# At the same global batch the curves against samples lie on each other: it is the same training,
+# done by two. Against time, two ranks are ahead where a core is free for each. At the same per-rank
+# batch the global batch doubles. For the same samples that is half as many steps, and at the same
+# learning rate the loss after them is *higher*.
+#
+# Distributed training makes training faster. It does not by itself make a model better. (Each
+# curve is a single run. What a larger batch costs, over several seeds, and how to pay less, is
+# lesson 07.)
+
+# %% [markdown]
+# ## 9. Two nodes
+#
+# On two nodes, one torchrun runs on each. How do the two find each other? They agree on a meeting
+# place, the **rendezvous**: the address of one node, the head, and a port number. A **port** is a
+# numbered door of a computer, from 1 to 65535; two programs cannot listen at the same one.
+#
+# ![Two agents with the same id meet at the head node's port; then each starts its processes](figures/ddp_rendezvous.svg)
+#
+# | argument | says |
+# |---|---|
+# | `--nnodes` | how many agents to wait for |
+# | `--nproc-per-node` | processes that this agent starts |
+# | `--rdzv-id` | the job's name: agents with the same id belong together |
+# | `--rdzv-backend` | how they meet; `c10d` needs nothing but PyTorch |
+# | `--rdzv-endpoint` | where: `head:port` |
+# | `--rdzv-conf` | `is_host=1` on the head, which then opens the port; `is_host=0` elsewhere |
+#
+# The check starts two agents with your arguments, on this machine, and looks at the ranks that
+# come out.
+
+# %% exercise="rendezvous_arguments" todo="6.9" minutes=15 difficulty=2 points=2
+from manyhands.runtime import rendezvous_arguments
+
+# %% check="6.9" tags=["nbval-check-output"]
+check.rendezvous_arguments(rendezvous_arguments)
+
+# %% [markdown]
+# ### The job file
+#
+# On most clusters a program called **Slurm** hands out nodes. A job file asks for them in lines
+# that start with `#SBATCH`. This is the file of this lesson:
+
+# %% tags=["nbval-check-output"]
+print(Path("../sbatch/ddp.sbatch").read_text())
+
+# %% [markdown]
+# - `--gpus-per-node=4`: Slurm sets `CUDA_VISIBLE_DEVICES` to the four GPUs that this job may use.
+#   Inside, they are numbered 0 to 3. Asking for four GPUs does not use four: one process drives
+#   one GPU, so `launch.py` starts four.
+# - `--ntasks-per-node=1`: Slurm starts one agent a node, and the agent starts the processes.
+# - Two nodes are one changed number: `sbatch --nodes=2 sbatch/ddp.sbatch`. `launch.sh` looks up the
+#   head node's name with `scontrol show hostnames`. Some sites have a second name for a node in
+#   the fast network, such as `node17i`; that suffix stands in `sbatch/site.env`.
+# - `scripts/launch.py` calls `rendezvous_arguments`, the function you have just written, and hands
+#   the result to torchrun.
+#
+# ### A library that does all this
+#
+# PyTorch Lightning wraps the same steps. What you wrote, in its words (not run here):
+#
+# | you wrote | Lightning |
+# |---|---|
+# | `place`, `process_group` | `Trainer(devices=4, num_nodes=2, strategy="ddp")` |
+# | `ShardedSampler` | put in by the Trainer (`use_distributed_sampler=True`), as PyTorch's sampler |
+# | `BucketedDDP` | PyTorch's DDP, inside the strategy |
+# | `mean_over_ranks` | `self.log("loss", ..., sync_dist=True)`: a mean of means |
+# | `save_once` | `ModelCheckpoint`, on rank 0 |
+
+# %% [markdown]
+# ## 10. Run it as a job, with your functions in it
+#
+# The next cell copies your functions that passed to `mine/ddp.py` and trains with them on two real
+# processes, started by `torchrun`, as on a cluster. In a terminal it is
+# `bash sbatch/ddp.sbatch --impl mine`. You will see a loss fall, and the path of a report.
+
+# %%
+if check.ready("6.3", "6.6", "6.7", "6.8"):
+    check.keep()
+    lab.run_job(
+        *("bash", "../sbatch/ddp.sbatch", "--impl", "mine", "--device", "cpu"),
+        *("--steps", "40", "--layers", "2", "--block", "32"),
+    )
+
+# %% [markdown]
+# Open the `report.html` that it named: loss, tokens per second, where the time went, and how busy
+# each rank was. The floor in the loss figure is the entropy of the text: no model can be better.
+#
+# On real text: `bash sbatch/ddp.sbatch --impl mine --data FOLDER`, where FOLDER holds `.txt` files.
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - tell rank, local rank and world size apart, and join and leave a process group,
+# - deal out data so that every sample is read once, in a new order in each epoch,
+# - keep replicas equal, and prove it against one process,
+# - hide messages behind backward,
+# - evaluate, print and save so that the number of ranks does not show,
+# - start a job on two nodes, and read its scaling.
+#
+# **Questions**
+#
+# <details><summary>Two ranks have gradients 2 and 4. What does each hold after DDP's backward, and why not 6?</summary>
+#
+# 3. Each rank's loss is a mean over its share, so the mean of the ranks' gradients is the gradient
+# of the mean over the whole batch. A sum would be a step N times as long.
+# </details>
+#
+# <details><summary>You forget <code>set_epoch</code>. Does the program fail?</summary>
+#
+# No. Every epoch then has the same order, the same batches and, with a stride, the same samples on
+# each rank. Training still works, a little worse, and nothing tells you.
+# </details>
+#
+# <details><summary>Rank 1 skips a batch because its loss is NaN. What happens?</summary>
+#
+# It does not call backward, so it does not take part in the all-reduces. The other ranks wait for
+# it until the time-out. All ranks have to decide together, for example with an all-reduced flag.
+# </details>
+#
+# <details><summary>Where did the 16 steps of the course quoted above go?</summary>
+#
+# Imports and device, ranks, setup, per-rank seed (its 1-3): TODO 6.1 and 6.2, and the box on seeds.
+# Three samplers passed to three loaders (4-7) and `set_epoch` (9): TODO 6.3. Wrapping the model
+# (8): TODO 6.4 to 6.6. All-reduced losses (10): TODO 6.7. Printing and saving once (11, 12): TODO
+# 6.8. Leaving the group (13): TODO 6.2. GPUs in the job file (14), address and port (15), torchrun
+# under srun (16): TODO 6.9.
+# </details>
+#
+# **Sources**: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704; PyTorch
+# documentation, torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html; Karp and Flatt
+# 1990, "Measuring parallel processor performance", CACM 33(5).

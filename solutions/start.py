@@ -1,0 +1,57 @@
+# ---
+# manyhands: {title: Start here, minutes: 5, goal: Find your way and see that everything works}
+# ---
+
+# %% [markdown]
+# # Many Hands: start here
+#
+# In this course you train neural networks on many processors, and you build every technique
+# yourself. You need Python and PyTorch on one device. You need no GPU and no internet.
+#
+# ![A lesson: read why, write a TODO, check it, predict and measure, run it as a job](figures/lesson.svg)
+
+# %% [markdown]
+# ## Does everything work?
+#
+# Run the next cell: press Shift+Enter. It starts four processes on this machine, lets them add up
+# their numbers, and prints what it found.
+
+# %%
+import os
+
+import torch
+import torch.distributed as dist
+
+from manyhands.lab import run_ranks
+
+
+def add_up():
+    number = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(number)
+    return number.item()
+
+
+print(f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs")
+print("four processes added 1 + 2 + 3 + 4 and got", run_ranks(add_up, 4))
+
+# %% tags=["nbval-check-output"]
+assert run_ranks(add_up, 4) == [10, 10, 10, 10]
+print("everything works")
+
+# %% [markdown]
+# ## How a lesson works
+#
+# - A lesson is one notebook in this folder. Work through it from top to bottom.
+# - A cell that says `TODO 6.3` is yours to write. The text under the function's name, its
+#   docstring, is the task. The line `raise NotImplementedError` is what you replace.
+# - The cell after it checks your answer on real processes. Green means done. Red names what was
+#   seen and what to try. Amber means that you have not started; the notebook still runs on.
+# - `check.hint("6.3")` gives one hint at a time. The folder `solutions/` has every answer.
+# - Before an experiment you write down a number that you expect. Being wrong there is how you
+#   learn most.
+#
+# | lesson | what you build |
+# |---|---|
+# | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, replicas, buckets, evaluation, two nodes |
+#
+# More lessons are on their way; the list of all stands in the README.

@@ -1,0 +1,68 @@
+"""What the tests of scripts and jobs share: a clone to run in, flags, a tidy environment."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "PYTHONPATH")
+OURS += ("NODES", "HEAD_NODE", "GLOO_", "OMP_")
+
+
+def make_clone(folder: Path) -> Path:
+    """Copy the scripts and jobs to where a test may write to mine/, with a short text to learn."""
+    unwanted = shutil.ignore_patterns("site.env", "__pycache__", "*.egg-info")
+    for name in ("scripts", "sbatch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    (folder / "text").mkdir()
+    draw = random.Random(3)
+    words = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(380))
+    # The end is unlike the rest, so that the ranks' means over the validation text differ.
+    (folder / "text" / "words.txt").write_text(words[:1882] + "h" * 18)
+    return folder
+
+
+def flags(clone: Path, **changes: object) -> list[str]:
+    """The flags of a run of a second; it crosses the end of an epoch (17 steps)."""
+    settings = {"data": clone / "text", "layers": 1, "block": 16, "batch": 6, "steps": 20}
+    settings |= {"device": "cpu"} | changes
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment without what a job would set, and with `changes`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return kept | {"PYTHON": sys.executable, "RANKS": "2", "OMP_NUM_THREADS": "1"} | changes
+
+
+def run(command: list[object], cwd: Path, timeout_s: float = 90, **kwargs) -> tuple[int, str, str]:
+    """Run a command in `cwd`; returns its exit code, standard output and standard error."""
+    kwargs.setdefault("env", environment())
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, timeout=timeout_s, capture_output=True, text=True, check=False, **kwargs
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses of a run, step by step."""
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything below `folder`; a folder in it counts as empty."""
+    found = sorted(folder.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in found}
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes that have `folder` in their command line."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [" ".join(words) for words in found if any(str(folder) in word for word in words)]

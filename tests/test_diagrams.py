@@ -1,0 +1,109 @@
+"""The diagrams: committed as drawn, safe to show anywhere, legible, and true to the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+import draw_diagrams
+from draw_diagrams import HEIGHTS, ORDERS, Config, main
+from manyhands.corpus import ShardedSampler
+from manyhands.runtime import rendezvous_arguments
+
+FIGURES = Config().folder
+NAMES = [draw.__name__ for draw in HEIGHTS]
+ALLOWED = set("svg title desc defs pattern path marker rect g text polyline".split())
+EM = 0.6  # of the font size: wide for a letter of Arial, about right for DejaVu Sans and monospace
+
+
+class Area(NamedTuple):
+    """A rectangle of the canvas, and the words in it."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    words: str = ""
+
+    @property
+    def size(self) -> float:
+        return (self.right - self.left) * (self.bottom - self.top)
+
+    def overlaps(self, other: "Area") -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
+
+    def holds(self, x: float, y: float) -> bool:
+        return self.left <= x <= self.right and self.top <= y <= self.bottom
+
+
+def read(name: str) -> ElementTree.Element:
+    """The committed picture, without the namespace in its tags."""
+    root = ElementTree.parse(FIGURES / f"{name}.svg").getroot()
+    for element in root.iter():
+        element.tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[Area]:
+    """Where each line of words stands, by a crude and generous estimate of its width."""
+    group = root.find("g")
+    areas = []
+    for text in group.iter("text"):
+        size = float(text.get("font-size", group.get("font-size")))
+        x, y, width = float(text.get("x")), float(text.get("y")), EM * size * len(text.text)
+        share = {"start": 0, "middle": 0.5, "end": 1}[text.get("text-anchor", "middle")]
+        left = x - share * width
+        areas.append(Area(left, y - 0.75 * size, left + width, y + 0.25 * size, text.text))
+    return areas
+
+
+def boxes(root: ElementTree.Element) -> list[Area]:
+    areas = []
+    for rect in root.find("g").iter("rect"):
+        x, y, w, h = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        areas.append(Area(x, y, x + w, y + h))
+    return areas
+
+
+def test_committed_files_are_what_the_script_draws(tmp_path: Path) -> None:
+    main(Config(folder=tmp_path))
+    drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_bytes() for path in FIGURES.glob("*.svg")}
+    assert sorted(drawn) == sorted(f"{name}.svg" for name in NAMES)
+
+
+def test_check_names_the_stale_file_and_leaves_it_alone(tmp_path: Path) -> None:
+    main(Config(folder=tmp_path))
+    stale = tmp_path / "lesson.svg"
+    fresh = stale.read_bytes()
+    stale.write_bytes(fresh.replace(b"done", b"gone"))
+    command = [sys.executable, draw_diagrams.__file__, "--check", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.splitlines()[0] == "out of date: lesson.svg"
+    assert b"gone" in stale.read_bytes()
+    main(Config(folder=tmp_path))
+    assert stale.read_bytes() == fresh
+    main(Config(check=True, folder=tmp_path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_picture_is_safe_and_has_words_for_those_who_cannot_see_it(name: str) -> None:
+    root = read(name)
+    assert {element.tag for element in root.iter()} <= ALLOWED
+    assert [root[0].tag, root[1].tag] == ["title", "desc"]
+    items = {box for box in boxes(root) if box.right - box.left == 12}
+    assert len(items) == count_0 + count_1
+    right, wrong = [area.words for area in texts(root) if "=" in area.words]
+    pooled = (sum_0 + sum_1) / (count_0 + count_1)
+    assert right == f"({sum_0} + {sum_1}) / ({count_0} + {count_1}) = {pooled:.2f}"
+    assert wrong == f"({mean_0} + {mean_1}) / 2 = {(mean_0 + mean_1) / 2:.2f}"

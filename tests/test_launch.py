@@ -1,0 +1,220 @@
+"""The launcher as Slurm, a person and bad luck treat it: signals, kills, two nodes, bad input."""
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import train_ddp
+from jobs import contents, environment, flags, left_behind, losses, make_clone, run
+from manyhands.lab import run_ranks
+
+LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("clone"))
+
+
+def undisturbed(clone: Path, out: Path, world_size: int = 2, **changes: object) -> Path:
+    """The run that nothing happens to, on the ranks of a fork server: a second, not ten."""
+    settings = {"data": str(clone / "text"), "device": "cpu", "out": str(out), **LONG, **changes}
+    config = train_ddp.Config(**settings)
+    run_ranks(train_ddp.main, world_size, config, join=False, quiet=True, timeout_s=60)
+    return out
+
+
+def command(clone: Path, **changes: object) -> list[str]:
+    script = clone / "scripts" / "train_ddp.py"
+    return [sys.executable, str(clone / "scripts" / "launch.py"), str(script)] + flags(
+        clone, **{**LONG, **changes}
+    )
+
+
+@contextmanager
+def begun(clone: Path, out: Path, at_step: int) -> Iterator[subprocess.Popen]:
+    """A job in the background that has just done `at_step`, and its processes as `.ranks`."""
+    log = out.with_suffix(".log").open("ab")
+    words = command(clone, out=out)
+    job = subprocess.Popen(words, env=environment(), cwd=out.parent, stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or len(losses_so_far(out)) < at_step:
+            assert job.poll() is None and time.monotonic() < deadline_s, read_log(out)
+            time.sleep(0.002)
+        job.ranks = psutil.Process(job.pid).children()
+        yield job
+        # Nothing of the job outlives it for more than a moment.
+        _, alive = psutil.wait_procs(job.ranks, timeout=10)
+        assert not alive and not left_behind(out)
+    finally:
+        for process in [*getattr(job, "ranks", []), job]:
+            if process.poll() is None if process is job else process.is_running():
+                process.kill()
+        job.wait()
+        log.close()
+
+
+def losses_so_far(out: Path) -> list[str]:
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def read_log(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+def state(out: Path) -> str:
+    return json.loads((out / "status.json").read_text())["state"]
+
+
+def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path):
+    """The same command again and again: after SIGTERM, SIGUSR1, and kills of a rank and of all."""
+    out, steps = tmp_path / "run", [random.randint(low, low + 9) for low in (5, 30, 55, 80)]
+    print("disturbed at steps", steps)
+    for number, step in zip(("SIGTERM", "SIGUSR1"), steps, strict=False):
+        with begun(clone, out, step) as job:
+            job.send_signal(getattr(signal, number))
+            assert job.wait(30) == 0, read_log(out)
+        assert state(out) == "stopped"
+        assert f"stopped by {number} at step" in read_log(out)
+        assert "Traceback" not in read_log(out)
+    with begun(clone, out, steps[2]) as job:
+        random.choice(job.ranks).kill()
+        assert job.wait(30) == 1
+    assert "SIGKILL" in read_log(out) or "-9" in read_log(out)
+    with begun(clone, out, steps[3]) as job:
+        job.kill()
+    assert state(out) == "running" and not (out / "model.pt").exists()
+    code, said, err = run(command(clone, out=out), tmp_path)
+    assert code == 0, err
+    assert f"resumed {out} at step" in said
+
+    calm = undisturbed(clone, tmp_path / "calm")
+    assert len(losses(out)) == 120 and losses(out) == losses(calm)
+    ours, theirs = (torch.load(one / "model.pt", weights_only=True) for one in (out, calm))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and len(ours) > 10
+    assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+# ---- two nodes ---------------------------------------------------------------------------------
+
+
+def node(rank: int, job_id: int) -> dict[str, str]:
+    """What Slurm and launch.sh set on a node of two, with both nodes on this machine."""
+    named = {"SLURM_JOB_ID": str(job_id), "SLURM_NODEID": str(rank), "HEAD_NODE": "127.0.0.1"}
+    return environment(**named, NODES="2", RANKS="1", GLOO_SOCKET_IFNAME="lo")
+
+
+def job_with_port(port: int) -> int:
+    """A job number as large as a busy cluster's whose agents meet at `port`."""
+    return 9_000_000 + (port - 20_000 - 9_000_000) % 20_000
+
+
+def port_below_40000() -> socket.socket:
+    """A free port where jobs meet, held until the socket is closed."""
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", random.randint(20_000, 39_999)))
+        except OSError:  # somebody has it
+            continue
+
+
+def test_two_nodes_train_like_one(clone, tmp_path):
+    with port_below_40000() as held:
+        job_id = job_with_port(held.getsockname()[1])
+    settings = {"steps": 12, "impl": "torch", "layers": 1, "block": 16}
+    agents = [
+        subprocess.Popen(
+            command(clone, out=tmp_path / "run", **settings),
+            env=node(rank, job_id),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 0)
+    ]
+    try:
+        ends = [agent.communicate(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], ends
+    assert "2 rank(s) on cpu" in ends[1][0] and ends[0][0] == ""
+    calm = undisturbed(clone, tmp_path / "calm", **settings)
+    assert losses(tmp_path / "run") == pytest.approx(losses(calm), abs=1e-6)
+    assert not left_behind(tmp_path)
+
+
+# ---- bad input, on two ranks: exit code 2, one line, and nothing touched -----------------------
+
+
+def refuse(clone: Path, cwd: Path, env: dict | None = None, **changes: object) -> str:
+    """Start a job that has to refuse; returns its one line."""
+    before = contents(cwd)
+    words = command(clone, **{"out": "run", **changes})
+    code, out, err = run(words, cwd, env=env or environment())
+    assert (code, err.count("\n"), "Traceback" in out + err) == (2, 1, False), out + err
+    assert contents(cwd) == before and not left_behind(cwd)
+    return err
+
+
+def test_batch_that_cannot_be_divided(clone, tmp_path):
+    line = refuse(clone, tmp_path, batch=7)
+    assert line.startswith("train_ddp.py: batch 7 cannot be") and "by 2 ranks" in line
+
+
+def test_mine_without_a_file(clone, tmp_path):
+    assert "--impl mine needs mine/ddp.py" in refuse(clone, tmp_path, impl="mine")
+
+
+def test_checkpoint_of_another_number_of_ranks(clone, tmp_path):
+    undisturbed(clone, tmp_path / "run", world_size=1, steps=3)
+    (tmp_path / "run" / "status.json").unlink()
+    assert "holds a run with ranks=1, not 2" in refuse(clone, tmp_path, steps=3)
+
+
+def test_full_disk(clone, tmp_path):
+    """The limit on a file's size is the kernel's "no" that needs no root; both ranks meet it."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limit[1]))  # inherited by the job
+    try:
+        code, out, err = run(command(clone, out="run", save_every=3), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (code, err.count("\n"), "Traceback" in out + err) == (2, 1, False), out + err
+    assert "cannot write" in err and "File too large" in err
+    assert not left_behind(tmp_path)
+
+
+def test_ranks_that_are_no_number(clone, tmp_path):
+    for ranks in ("abc", "0", "-1", ""):
+        line = refuse(clone, tmp_path, env=environment(RANKS=ranks))
+        assert f"RANKS is {ranks!r}: give the number of ranks a node" in line
+
+
+def test_no_script(clone, tmp_path):
+    launcher = [sys.executable, clone / "scripts" / "launch.py"]
+    for words in ([], ["scripts/train_dpp.py"]):
+        code, out, err = run([*launcher, *words], tmp_path)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "no script" in err
+
+
+def test_meeting_port_in_use(clone, tmp_path):
+    with port_below_40000() as held:
+        port = held.getsockname()[1]
+        line = refuse(clone, tmp_path, env=node(0, job_with_port(port)))
+    assert "the nodes did not meet" in line and f"127.0.0.1:{port}" in line

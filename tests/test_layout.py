@@ -1,0 +1,394 @@
+"""The plan of the house holds: addresses, layers, sizes, job files, README's tree.
+
+Each rule is a function from a course folder to a list of faults. The rules run on this course, and
+then each on a small course with one fault in it, which it must name.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Lessons that run in one process: they have no job and no script that torchrun starts.
+WITHOUT_RANKS = {"gradient_descent", "batch_size"}
+
+LAYERS = {
+    1: {"runtime", "failures", "lab"},
+    2: set("corpus images transformer resnet run storage meters timeline figures mine".split()),
+}  # layer 3: the lessons; 4: checks/; 5: scripts/*.py
+LAYER = {word: layer for layer, words in LAYERS.items() for word in words} | {"checks": 4}
+
+TOP_LEVEL = set(
+    ".ci .github .gitignore LICENSE Makefile README.md bench.json constraints.txt environment.yml "
+    "notebooks pyproject.toml sbatch scripts solutions tests".split()
+)
+MAX_LESSON_LINES = 150
+MAX_FUNCTION_LINES = 40
+MACHINE = re.compile(
+    r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",
+    re.MULTILINE,
+)
+FIXED_PORT = re.compile(
+    r"(?:MASTER_PORT\W{1,5}|master[-_]port[= ]\"?|(?:localhost|127\.0\.0\.1|tcp://[\w.]+):)\d{4}"
+)
+
+
+def files(root: Path) -> list[Path]:
+    """The files of the course: what git tracks or would add; all files where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=root, capture_output=True, text=True
+    )
+    if listed.returncode == 0:
+        return sorted(path for name in listed.stdout.split("\0") if (path := root / name).is_file())
+    unwanted = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", "runs", "mine"}
+    found = (path for path in root.rglob("*") if path.is_file())
+    return sorted(path for path in found if not unwanted & set(path.relative_to(root).parts))
+
+
+def texts(root: Path, *suffixes: str) -> Iterator[tuple[str, str]]:
+    """Name and text of the files that end so; of all text files where no suffix is given."""
+    for path in files(root):
+        if path.name.endswith(suffixes or ("",)) and path.suffix != ".png":
+            yield path.relative_to(root).as_posix(), path.read_text()
+
+
+def parsed(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """Name and syntax tree of the Python files in these folders."""
+    for name, text in texts(root, ".py"):
+        if name.split("/")[0] in folders:
+            yield name, ast.parse(text)
+
+
+def lessons(root: Path) -> dict[str, int]:
+    """Word -> number of every lesson that has a source."""
+    stems = (path.stem for path in (root / "solutions").glob("[0-9][0-9]_*.py"))
+    return {stem[3:]: int(stem[:2]) for stem in stems}
+
+
+# ---------------------------------------------------------------- the rules
+
+
+def addresses(root: Path) -> list[str]:
+    """Every lesson is at home in every folder, under the same word; nothing else is."""
+    words, wanted = lessons(root), []
+    for word, number in words.items():
+        stem = f"{number:02d}_{word}"
+        wanted += [f"notebooks/{stem}.ipynb", f"solutions/{stem}.ipynb"]
+        wanted += [f"scripts/manyhands/{word}.py", f"scripts/manyhands/checks/{word}.py"]
+        wanted += [f"tests/test_{word}.py"]
+        if word not in WITHOUT_RANKS:
+            is_bench = (root / f"scripts/bench_{word}.py").is_file()
+            wanted += [f"scripts/{'bench' if is_bench else 'train'}_{word}.py"]
+            wanted += [f"sbatch/{word}.sbatch"]
+    modules = {path.stem for path in (root / "scripts/manyhands").glob("[a-z]*.py")}
+    homeless = modules - set(words) - set(LAYER)
+    homeless |= {path.stem for path in (root / "sbatch").glob("*.sbatch")} - set(words)
+    homeless |= {path.stem for path in (root / "scripts/manyhands/checks").glob("[a-z]*.py")} - set(
+        words
+    )
+    return [f"{name} is missing" for name in wanted if not (root / name).is_file()] + [
+        f"{word}: neither a lesson with a source in solutions/ nor plumbing with a layer"
+        for word in sorted(homeless)
+    ]
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of all that a file imports; `from a import b` gives a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or '.'}.{alias.name}" for alias in node.names)
+
+
+def layers(root: Path) -> list[str]:
+    """Imports point down; a lesson imports torch, the standard library and earlier lessons."""
+    words, faults = lessons(root), []
+    for name, tree in parsed(root, "scripts"):
+        parts = Path(name).with_suffix("").parts[1:]
+        own = 5 if len(parts) == 1 else LAYER.get(parts[1], 3)
+        for target in imports(tree):
+            package, _, rest = target.partition(".")
+            word = rest.partition(".")[0]
+            if package != "manyhands":
+                known = package in sys.stdlib_module_names or package == "torch"
+                if own == 3 and parts[1] != "__init__" and not known:
+                    faults.append(f"{name}: a lesson imports {package}")
+            elif own == 3 and LAYER.get(word, 3) != 3:
+                faults.append(f"{name}: a lesson imports {target}")
+            elif own == 3 and words.get(word, 99) > words.get(parts[1], 99):
+                faults.append(f"{name}: imports the later lesson {word}")
+            elif LAYER.get(word, 3) > own:
+                faults.append(f"{name}: layer {own} imports {target}, layer {LAYER.get(word, 3)}")
+    return faults
+
+
+def sizes(root: Path) -> list[str]:
+    """Lessons and functions fit on a page or two."""
+    faults = []
+    for word in lessons(root):
+        name = f"scripts/manyhands/{word}.py"
+        if (root / name).is_file():
+            num_lines = len((root / name).read_text().splitlines())
+            if num_lines > MAX_LESSON_LINES:
+                faults.append(f"{name}: {num_lines} lines, over {MAX_LESSON_LINES}")
+    for name, tree in parsed(root, "scripts"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                num_lines = node.end_lineno - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    faults.append(f"{name}: {node.name} has {num_lines} lines")
+    return faults
+
+
+def signatures(root: Path) -> list[str]:
+    """Public functions say the types of what they take and give.
+
+    A learner's `answer`, which the checks take, may be anything.
+    """
+    faults = []
+    for name, tree in parsed(root, "scripts"):
+        bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+        for node in [one for body in bodies for one in body if isinstance(one, ast.FunctionDef)]:
+            taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            untyped = [one.arg for one in taken if one.annotation is None]
+            untyped = [one for one in untyped if one not in ("self", "cls", "answer")]
+            if not node.name.startswith("_") and (untyped or node.returns is None):
+                faults.append(f"{name}: {node.name} has no type for {untyped or 'its result'}")
+    return faults
+
+
+def ascii_code(root: Path) -> list[str]:
+    """Code and comments are ASCII; a lesson's prose, which is comments in solutions/, need not."""
+    faults = []
+    for name, text in texts(root, ".py", ".sh", ".sbatch", "Makefile", ".toml", ".yml"):
+        for number, line in enumerate(text.splitlines(), 1):
+            is_prose = name.startswith("solutions/") and line.startswith("#")
+            if not line.isascii() and not is_prose:
+                faults.append(f"{name}:{number}: not ASCII")
+    return faults
+
+
+def forbidden_code(root: Path) -> list[str]:
+    """No sys.path edits, no error swallowed whole, no pickle read without weights_only."""
+    faults = []
+    for name, tree in parsed(root, "scripts", "tests", "solutions"):
+        for node in ast.walk(tree):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            where = f"{name}:{getattr(node, 'lineno', 0)}"
+            if text == "sys.path":
+                faults.append(f"{where}: sys.path")
+            if isinstance(node, ast.ExceptHandler) and isinstance(node.body[0], ast.Pass):
+                faults.append(f"{where}: an error is swallowed")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                safe = {one.arg: ast.unparse(one.value) for one in node.keywords}
+                if safe.get("weights_only") != "True":
+                    faults.append(f"{where}: torch.load without weights_only=True")
+    return faults
+
+
+def shell_cells(root: Path) -> list[str]:
+    """No notebook launches with a shell: no checker sees such a launch fail."""
+    faults = []
+    for name, text in texts(root, ".ipynb"):
+        for cell in json.loads(text)["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "code" and re.search(
+                r"^\s*(?:!|%%?(?:bash|sh|system|script|run)\b)|get_ipython\(\)\.system|os\.system",
+                source,
+                re.MULTILINE,
+            ):
+                faults.append(f"{name}: cell {cell['id']} launches with a shell")
+    return faults
+
+
+def machine_traces(root: Path) -> list[str]:
+    """No file names a path of the machine it was written on, a package host or a fixed port."""
+    faults = []
+    for name, text in texts(root):
+        for rule, pattern in (("a machine's path or host", MACHINE), ("a fixed port", FIXED_PORT)):
+            if found := pattern.search(text):
+                line = text.count("\n", 0, found.start() + 1) + 1
+                faults.append(f"{name}:{line}: {rule}: {found[0].strip()}")
+    return faults
+
+
+def job_files(root: Path) -> list[str]:
+    """Shell files parse; Slurm sees every directive; the scripts they name are there."""
+    faults = []
+    named = {path.name for folder in ("scripts", "sbatch") for path in (root / folder).glob("*.*")}
+    for name, text in texts(root, ".sh", ".sbatch", ".ci/run"):
+        done = subprocess.run(["bash", "-n", str(root / name)], capture_output=True, text=True)
+        if done.returncode:
+            faults.append(f"{name}: {done.stderr.strip()}")
+        is_code = False
+        for line in text.splitlines():
+            is_code = is_code or not (line.startswith("#") or not line.strip())
+            if re.match(r"\s*#\s*SBATCH", line):
+                if is_code or not re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line):
+                    faults.append(f"{name}: Slurm does not read, or not so: {line}")
+                if re.search(r"--(?:account|partition|qos|reservation|nodelist)\b", line):
+                    faults.append(f"{name}: a site's name belongs in site.env: {line}")
+        for script in re.findall(r"[\w-]+\.(?:py|sh|sbatch)\b", text):
+            if script not in named:
+                faults.append(f"{name}: names {script}, which is not in scripts/ or sbatch/")
+    return faults
+
+
+def tree_of(readme: str) -> Iterator[str]:
+    """The paths in README's tree: a code block whose lines are `name   what it is for`, indented
+    by two spaces a level."""
+    _, _, rest = readme.partition("<!-- tree -->\n```text\n")
+    parents: list[str] = []
+    for line in rest.partition("```")[0].splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        parents[depth:] = [name.rstrip("/")]
+        yield "/".join(parents)
+
+
+def readme_tree(root: Path) -> list[str]:
+    """README's tree and the folder agree, and the folder holds nothing unplanned at its top."""
+    named = list(tree_of((root / "README.md").read_text()))
+    top = {path.relative_to(root).parts[0] for path in files(root)}
+    faults = [f"README's tree leaves out {name}" for name in sorted(top - set(named))]
+    faults += [f"{name} has no place at the top" for name in sorted(top - TOP_LEVEL)]
+    for path in named:
+        pattern = re.sub(r"<\w+>|NN", "*", path)
+        if "*" in pattern and not lessons(root):
+            continue
+        if not list(root.glob(pattern)):
+            faults.append(f"README's tree names {path}, which is not there")
+    return faults
+
+
+def links(root: Path) -> list[str]:
+    """Links to files of the course lead to a file."""
+    faults = []
+    for name, text in texts(root, "README.md", ".ipynb"):
+        pages = [text]
+        if name.endswith(".ipynb"):
+            cells = json.loads(text)["cells"]
+            pages = ["".join(one["source"]) for one in cells if one["cell_type"] == "markdown"]
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", "\n".join(pages)):
+            if "://" not in target and not (root / name).parent.joinpath(target).exists():
+                faults.append(f"{name}: a link to {target}, which is not there")
+    return faults
+
+
+RULES = (
+    addresses,
+    layers,
+    sizes,
+    signatures,
+    ascii_code,
+    forbidden_code,
+    shell_cells,
+    machine_traces,
+    job_files,
+    readme_tree,
+    links,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_course_follows(rule) -> None:
+    faults = rule(ROOT)
+    assert not faults, "\n".join(["", *faults])
+
+
+# ---------------------------------------------------------------- the rules find faults
+
+TREE = """\
+<!-- tree -->
+```text
+README.md   this
+notebooks/  open these
+  NN_<lesson>.ipynb   one a lesson
+sbatch/     jobs
+scripts/    code
+  manyhands/  package
+    <lesson>.py   a lesson
+solutions/  answers
+tests/      tests
+```
+"""
+NOTEBOOK = '{"cells": [{"cell_type": "code", "id": "a", "source": ["x = 1\\n", "y = 2"]}]}'
+SOUND = {
+    "README.md": TREE,
+    "notebooks/06_ring.ipynb": NOTEBOOK,
+    "solutions/06_ring.ipynb": NOTEBOOK,
+    "solutions/06_ring.py": "# caf\u00e9\n",
+    "scripts/manyhands/ring.py": "import torch\n\n\ndef f(x: int) -> int:\n    return x\n",
+    "scripts/manyhands/runtime.py": "import os\n",
+    "scripts/manyhands/checks/ring.py": "from manyhands import ring\n",
+    "scripts/train_ring.py": "from manyhands.ring import f\n",
+    "sbatch/ring.sbatch": "#!/bin/bash\n#SBATCH --nodes=2\nsrun python scripts/train_ring.py\n",
+    "tests/test_ring.py": "import torch\n\ntorch.load('x', weights_only=True)\n",
+}
+JOB = "sbatch/ring.sbatch"
+LESSON = "scripts/manyhands/ring.py"
+LONG = "def f() -> None:\n" + "    x = 1\n" * 40
+
+# rule, file, what stands in it (None: the file is missing), what the rule says
+FAULTY = [
+    (addresses, JOB, None, "sbatch/ring.sbatch is missing"),
+    (addresses, "tests/test_ring.py", None, "tests/test_ring.py is missing"),
+    (addresses, "scripts/manyhands/stray.py", "", "stray: neither a lesson"),
+    (addresses, "sbatch/stray.sbatch", "", "stray: neither a lesson"),
+    (layers, LESSON, "import numpy\n", "a lesson imports numpy"),
+    (layers, LESSON, "from manyhands import runtime\n", "a lesson imports manyhands.runtime"),
+    (layers, "scripts/manyhands/runtime.py", "from manyhands import ring\n", "layer 1 imports"),
+    (layers, "scripts/manyhands/runtime.py", "import manyhands.checks\n", "layer 4"),
+    (sizes, LESSON, "x = 1\n" * 151, "151 lines, over 150"),
+    (sizes, "scripts/train_ring.py", LONG, "f has 41 lines"),
+    (signatures, LESSON, "def f(x, y: int) -> None: ...", "f has no type for ['x']"),
+    (signatures, LESSON, "class A:\n    def f(self): ...", "f has no type for its result"),
+    (ascii_code, "scripts/train_ring.py", "# caf\u00e9\n", "scripts/train_ring.py:1: not ASCII"),
+    (ascii_code, "solutions/06_ring.py", "x = '\u00e9'\n", "solutions/06_ring.py:1: not ASCII"),
+    (forbidden_code, "tests/test_ring.py", "import sys\nsys.path.append('.')\n", ":2: sys.path"),
+    (forbidden_code, LESSON, "try:\n    f()\nexcept OSError:\n    pass\n", "swallowed"),
+    (forbidden_code, LESSON, "torch.load('x')\n", "torch.load without"),
+    (shell_cells, "notebooks/06_ring.ipynb", NOTEBOOK.replace("y = 2", "!ls"), "cell a launches"),
+    (shell_cells, "notebooks/06_ring.ipynb", NOTEBOOK.replace("x = 1", "%%bash"), "cell a"),
+    (machine_traces, LESSON, "\nDATA = '/" + "home/me/data'\n", "ring.py:2: a machine's path"),
+    (machine_traces, "README.md", TREE + "https://pypi." + "org/simple", "path or host"),
+    (machine_traces, JOB, "export MASTER_PORT" + "=29500\n", "a fixed port"),
+    (job_files, JOB, "if true; then\n", "syntax error"),
+    (job_files, JOB, "#!/bin/bash\n# SBATCH --nodes=2\n", "Slurm does not read"),
+    (job_files, JOB, "#!/bin/bash\nset -e\n#SBATCH --nodes=2\n", "Slurm does not read"),
+    (job_files, JOB, "#!/bin/bash\n#SBATCH --account=me\n", "site.env"),
+    (job_files, JOB, "srun python scripts/train_rong.py\n", "names train_rong.py"),
+    (readme_tree, "setup.cfg", "", "README's tree leaves out setup.cfg"),
+    (readme_tree, "setup.cfg", "", "setup.cfg has no place at the top"),
+    (readme_tree, "notebooks/06_ring.ipynb", None, "notebooks/NN_<lesson>.ipynb, which is not"),
+    (links, "README.md", TREE + "[a](LICENCE)", "a link to LICENCE"),
+]
+
+
+def write(root: Path, contents: dict[str, str | None]) -> None:
+    for name, text in contents.items():
+        if text is not None:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_sound_course_has_no_fault(tmp_path: Path, rule) -> None:
+    write(tmp_path, SOUND)
+    assert rule(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text", "message"), FAULTY, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_fault_is_named(tmp_path: Path, rule, name: str, text: str | None, message: str) -> None:
+    write(tmp_path, SOUND | {name: text})
+    faults = rule(tmp_path)
+    assert any(message in fault for fault in faults), faults

@@ -1,0 +1,129 @@
+"""The notebooks, as a reader, a class and CI run them. test_builder.py tests how they are made."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+import build_notebooks
+
+ROOT = Path(__file__).resolve().parents[1]
+CELL_TIMEOUT_S = 120
+
+
+def notebooks(folder: str) -> list[Path]:
+    """The notebooks of a folder that have a source: lessons, and the page the course opens at."""
+    sources = (ROOT / "solutions").glob("*.py")
+    return sorted(ROOT / folder / f"{path.stem}.ipynb" for path in sources)
+
+
+def environment() -> dict[str, str]:
+    """What a kernel needs to import this clone's library, wherever it was installed from."""
+    search = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+
+
+def output_text(cell: NotebookNode) -> str:
+    """All that a cell shows as plain text."""
+    outputs = cell.get("outputs", [])
+    return "\n".join(one.get("text", one.get("data", {}).get("text/plain", "")) for one in outputs)
+
+
+def checks(notebook: NotebookNode) -> dict[str, NotebookNode]:
+    """TODO number -> the cell that checks it."""
+    marked = ((cell, cell.metadata.get("nbgrader", {})) for cell in notebook.cells)
+    return {
+        mark["grade_id"].removeprefix("check-").replace("-", "."): cell
+        for cell, mark in marked
+        if mark.get("grade")
+    }
+
+
+def wrong_verdicts(notebook: NotebookNode) -> list[str]:
+    """The checks of a TODO notebook that do not say that their exercise is not started."""
+    return [
+        f"{cell.id} says {output_text(cell)!r}"
+        for number, cell in checks(notebook).items()
+        if f"TODO {number} not started" not in output_text(cell)
+    ]
+
+
+def run_twice(notebook: NotebookNode, folder: Path) -> list[str]:
+    """Run all cells in one kernel, and once more; returns the verdicts that are wrong."""
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources=resources)
+    found = []
+    with client.setup_kernel(env=environment()):
+        for _ in ("first", "again"):
+            for index, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, index)
+            found += wrong_verdicts(notebook)
+    return found
+
+
+def nbval(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a notebook with nbval, which compares the cells tagged nbval-check-output."""
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env"]
+    command += [f"--nbval-cell-timeout={CELL_TIMEOUT_S}", "-p", "no:cacheprovider", str(path)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+
+
+def test_the_committed_notebooks_are_built_from_their_sources() -> None:
+    build_notebooks.main(build_notebooks.Config(check=True))
+
+
+@pytest.mark.parametrize("path", notebooks("solutions"), ids=lambda path: path.stem)
+def test_a_solution_runs_and_prints_what_it_printed(path: Path) -> None:
+    if not any(cell.cell_type == "code" for cell in nbformat.read(path, as_version=4).cells):
+        return  # nbval counts a page of words only as an error
+    done = nbval(path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", notebooks("notebooks"), ids=lambda path: path.stem)
+def test_a_todo_notebook_runs_twice_and_nothing_is_started(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert set(checks(notebook)) == set(re.findall(r'Error\("TODO ([\d.]+)"\)', code))
+    assert run_twice(notebook, path.parent) == []
+
+
+@pytest.mark.parametrize("path", notebooks("notebooks"), ids=lambda path: path.stem)
+def test_a_todo_notebook_holds_no_output(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None, cell.id
+
+
+# ---------------------------------------------------------------- these tests find faults
+
+
+def sample(*sources: str) -> NotebookNode:
+    """A notebook of code cells, the last one the check of TODO 6.1."""
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[-1].metadata["nbgrader"] = {"grade": True, "grade_id": "check-6-1"}
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def test_a_second_run_that_differs_is_seen(tmp_path: Path) -> None:
+    keep = "n = globals().get('n', 0) + 1"
+    say = "print('TODO 6.1 not started' if n == 1 else 'TODO 6.1 done')"
+    (found,) = run_twice(sample(keep, say), tmp_path)
+    assert "TODO 6.1 done" in found
+
+
+def test_nbval_sees_an_error_and_a_changed_output(tmp_path: Path) -> None:
+    path = tmp_path / "sample.ipynb"
+    for source, expected in (("print(1)", 0), ("print(2)", 1), ("1 / 0", 1)):
+        notebook = sample(source)
+        notebook.cells[0].metadata["tags"] = ["nbval-check-output"]
+        notebook.cells[0].outputs = [nbformat.v4.new_output("stream", text="1\n")]
+        notebook.cells[0].execution_count = 1
+        nbformat.write(notebook, path)
+        assert nbval(path).returncode == expected, source

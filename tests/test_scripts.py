@@ -1,0 +1,344 @@
+"""The training scripts as a person starts them: on real ranks, with every --impl, or wrongly."""
+
+import importlib
+import json
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from jobs import ROOT, contents, environment, flags, losses, make_clone, run
+from manyhands import mine
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("train_*.py"))
+LESSONS = [name.removeprefix("train_") for name in SCRIPTS if name != "train_single"]
+
+
+def impls(lesson: str) -> tuple[str, ...]:
+    """What a script's --impl may be."""
+    return get_args(get_type_hints(importlib.import_module(f"train_{lesson}").Config)["impl"])
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture(scope="module")
+def single(clone: Path) -> Path:
+    """The run of one process, which the others have to agree with."""
+    script = clone / "scripts" / "train_single.py"
+    code, out, err = run([sys.executable, script, *flags(clone, out="single")], clone)
+    assert code == 0, err
+    assert_whole(clone / "single", num_ranks=1)
+    return clone / "single"
+
+
+def assert_whole(folder: Path, num_ranks: int, steps: int = 20) -> None:
+    """The folder of a finished run holds what it has to."""
+    about = json.loads((folder / "config.json").read_text())
+    assert about["config"]["steps"] == steps and len(about["ranks"]) == num_ranks
+    assert len(losses(folder)) == steps == len((folder / "metrics.jsonl").open().readlines())
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    page = (folder / "report.html").read_text()
+    assert page.count("<img") == 5 and "</html>" in page
+    weights = torch.load(folder / "model.pt", weights_only=True)
+    assert "tokens.weight" in weights and not any(name.startswith("module.") for name in weights)
+    assert len(list((folder / "ranks").iterdir())) == num_ranks
+    assert not list(folder.rglob("*.partial"))
+
+
+def assert_same_training(folder: Path, other: Path) -> None:
+    """Both runs saw the same batches and learned the same."""
+    assert losses(folder) == pytest.approx(losses(other), abs=1e-4)
+    valid, other_valid = (
+        json.loads((one / "status.json").read_text())["valid_loss"] for one in (folder, other)
+    )
+    assert valid == pytest.approx(other_valid, abs=1e-4)
+
+
+def test_every_lesson_has_a_job():
+    assert "ddp" in LESSONS
+    assert sorted(LESSONS) == sorted(path.stem for path in (ROOT / "sbatch").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize(
+    ("lesson", "impl"), [(lesson, impl) for lesson in LESSONS for impl in impls(lesson)]
+)
+def test_job_on_two_ranks_trains_like_one_process(clone, single, tmp_path, lesson, impl):
+    if impl == "mine":
+        parts = importlib.import_module(f"train_{lesson}").Parts()
+        mine.write(lesson, parts._asdict(), clone / "mine")
+    job = ["bash", clone / "sbatch" / f"{lesson}.sbatch"]
+    code, out, err = run([*job, *flags(clone, impl=impl, out=tmp_path / "run")], tmp_path)
+    assert code == 0, err
+    assert "2 rank(s) on cpu" in out and f"report: {tmp_path}/run/report.html" in out
+    assert ("the course's: none" in out) == (impl == "mine")
+    assert all(line.startswith("step ") for line in err.splitlines()), err
+    assert_whole(tmp_path / "run", num_ranks=2)
+    assert_same_training(tmp_path / "run", single)
+
+
+def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    start = [torchrun, "--standalone", "--nproc-per-node=3", clone / "scripts" / "train_ddp.py"]
+    code, out, err = run([*start, *flags(clone)], tmp_path)
+    assert code == 0, err
+    assert_whole(tmp_path / "runs" / "ddp-001", num_ranks=3)
+    assert_same_training(tmp_path / "runs" / "ddp-001", single)
+
+
+# ---- bad input: exit code 2, one line, and nothing touched -------------------------------------
+
+WARM = '''
+"""Runs scripts in forks of a process that has torch already: 0.2 s a run instead of 3 s."""
+import json, os, resource, runpy, sys
+import train_ddp, train_single, tyro
+
+for line in sys.stdin:
+    job = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(job["cwd"])
+        os.environ.clear()
+        os.environ.update(job["env"])
+        for number, name in ((0, os.devnull), (1, "out"), (2, "err")):
+            mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            os.dup2(os.open(os.path.join(job["log"], name) if number else name, mode), number)
+        if job["file_bytes"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"], job["file_bytes"]))
+        sys.argv = job["argv"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+'''
+
+
+class Warm:
+    """Runs one script after the other, each in a process of its own."""
+
+    def __init__(self, clone: Path, log: Path) -> None:
+        self.clone, self.log = clone, log
+        server = clone / "scripts" / "warm.py"
+        server.write_text(WARM)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, str(server)]
+        self.process = subprocess.Popen(command, env=environment(), text=True, **pipes)
+
+    def __call__(self, cwd: Path, argv: list, env: dict, file_bytes: int = 0) -> tuple:
+        job = {"cwd": str(cwd), "argv": [str(word) for word in argv], "log": str(self.log)}
+        job |= {"env": environment(**env), "file_bytes": file_bytes}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        code = int(self.process.stdout.readline())
+        return code, (self.log / "out").read_text(), (self.log / "err").read_text()
+
+
+@pytest.fixture(scope="module")
+def warm(clone: Path, tmp_path_factory: pytest.TempPathFactory):
+    runner = Warm(clone, tmp_path_factory.mktemp("log"))
+    yield runner
+    runner.process.stdin.close()
+    assert runner.process.wait(10) == 0
+
+
+@pytest.fixture
+def refuse(warm: Warm, clone: Path, tmp_path: Path):
+    """Run a script that has to refuse: returns its one line."""
+
+    def refuse(lesson: str, env: dict | None = None, file_bytes: int = 0, **changes) -> str:
+        before = contents(tmp_path)
+        argv = [clone / "scripts" / f"train_{lesson}.py"]
+        argv += flags(clone, **{"out": "run", **changes})
+        code, out, err = warm(tmp_path, argv, env or {}, file_bytes)
+        assert (code, err.count("\n"), "Traceback" in out + err) == (2, 1, False), out + err
+        assert err.startswith(f"train_{lesson}.py: ")
+        if not file_bytes:
+            assert contents(tmp_path) == before
+        return err
+
+    return refuse
+
+
+HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+SETTINGS = [
+    ("single", {"data": "wikitext-2"}, "python scripts/prepare_data.py --data wikitext-2"),
+    ("single", {"data": "no-such-data"}, "'no-such-data': no such folder or file, nor one of"),
+    ("single", {"block": 5000}, "--block 5000 is too long: the train text of text holds"),
+    ("single", {"block": 0}, "--block is 0"),
+    ("single", {"batch": 107}, "batch 107 but the training data holds only 106 blocks of 16"),
+    ("single", {"batch": 0}, "batch is 0: take at least 1"),
+    ("single", {"batch": -6}, "batch is -6: take at least 1"),
+    ("single", {"steps": 0}, "steps is 0: take at least 1"),
+    ("single", {"steps": -1}, "steps is -1: take at least 1"),
+    ("single", {"save_every": 0}, "save_every is 0: take at least 1"),
+    ("single", {"layers": 0}, "0 layer(s)"),
+    ("single", {"layers": -1}, "-1 layer(s)"),
+    ("single", {"vocab": 5}, "--vocab is 5"),
+    ("single", {"vocab": -1}, "--vocab is -1"),
+    ("single", {"learning_rate": 0}, "learning_rate is 0.0"),
+    ("single", {"learning_rate": "nan"}, "learning_rate is nan"),
+    ("single", {"seed": 1 << 70}, "seed"),
+    ("single", {"device": "gpu"}, "--device is 'gpu': choose auto, cpu or cuda"),
+    ("ddp", {"batch": 0}, "batch is 0: take at least 1"),
+    ("ddp", {"steps": 0}, "steps is 0: take at least 1"),
+    ("ddp", {"batch": 107}, "batch 107 but the training data holds only 106 blocks of 16"),
+    ("ddp", {"data": "no-such-data"}, "'no-such-data': no such folder or file"),
+]
+
+
+@pytest.mark.parametrize(("lesson", "changes", "words"), SETTINGS)
+def test_settings_that_cannot_be(refuse, tmp_path, lesson, changes, words):
+    assert words in refuse(lesson, env={"XDG_CACHE_HOME": str(tmp_path)}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("", b"", "no .txt file among the 0 entries"),
+        ("a.txt", b"", "empty. Give a --data that holds text"),
+        ("a.txt", b"text\0\1\2", "its byte 4 is zero"),
+        ("a.txt", b"text\xff\xfe", "is no UTF-8 text, see its byte 4"),
+        ("a.txt", b"short", "is too long"),
+    ],
+)
+def test_data_that_is_no_text(refuse, tmp_path, name, content, words):
+    (tmp_path / "data").mkdir()
+    if name:
+        (tmp_path / "data" / name).write_bytes(content)
+    assert words in refuse("single", data=tmp_path / "data")
+
+
+def test_words_that_are_no_flags(warm, clone, tmp_path):
+    script = clone / "scripts" / "train_ddp.py"
+    for wrong in (["--stepz", "3"], ["--steps", "ten"], ["--impl", "yours"], ["--steps"]):
+        code, out, err = warm(tmp_path, [script, *wrong], {})
+        assert code == 2 and "Traceback" not in out + err and wrong[0] in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpu_asked_for_where_there_is_none(refuse):
+    for lesson in ("single", "ddp"):
+        line = refuse(lesson, env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")
+        assert "--device cuda, but this node has 0 GPU(s) for 1 process(es)" in line
+
+
+def test_half_an_environment(refuse):
+    line = refuse("ddp", env={"WORLD_SIZE": "2"})
+    assert "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set: start this script" in line
+
+
+def test_port_in_use(refuse):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refuse("ddp", env=HAND | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    assert f"cannot meet the other ranks at 127.0.0.1:{port}" in line and "MASTER_PORT" in line
+
+
+BROKEN = {
+    "def BucketedDDP(:": "does not run (SyntaxError: invalid syntax",
+    "import no_such_module": "does not run (ModuleNotFoundError: No module named",
+    "x = 1\n1 / 0": "does not run (ZeroDivisionError: division by zero, line 2)",
+    "raise SystemExit(0)": "does not run (SystemExit: 0, line 1)",
+    "raise ValueError('a\\nb')": "does not run (ValueError: a, line 1)",
+    "import json\njson.loads('[')": "Expecting value: line 1 column 2 (char 1), line 2)",
+    "\0": "does not run (SyntaxError: source code string cannot contain null bytes",
+    "x = 1": "defines none of",
+}
+
+
+def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, clone):
+    shutil.rmtree(clone / "mine", ignore_errors=True)
+    assert "--impl mine needs mine/ddp.py, which is not there" in refuse("ddp", impl="mine")
+    (clone / "mine").mkdir()
+    for text, words in BROKEN.items():
+        (clone / "mine" / "ddp.py").write_text(text)
+        assert words in refuse("ddp", impl="mine")
+
+
+# ---- ... of a run that is there, and of a disk -------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(warm: Warm, clone: Path) -> Path:
+    """A run of one process, as a power cut after the checkpoint of step 5 leaves it."""
+    folder = clone / "run"
+    settings = flags(clone, out="run", steps=10, save_every=5)
+    code, _, err = warm(clone, [clone / "scripts" / "train_single.py", *settings], {})
+    assert code == 0, err
+    shutil.rmtree(folder / "checkpoints" / "step-00000010")
+    for name in ("status.json", "model.pt"):
+        (folder / name).unlink()
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def rename_job(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {"identity": state["identity"] | {"job": "other"}}, path)
+
+
+SPOILT = [
+    ({}, "state.pt", cut, "state.pt cannot be read"),
+    ({}, "rank-00000.pt", cut, "rank-00000.pt cannot be read"),
+    ({}, "state.pt", Path.unlink, "state.pt cannot be read"),
+    ({}, "state.pt", lambda path: path.write_bytes(b""), "state.pt cannot be read"),
+    ({}, "state.pt", rename_job, "was saved with job=other, not single"),
+    ({"layers": 2}, "", None, "holds a run with layers=1, not 2"),
+    ({"steps": 50}, "", None, "holds a run with steps=10, not 50"),
+    ({"vocab": 300}, "", None, "holds a run with vocab=0, not 300"),
+]
+
+
+@pytest.mark.parametrize(("changes", "name", "spoil", "words"), SPOILT)
+def test_checkpoint_that_cannot_go_on(refuse, stopped, tmp_path, changes, name, spoil, words):
+    shutil.copytree(stopped, tmp_path / "run")
+    if spoil:
+        spoil(tmp_path / "run" / "checkpoints" / "step-00000005" / name)
+    assert words in refuse("single", **{"steps": 10, "save_every": 5, **changes})
+
+
+def test_folder_that_is_no_run(refuse, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("three years of work")
+    assert "holds files but no run" in refuse("single", out=tmp_path / "notes")
+    assert "is a file" in refuse("single", out=tmp_path / "notes" / "thesis.tex")
+    assert "Not a directory" in refuse("single", out=tmp_path / "notes" / "thesis.tex" / "run")
+
+
+def test_full_disk_at_a_checkpoint_and_at_the_start(refuse, warm, clone, tmp_path):
+    """No file may grow beyond a limit: the kernel then refuses as it does on a full disk."""
+    line = refuse("single", file_bytes=5000, save_every=1)
+    assert "cannot write" in line and "File too large" in line
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert "File too large" in refuse("single", file_bytes=500, out=tmp_path / "other")
+    again = [clone / "scripts" / "train_single.py", *flags(clone, out="run", save_every=1)]
+    assert warm(tmp_path, again, {})[0] == 0
+    assert_whole(tmp_path / "run", num_ranks=1)
+
+
+def test_full_disk_that_is_really_full(refuse, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+        reason = mounted.stderr.strip() if mounted.returncode else ""
+    except FileNotFoundError as error:
+        reason = str(error)
+    if reason:
+        pytest.skip(f"a full disk needs root and the right to mount: {reason}")
+    try:
+        line = refuse("single", file_bytes=resource.RLIM_INFINITY, out=disk / "run", save_every=1)
+        assert "cannot write" in line and "No space left on device" in line
+        assert not list((disk / "run" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

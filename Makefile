@@ -23,7 +23,9 @@ lab: .venv/ready ## open the course in JupyterLab
 		--LabApp.default_url=/lab/tree/notebooks/start.ipynb $(AS_ROOT)
 
 job: .venv/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash sbatch/ddp.sbatch --data "$(DATA)"
+	@[ "$(DATA)" = embedded ] || [ -e "$(DATA)" ] || \
+		$(BIN)/python scripts/prepare_data.py --data "$(DATA)"  # a known name: fetch it, once
+	bash sbatch/ddp.sbatch --data "$(DATA)"
 
 report: .venv/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
 	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"

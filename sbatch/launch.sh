@@ -11,10 +11,8 @@ if [ -f "$here/site.env" ]; then
     # shellcheck source=/dev/null
     . "$here/site.env"
 fi
-python=${PYTHON:-python3}
-if [ -x "$root/.venv/bin/python" ]; then
-    python=$root/.venv/bin/python
-fi
+python=${PYTHON:-$root/.venv/bin/python}
+command -v "$python" >/dev/null || python=python3
 if [ -f "$root/$1" ]; then
     set -- "$root/$1" "${@:2}"
 fi

@@ -41,7 +41,9 @@ from manyhands.transformer import Transformer, flops_per_token, num_parameters
 
 SCRIPTS = Path(__file__).resolve().parent
 CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
+CHAR_SEEDS = (1, 2, 3)
 CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
+IMPORT_ROUNDS = 8
 BUSY_CORES = 0.5  # what other programs may use before a note says so
 
 
@@ -52,7 +54,7 @@ class Config:
     only: str = ""
     """Measure only the rows whose name holds this text."""
     out: str = "bench.json"
-    """File for the figures."""
+    """File for the figures; it is written anew, also by --only."""
     data: str = ""
     """Folder or file with tinyshakespeare, for the rows `char recipe ...`."""
 
@@ -143,7 +145,12 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 def spread(values: Sequence[float]) -> str:
     """Lowest and highest of the values and how many there are, for a note."""
-    return f"{min(values):.3g} to {max(values):.3g}, {len(values)} repeats"
+    return f"{plain(min(values))} to {plain(max(values))}, {len(values)} repeats"
+
+
+def plain(value: float) -> str:
+    """A number for a person: 0.951, or 21,345."""
+    return f"{value:,.{0 if abs(value) >= 100 else 3}f}"
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -330,7 +337,7 @@ def imports(config: Config) -> list[Measured]:
     ours = f"{bare}, {', '.join(f'manyhands.{name}' for name in lessons)}"
     loaded: dict[str, tuple[float, int]] = {}
     pairs_s = []
-    for number in range(8):
+    for number in range(IMPORT_ROUNDS):
         for names in (bare, ours)[:: -1 if number % 2 else 1]:
             loaded[names] = import_once(names)
         pairs_s.append((loaded[ours][0], loaded[bare][0]))
@@ -375,7 +382,7 @@ def char_recipe(config: Config) -> list[Measured]:
         remedy = "python scripts/bench.py --only 'char recipe' --data FOLDER"
         return [(None, f"skipped: needs a folder with tinyshakespeare: {remedy}")] * 2
     losses, rates = [], []
-    for seed in (1, 2, 3):
+    for seed in CHAR_SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             flags = (*CHAR_RECIPE, f"--data={config.data}", f"--seed={seed}", f"--out={folder}/run")
             script = str(SCRIPTS / "train_single.py")
@@ -385,11 +392,11 @@ def char_recipe(config: Config) -> list[Measured]:
         spent_s = lines[-1]["time_s"] - lines[CHAR_WARM_UP_STEPS - 1]["time_s"]
         rates.append(CHAR_TOKENS_PER_STEP * (len(lines) - CHAR_WARM_UP_STEPS) / spent_s)
     data = next(line for line in printed.splitlines() if line.startswith("data:"))
-    recipe = f"3 seeds; train_single.py {' '.join(CHAR_RECIPE)}; {data}"
+    recipe = f"train_single.py {' '.join(CHAR_RECIPE)}; {data}"
     loop = f"the loop with its checkpoints, without start-up; {CHAR_THREADS} threads"
     return [
-        (statistics.median(losses), f"{spread(losses)}; {recipe}"),
-        (statistics.median(rates), f"{spread(rates)}; {loop}; {recipe}"),
+        (statistics.median(losses), f"{spread(losses)}, by seed; {recipe}"),
+        (statistics.median(rates), f"{spread(rates)}, by seed; {loop}; {recipe}"),
     ]
 
 
@@ -456,10 +463,12 @@ def take(measure: Measure, config: Config) -> list[Row]:
     measured = measure.function(config)
     others = (all_cpu_s() - own_cpu_s() - before_s) / (time.perf_counter() - start_s)
     busy = f"; BUSY: other programs used {others:.1f} cores" if others > BUSY_CORES else ""
-    return [
-        Row(name, value if value is None else round(value, 4), goal, unit, note + busy)
-        for (name, goal, unit), (value, note) in zip(measure.rows, measured, strict=True)
-    ]
+    rows = []
+    for (name, goal, unit), (value, note) in zip(measure.rows, measured, strict=True):
+        if value is not None:
+            value, note = round(value, 4), note + busy
+        rows.append(Row(name, value, goal, unit, note))
+    return rows
 
 
 # ---- the table -------------------------------------------------------------------------------
@@ -467,7 +476,7 @@ def take(measure: Measure, config: Config) -> list[Row]:
 
 def show(row: Row) -> None:
     """Print one row of the table, with its note below."""
-    value = "-" if row.value is None else f"{row.value:,.{0 if row.value >= 100 else 3}f}"
+    value = "-" if row.value is None else plain(row.value)
     print(f"{row.name:<30} {value:>8}   goal {row.goal}, {row.unit}")
     print(textwrap.indent(textwrap.fill(row.note, 92), " " * 4), flush=True)
 

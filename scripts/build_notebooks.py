@@ -25,8 +25,8 @@ import ast
 import builtins
 import os
 import re
-import symtable
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 from traitlets.config import Config as TraitConfig
 
+from manyhands.mine import global_names
 from manyhands.runtime import BadInput, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +156,7 @@ def build(lesson: Lesson, is_todo: bool) -> NotebookNode:
         elif "exercise" in heading or "show" in heading:
             new.source = expand(lesson, index, is_todo)
         if cell.cell_type == "code":
-            read, defined = global_names(new.source)
+            read, defined = global_names(TransformerManager().transform_cell(new.source))
             known |= defined
             if new.source != cell.source and (unknown := read - known):
                 raise lesson.fault(index, f"no cell above defines {', '.join(sorted(unknown))}")
@@ -260,28 +261,6 @@ def empty_body(source: str, dotted: str, number: str) -> str:
     return "\n".join(lines)
 
 
-def global_names(source: str) -> tuple[set[str], set[str]]:
-    """The global names that a cell reads, and those that it defines."""
-    top = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")
-    defined = {
-        one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported()
-    }
-    read = {
-        one.get_name()
-        for scope in scopes_in(top)
-        for one in scope.get_symbols()
-        if one.is_referenced() and (scope is top or one.is_global())
-    }
-    return read, defined
-
-
-def scopes_in(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    """This scope and all scopes inside it."""
-    yield table
-    for child in table.get_children():
-        yield from scopes_in(child)
-
-
 # ---------------------------------------------------------------- running a solution
 
 
@@ -312,17 +291,18 @@ def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
         timeout=timeout_s,
         kernel_name="python3",
         resources={"metadata": {"path": str(lesson.path.parent)}},
-        store_widget_state=False,
         record_timing=False,
         config=TraitConfig({"KernelManager": {"transport_encryption": "auto"}}),
     )
     search = [str(lesson.root.resolve() / "scripts"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
-    try:
-        client.execute(env=environment)
-    except (CellControlSignal, DeadKernelError) as error:
-        print(error, file=sys.stderr)
-        raise BadInput(f"{name}: a cell failed, see above; nothing was written") from None
+    with tempfile.TemporaryDirectory() as elsewhere:
+        environment["MANYHANDS_MINE"] = f"{elsewhere}/mine"  # not over the learner's own
+        try:
+            client.execute(env=environment)
+        except (CellControlSignal, DeadKernelError) as error:
+            print(error, file=sys.stderr)
+            raise BadInput(f"{name}: a cell failed, see above; nothing was written") from None
     notebook.metadata = NotebookNode(metadata)
     check_outputs(notebook, lesson)
 

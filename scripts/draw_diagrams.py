@@ -193,12 +193,12 @@ def ddp_buckets(card: Card) -> None:
 
 
 def ddp_evaluation(card: Card) -> None:
-    """Uneven ranks: rank 0 has 2 items with mean loss 4 and rank 1 has 50 items with mean loss 2;
-    the mean of the means is 3.00, but both sums divided by both counts are 108 / 52 = 2.08.
+    """Uneven ranks: rank 0 has 2 items with mean loss 5 and rank 1 has 50 items with mean loss 1;
+    the mean of the means is 3.00, but both sums divided by both counts are 60 / 52 = 1.15.
     """
     for x, name in ((180, "items"), (368, "sum"), (448, "count"), (632, "mean")):
         card.text(x, 24, name, BOLD)
-    for rank, y, height, total, count in ((0, 42, 36, 8, 2), (1, 88, 104, 100, 50)):
+    for rank, y, height, total, count in ((0, 42, 36, 10, 2), (1, 88, 104, 50, 50)):
         card.box(16, y, 728, height)
         card.text(28, y + height / 2, f"rank {rank}", BOLD + START)
         for item in range(count):
@@ -206,9 +206,9 @@ def ddp_evaluation(card: Card) -> None:
         for x, number in ((368, total), (448, count), (632, total // count)):
             card.text(x, y + height / 2, number, ' font-size="18"')
             card.line((x, 192), (x, 216))
-    right = f"(8 + 100) / (2 + 50) = {(8 + 100) / (2 + 50):.2f}"
+    right = f"(10 + 50) / (2 + 50) = {(10 + 50) / (2 + 50):.2f}"
     card.box(292, 218, 232, 56, "right: sums and counts", right, fill=GREEN)
-    wrong = f"(4 + 2) / 2 = {(4 + 2) / 2:.2f}"
+    wrong = f"(5 + 1) / 2 = {(5 + 1) / 2:.2f}"
     card.box(540, 218, 184, 56, "wrong: mean of means", wrong, fill=RED)
 
 

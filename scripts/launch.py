@@ -52,14 +52,13 @@ def launch(command: list[str]) -> int:
         max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(STOPS))
     if "--standalone" in arguments:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news are told below
     if "MANYHANDS_END_WITH_PARENT" in os.environ:
         end_with_parent()  # started by a notebook, not by a scheduler or a person's shell
     try:
-        torchrun.main([*arguments, *command])
+        torchrun.main([*arguments, f"--signals-to-handle={','.join(STOPS)}", *command])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if codes & {2, 130}:

@@ -56,7 +56,6 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World) -> float:
     parts = choose_parts(config.impl, world)
-
     # Data
     data = corpus.load(config.data, config.block, config.vocab)
     world.print(data.note)
@@ -64,8 +63,7 @@ def train(config: Config, world: World) -> float:
     flops = flops_per_token(vocab_size, config.block, config.layers)
     run = Run(config, world, "ddp", flops_per_token=flops, floor=data.entropy_floor)
     batch = config.batch // world.world_size
-    place = world.rank, world.world_size
-    sampler = parts.ShardedSampler(len(data.train), *place, seed=config.seed)
+    sampler = parts.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
     share = range(world.rank, len(data.valid), world.world_size)
     valid = DataLoader(data.valid, batch, sampler=share)

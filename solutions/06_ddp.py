@@ -8,7 +8,7 @@
 # You have a training loop that works on one device. It is too slow. You have a second device.
 # How do both work on the same model, and how do you know that the result is still right?
 #
-# ![One batch is dealt out to two ranks; each holds the whole model, runs forward and backward, and the mean of both gradients goes into the same step on both](figures/ddp_overview.svg)
+# ![A global batch of six samples is dealt out to two ranks; each runs forward and backward through the whole model, an all-reduce makes the mean of the gradients, and both take the same step, so their weights stay equal](figures/ddp_overview.svg)
 #
 # The idea is called **data parallelism**. Each process holds a whole copy of the model, a
 # **replica**. Each works on its own share of the batch. Before the optimizer steps, the processes
@@ -120,7 +120,7 @@ except RuntimeError as error:
 # called `torchrun` runs once on every node and starts the processes. It tells each its place by
 # **environment variables**, which are named texts that a process gets from the one that starts it.
 #
-# ![Two nodes with four GPUs: ranks 0 to 3 on the first, 4 to 7 on the second; local ranks 0 to 3 on both; one torchrun a node](figures/ddp_ranks.svg)
+# ![On two nodes with four GPUs each, one torchrun agent a node starts four processes, ranks 0 to 3 and ranks 4 to 7 of a world of 8; both nodes have local ranks 0 to 3, and both agents meet at a port of node 0](figures/ddp_ranks.svg)
 #
 # | variable | meaning | rank 5 in the picture |
 # |---|---|---|
@@ -205,7 +205,7 @@ print({kind: reads.count(kind) for kind in ("without @", "with @")})
 # gained. So each epoch the samples are **shuffled** once, in the same way on all ranks, and then
 # dealt out like cards.
 #
-# ![Ten shuffled samples dealt out to three ranks, which get 4, 3 and 3; in the next epoch the order is another one](figures/ddp_sampler.svg)
+# ![In each of two epochs ten samples are shuffled in another order and dealt out like cards to three ranks, which get 4, 3 and 3; the first six of the order are the first global batch, two from each rank](figures/ddp_sampler.svg)
 #
 # In PyTorch a **sampler** is an object that a `DataLoader` asks for the numbers of the samples to
 # read. Yours has to be
@@ -365,7 +365,7 @@ if check.ready("6.4", "6.5"):
 # compute. So pack parameters into **buckets**, last layer first, and send a bucket as soon as its
 # last gradient is ready.
 #
-# ![Above: all messages after backward. Below: the bucket of the last layers is sent while backward still computes the first layers, and the step ends earlier](figures/ddp_buckets.svg)
+# ![The gradients of six layers fill three buckets from the last layer on; the all-reduce of a full bucket runs while backward computes earlier layers, so the step comes sooner than in the naive version below, where every message waits for the end of backward](figures/ddp_buckets.svg)
 #
 # Two tools do it:
 #
@@ -537,7 +537,7 @@ if check.ready("6.5", "6.6"):
 # Two shortcuts look harmless: average the batches' means, then average the ranks' means; and let
 # the sampler pad.
 #
-# ![Rank 0 has 2 items with mean 5, rank 1 has 50 with mean 1: the mean of means is 3, the true mean is 1.15](figures/ddp_evaluation.svg)
+# ![Rank 0 has 2 items with mean loss 5 and rank 1 has 50 items with mean loss 1; the mean of the means is 3.00, but both sums divided by both counts are 60 / 52 = 1.15](figures/ddp_evaluation.svg)
 #
 # The way that is always right: every rank gives its **sum** and its **count**; add up both over all
 # ranks, and divide once.
@@ -850,16 +850,7 @@ if check.ready("6.3", "6.6", "6.7"):
 # place, the **rendezvous**: the address of one node, the head, and a port number. A **port** is a
 # numbered door of a computer, from 1 to 65535; two programs cannot listen at the same one.
 #
-# ![Two agents with the same id meet at the head node's port; then each starts its processes](figures/ddp_rendezvous.svg)
-#
-# | argument | says |
-# |---|---|
-# | `--nnodes` | how many agents to wait for |
-# | `--nproc-per-node` | processes that this agent starts |
-# | `--rdzv-id` | the job's name: agents with the same id belong together |
-# | `--rdzv-backend` | how they meet; `c10d` needs nothing but PyTorch |
-# | `--rdzv-endpoint` | where: `head:port` |
-# | `--rdzv-conf` | `is_host=1` on the head, which then opens the port; `is_host=0` elsewhere |
+# ![The torchrun agents of two nodes, gpu07 and gpu08, meet at port 24711 of gpu07 for job 4711; a table says what each of the six arguments of torchrun tells them](figures/ddp_rendezvous.svg)
 #
 # The check starts two agents with your arguments, on this machine, and looks at the ranks that
 # come out.

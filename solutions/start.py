@@ -8,7 +8,7 @@
 # In this course you train neural networks on many processors, and you build every technique
 # yourself. You need Python and PyTorch on one device. You need no GPU and no internet.
 #
-# ![A lesson: read why, write a TODO, check it, predict and measure, run it as a job](figures/lesson.svg)
+# ![Why, build, check, predict and measure, run as a job; a check answers not started, not yet or done, and the first two lead back to building](figures/lesson.svg)
 
 # %% [markdown]
 # ## Does everything work?

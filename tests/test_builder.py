@@ -29,7 +29,6 @@ def double(x: float, scale: float = SCALE) -> float:
     """Return `x` times `scale`."""
     # the secret: multiply
     return scale * math.floor(x)
-    # also secret
 
 
 class Counter:
@@ -46,6 +45,10 @@ class Counter:
 
         self.num_calls += n
         return self.num_calls
+        # also secret
+
+    def reset(self) -> None:
+        self.num_calls = 0
 
 
 def bare(x):
@@ -162,7 +165,8 @@ def test_an_exercise_loses_its_body_and_nothing_else(root: Path) -> None:
     counter = cell(todo, "# TODO 6.2").source
     assert counter.endswith(
         '        """\n        # TODO 6.2: your code here\n'
-        '        raise NotImplementedError("TODO 6.2")'
+        '        raise NotImplementedError("TODO 6.2")\n\n'
+        "    def reset(self) -> None:\n        self.num_calls = 0"
     )
     assert "self.num_calls = 0" in counter and "Negative `n` counts down" in counter
     assert "secret: multiply" in cell(solution, "# TODO 6.1").source

@@ -101,6 +101,73 @@ def test_picture_is_safe_and_has_words_for_those_who_cannot_see_it(name: str) ->
     root = read(name)
     assert {element.tag for element in root.iter()} <= ALLOWED
     assert [root[0].tag, root[1].tag] == ["title", "desc"]
+    assert len(root[0].text) > 5 and len(root[1].text) > 80
+    ids = {f"#{element.get('id')}" for element in root.iter()}
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            assert "href" not in key and not key.startswith("on") and "://" not in value
+            assert set(re.findall(r"url\((.*?)\)", value)) <= ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_card_is_opaque_and_covers_the_canvas(name: str) -> None:
+    root = read(name)
+    card = root.find("rect")
+    assert (card.get("width"), card.get("height")) == (root.get("width"), root.get("height"))
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert min(int(card.get("fill")[place : place + 2], 16) for place in (1, 3, 5)) > 240
+    assert card.get("fill-opacity") is None
+    assert list(root).index(card) < list(root).index(root.find("g"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_are_legible(name: str) -> None:
+    root = read(name)
+    sizes = [element.get("font-size") for element in root.iter() if element.get("font-size")]
+    assert min(map(float, sizes)) >= 14
+    width, height = float(root.get("width")), float(root.get("height"))
+    words = texts(root)
+    for number, area in enumerate(words):
+        assert area.left >= 4 and area.top >= 4, area
+        assert area.right <= width - 4 and area.bottom <= height - 4, area
+        for other in words[number + 1 :]:
+            assert not area.overlaps(other), (area, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_fit_into_the_smallest_box_around_them(name: str) -> None:
+    root = read(name)
+    num_checked = 0
+    for area in texts(root):
+        middle = (area.left + area.right) / 2, (area.top + area.bottom) / 2
+        if around := [box for box in boxes(root) if box.holds(*middle)]:
+            box = min(around, key=lambda box: box.size)
+            assert box.left <= area.left and area.right <= box.right, (area, box)
+            assert box.top <= area.top and area.bottom <= box.bottom, (area, box)
+            num_checked += 1
+    assert num_checked >= 5
+
+
+def test_sampler_picture_deals_as_the_sampler_does() -> None:
+    for epoch, order in enumerate(ORDERS):
+        for rank in range(3):
+            sampler = ShardedSampler(len(order), rank, world_size=3, seed=0)
+            sampler.set_epoch(epoch)
+            assert list(order[rank::3]) == list(sampler)
+
+
+def test_rendezvous_picture_shows_the_arguments_that_jobs_use() -> None:
+    shown = [area.words for area in texts(read("ddp_rendezvous")) if area.words[:2] == "--"]
+    assert shown == rendezvous_arguments(2, 4, "gpu07", 4711, is_head=True)
+    port = shown[4].rpartition(":")[2]
+    assert f"port {port}" in [area.words for area in texts(read("ddp_ranks"))]
+
+
+def test_evaluation_picture_adds_up() -> None:
+    root = read("ddp_evaluation")
+    numbers = [int(area.words) for area in texts(root) if area.words.isdigit()]
+    (sum_0, count_0, mean_0), (sum_1, count_1, mean_1) = numbers[:3], numbers[3:]
+    assert (sum_0, sum_1) == (mean_0 * count_0, mean_1 * count_1)
     items = {box for box in boxes(root) if box.right - box.left == 12}
     assert len(items) == count_0 + count_1
     right, wrong = [area.words for area in texts(root) if "=" in area.words]

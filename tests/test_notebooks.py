@@ -29,6 +29,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
+@pytest.fixture(autouse=True)
+def mine_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The notebooks' last cells write the functions that passed: not over a learner's own."""
+    monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
+
+
 def output_text(cell: NotebookNode) -> str:
     """All that a cell shows as plain text."""
     outputs = cell.get("outputs", [])

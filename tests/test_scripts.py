@@ -247,7 +247,7 @@ BROKEN = {
     "raise SystemExit(0)": "does not run (SystemExit: 0, line 1)",
     "raise ValueError('a\\nb')": "does not run (ValueError: a, line 1)",
     "import json\njson.loads('[')": "Expecting value: line 1 column 2 (char 1), line 2)",
-    "\0": "does not run (SyntaxError: source code string cannot contain null bytes",
+    "\0": "cannot contain null bytes): mend it",
     "x = 1": "defines none of",
 }
 

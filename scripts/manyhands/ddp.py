@@ -80,7 +80,7 @@ class BucketedDDP(nn.Module):
             # The hook is given the parameter; its .grad has just been written.
             param.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: object, **kwargs: object) -> object:
         if any(self.num_ready):
             names = [
                 n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None

@@ -95,6 +95,7 @@ def run_job(*command: str, timeout_s: float = 300) -> None:
     """
     sys.stdout.flush()
     environ = {**os.environ, "MANYHANDS_END_WITH_PARENT": "1", "PYTHONUNBUFFERED": "1"}
+    environ["PYTHON"] = sys.executable  # the job runs in this notebook's environment
     job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
     )

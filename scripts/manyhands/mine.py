@@ -11,6 +11,7 @@ import builtins
 import importlib.util
 import inspect
 import linecache
+import os
 import symtable
 import types
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from manyhands.runtime import BadInput, first_line
 
-FOLDER = Path(__file__).resolve().parents[2] / "mine"
+# The tests put theirs elsewhere, so that they never touch a learner's.
+FOLDER = Path(os.environ.get("MANYHANDS_MINE") or Path(__file__).resolve().parents[2] / "mine")
 
 
 def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> Path:

@@ -140,18 +140,7 @@ class Run:
         self._status |= {"valid_loss": None, "floor": floor}
         self._end: Callable[[], object] = lambda: None  # until `_start` there is nothing to end
         self._identity = _identity(config, world, name)
-        about = {
-            "format": storage.FORMAT,
-            "identity": self._identity,
-            "config": asdict(config),
-            "backend": world.backend,
-            "torch": torch.__version__,
-            "tokens_per_step": self.tokens_per_step,
-            "flops_per_token": flops_per_token,
-            "floor": floor,
-            "ranks": self._together(lambda: machine(world.device)),
-        }
-        self.folder: Path = self._on_main(lambda: storage.open_folder(config.out, name, about))
+        self.folder = self._open_folder(name, flops_per_token)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -251,6 +240,21 @@ class Run:
         self.world.print(f"finished: {self.step} steps{known}{limit}, in {self.folder}")
 
     # ---- beginning and end ---------------------------------------------------------------------
+
+    def _open_folder(self, name: str, flops_per_token: float) -> Path:
+        """Make or accept the folder, with what `config.json` says."""
+        about = {
+            "format": storage.FORMAT,
+            "identity": self._identity,
+            "config": asdict(self.config),
+            "backend": self.world.backend,
+            "torch": torch.__version__,
+            "tokens_per_step": self.tokens_per_step,
+            "flops_per_token": flops_per_token,
+            "floor": self._status["floor"],
+            "ranks": self._together(lambda: machine(self.world.device)),
+        }
+        return self._on_main(lambda: storage.open_folder(self.config.out, name, about))
 
     def _start(self) -> None:
         """Begin to train: metrics, progress, samples and stop signals, each with its end."""

@@ -8,6 +8,7 @@ gloo joins CPU processes and NCCL joins GPUs; the code above them is the same. W
 process is a world of one. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
+import gc
 import os
 import signal
 import sys
@@ -143,18 +144,7 @@ def distributed(
     Raises:
         BadInput: the environment or the device asked for cannot be used.
     """
-    set_by_torchrun = [name for name in NEEDED if name in os.environ]
-    if "WORLD_SIZE" in os.environ and len(set_by_torchrun) < len(NEEDED):
-        missing = ", ".join(name for name in NEEDED if name not in os.environ)
-        raise BadInput(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {missing} is not set: start this script "
-            "with torchrun, or unset WORLD_SIZE to run in one process"
-        )
-    if "WORLD_SIZE" not in os.environ:
-        # A world of one still needs a meeting place; port 0 lets the system pick a free one.
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+    _prepare_environment()
     world = _on_device(replace(place(os.environ, torch.cuda.device_count()), seed=seed), device)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -168,6 +158,7 @@ def distributed(
             except BaseException as error:
                 # The traceback holds the body's locals, and so its DDP model: see above.
                 traceback.clear_frames(error.__traceback__)
+                gc.collect()
                 raise
     except dist.DistNetworkError as error:
         raise BadInput(
@@ -175,6 +166,20 @@ def distributed(
             f"{os.environ['MASTER_PORT']}: {first_line(error)}. Is the port in use? Choose another "
             "with MASTER_PORT"
         ) from error
+
+
+def _prepare_environment() -> None:
+    """See that a meeting place is set, and that this rank ends with its torchrun."""
+    if "WORLD_SIZE" not in os.environ:
+        # A world of one still needs a meeting place; port 0 lets the system pick a free one.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    elif missing := [name for name in NEEDED if name not in os.environ]:
+        raise BadInput(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
+            "this script with torchrun, or unset WORLD_SIZE to run in one process"
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
 
 def alone(device: str = "auto", seed: int = 1) -> World:

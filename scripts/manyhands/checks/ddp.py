@@ -393,10 +393,10 @@ class Probe(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.norm(self.frozen(self.embedding(tokens)))))  # (B, 11)
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> "Probe":
         super().train(mode)
         self.norm.eval()
         return self
@@ -470,8 +470,11 @@ def _compare_state(seen: dict, wanted: dict, own: dict, rank: int, world_size: i
         )
     if not seen["same flags"]:
         raise Wrong(f"{case}: requires_grad has changed", "", "broadcast tensor.detach() instead")
-    if not wrong:
-        return
+    if wrong:
+        _name_wrong_state(wrong, wanted, own, rank, case)
+
+
+def _name_wrong_state(wrong: list[str], wanted: dict, own: dict, rank: int, case: str) -> None:
     parts = ", ".join(wrong[:3])
     if rank == 0:
         raise Wrong(
@@ -910,8 +913,12 @@ def _compare_saves(results: list[dict]) -> None:
             raise Wrong(f"the file holds {seen['keys'][:3]}...", "", "save the whole state_dict()")
         if seen["left over"]:
             raise Wrong(f"left over: {seen['left over'][0]}", "", "os.replace moves the file")
+    _compare_lines(results)
+
+
+def _compare_lines(results: list[dict]) -> None:
     lines = [seen["lines"] for seen in results]
-    if lines != [1] + [0] * (world_size - 1):
+    if lines != [1] + [0] * (len(results) - 1):
         raise Wrong(
             f"the ranks printed {lines} lines; 1 line by rank 0 was asked for",
             "what every rank prints is read world_size times" if sum(lines) > 1 else "",

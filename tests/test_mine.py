@@ -1,0 +1,149 @@
+"""The learner's functions reach a job as they stand in the notebook, or one line says why not."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from manyhands import mine
+from manyhands.runtime import BadInput
+
+HELPERS = """
+import functools
+import math
+import torch.distributed as dist
+import torch.nn.functional as F
+from collections import OrderedDict as Ordered
+import torch
+from torch import nn
+
+SCALE = 3
+NAMES = {"first": [1, 2], "second": (None, True)}
+LAYER = torch.ones(2)
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return ("logged", function(*args))
+    return inner
+
+def double(x):
+    return SCALE * x - x
+
+class Base(nn.Module):
+    start = SCALE + 1
+
+    def shared(self):
+        return len(NAMES)
+"""
+
+ANSWERS = """
+class Wrapped(Base):
+    def __init__(self, size: int = SCALE):
+        super().__init__()
+        self.weight = nn.Parameter(F.relu(torch.full((size,), 1.0 * math.floor(2.5))))
+
+    @property
+    def total(self) -> float:
+        return double(self.weight.sum().item())
+
+    @staticmethod
+    def kind() -> type:
+        return Ordered
+
+@logged
+def average(x):
+    local = [double(item) for item in x]
+    return sum(local) / len(local)
+
+def joined():
+    return dist.is_initialized()
+
+def shared_layer():
+    return LAYER + 1
+
+def recursive(n):
+    return n * recursive(n - 1) if n else SCALE
+"""
+
+REDEFINED = """
+def double(x):
+    return 100 * x
+"""
+
+USE = """
+import sys
+from pathlib import Path
+from manyhands import mine
+
+folder = Path("mine")
+answers = {"Wrapped": Wrapped, "average": average, "joined": joined, "recursive": recursive}
+path = mine.write("demo", answers, folder)
+print(path.read_text())
+try:
+    mine.write("other", {"shared_layer": shared_layer}, folder)
+except ValueError as error:
+    print("refused:", error)
+print("files:", sorted(file.name for file in folder.iterdir()))
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What a notebook of four cells wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("notebook")
+    cells = [nbformat.v4.new_code_cell(code) for code in (HELPERS, ANSWERS, REDEFINED, USE)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(folder)}}).execute()
+    return folder / "mine", "".join(output["text"] for output in notebook.cells[-1].outputs)
+
+
+def test_functions_of_a_notebook_run_outside_it(written):
+    names = ["Wrapped", "average", "joined", "recursive", "absent"]
+    found = mine.load("demo", names, written[0])
+    assert list(found) == names[:-1]
+    wrapped = found["Wrapped"]()
+    assert wrapped.weight.tolist() == [2.0, 2.0, 2.0] and wrapped.start == 4
+    assert wrapped.shared() == 2 and wrapped.kind().__name__ == "OrderedDict"
+    # The last definition counts, as in the notebook itself.
+    assert wrapped.total == 600.0
+    assert found["average"]([1, 2, 3]) == ("logged", 200.0)
+    assert found["joined"]() is False and found["recursive"](3) == 18
+
+
+def test_file_holds_what_is_used_and_no_more(written):
+    text = (written[0] / "demo.py").read_text()
+    assert text.count("def double") == 1 and "LAYER" not in text and "shared_layer" not in text
+    assert "\nfrom collections import OrderedDict as Ordered\n" in text
+    assert "\nimport torch.distributed as dist\n" in text and "SCALE = 3\n" in text
+
+
+def test_value_that_no_job_can_know_is_named_and_nothing_is_written(written):
+    (line,) = [line for line in written[1].splitlines() if line.startswith("refused: ")]
+    assert "shared_layer uses 'LAYER' from the notebook, a Tensor" in line
+    assert "files: ['demo.py']" in written[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:", "f.py does not run (SyntaxError"),
+        ("import no_such_thing", "(ModuleNotFoundError: No module named 'no_such_thing', line 1)"),
+        ("\nimport json\njson.loads('[')", ", line 3): mend it in the notebook"),
+        ("raise ValueError('one\\ntwo')", "(ValueError: one, line 1)"),
+        ("import sys\nsys.exit(0)", "(SystemExit: 0, line 2)"),
+        ("\0", "cannot contain null bytes): mend it"),
+        ("g = 1", "defines none of f, h: run the notebook's last cell"),
+    ],
+)
+def test_broken_file_is_one_line(tmp_path, text, words):
+    (tmp_path / "f.py").write_text(text)
+    with pytest.raises(BadInput) as refused:
+        mine.load("f", ("f", "h"), tmp_path)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_no_file_is_one_line(tmp_path):
+    with pytest.raises(BadInput, match="--impl mine needs .*/ddp.py, which is not there: run"):
+        mine.load("ddp", ("f",), tmp_path)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from manyhands import corpus, ddp, mine
 from manyhands.run import Run, TrainConfig, save_once
-from manyhands.runtime import World, command_line, distributed
+from manyhands.runtime import World, command_line, distributed, place, process_group
 from manyhands.transformer import Transformer, flops_per_token, total_loss
 from report import write_report
 
@@ -28,40 +28,45 @@ class Config(TrainConfig):
 
 
 class Parts(NamedTuple):
-    """What data parallelism adds to the loop of one process."""
+    """What data parallelism adds to the program of one process."""
 
+    place: Callable = place
+    process_group: Callable = process_group
     ShardedSampler: Callable = corpus.ShardedSampler
     BucketedDDP: Callable = ddp.BucketedDDP
     mean_over_ranks: Callable = ddp.mean_over_ranks
     save_once: Callable = save_once
 
 
-def choose_parts(impl: str, world: World) -> Parts:
+def choose_parts(impl: str) -> Parts:
     """The parts asked for; where `mine` lacks one, the course's own takes its place."""
+    if impl == "mine":
+        return Parts(**mine.load("ddp", Parts._fields))
     if impl == "torch":
         return Parts(ShardedSampler=corpus.torch_sampler, BucketedDDP=ddp.torch_ddp)
-    if impl == "scratch":
-        return Parts()
-    found = mine.load("ddp", Parts._fields)
-    others = [name for name in Parts._fields if name not in found]
-    world.print(f"yours: {', '.join(found)}; the course's: {', '.join(others) or 'none'}")
-    return Parts(**found)
+    return Parts()
 
 
 def main(config: Config) -> float:
     """Train, write the report, and return the validation loss in nats per token."""
-    with distributed(config.device, config.seed) as world:
-        return train(config, world)
+    parts = choose_parts(config.impl)
+    join = {"place": parts.place, "process_group": parts.process_group}
+    with distributed(config.device, config.seed, **join) as world:
+        if config.impl == "mine":
+            yours = [
+                name for name in Parts._fields if getattr(parts, name) != getattr(Parts(), name)
+            ]
+            world.print(f"yours: {', '.join(yours)}; the course's: all else")
+        return train(config, world, parts)
 
 
-def train(config: Config, world: World) -> float:
-    parts = choose_parts(config.impl, world)
+def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     data = corpus.load(config.data, config.block, config.vocab)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
     flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "ddp", flops_per_token=flops, floor=data.entropy_floor)
+    run = Run(config, world, "ddp", len(data.train), flops, data.entropy_floor)
     batch = config.batch // world.world_size
     sampler = parts.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)

@@ -31,7 +31,7 @@ def train(config: Config, world: World) -> float:
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
     flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "single", flops_per_token=flops, floor=data.entropy_floor)
+    run = Run(config, world, "single", len(data.train), flops, data.entropy_floor)
     batch = config.batch
     order = torch.Generator()
     sampler = RandomSampler(data.train, generator=order)

@@ -83,14 +83,20 @@ print(run_ranks(change, 2), "and in the notebook:", number)
 # - `dist.broadcast(tensor, src=0)`: rank 0's values overwrite everybody's `tensor`.
 # - `dist.all_reduce(tensor)`: everybody's `tensor` becomes the sum over all ranks.
 #
-# Both change `tensor` in place. Every rank has to call them, in the same order.
+# Both change `tensor` in place and return nothing. Every rank has to call them, in the same order.
+#
+# You will meet an argument `group` in this lesson. It names the ranks that take part; `None` means
+# all. A function that is given a group passes it on to every call, as `group=group`. Inside a group
+# the ranks count from 0 again: `dist.get_rank(group)`, `dist.get_world_size(group)`, and
+# `dist.broadcast(tensor, group=group, group_src=0)`, which sends from the group's first rank.
 
 
 # %% tags=["nbval-check-output"]
 def two_collectives():
     mine = torch.tensor([dist.get_rank() + 1.0])
-    dist.broadcast(sent := mine.clone(), src=0)
-    dist.all_reduce(summed := mine.clone())
+    sent, summed = mine.clone(), mine.clone()
+    dist.broadcast(sent, src=0)
+    dist.all_reduce(summed)
     return mine.item(), sent.item(), summed.item()
 
 
@@ -148,7 +154,8 @@ check.place(place)
 # *Collective* Communications Library.
 #
 # At the end each calls `dist.destroy_process_group()`. A job that forgets it can end with an abort
-# after hours of good work. `@contextmanager` turns a function with one `yield` into something for
+# after hours of good work. Where they meet, torch reads from the variables `MASTER_ADDR` and
+# `MASTER_PORT`, which torchrun has set. `@contextmanager` turns a function with one `yield` into something for
 # a `with` block: what stands before the `yield` runs first, and what stands after it runs last.
 
 # %% exercise="process_group" todo="6.2" minutes=10 difficulty=1 points=1
@@ -223,7 +230,7 @@ from manyhands.corpus import ShardedSampler
 check.ShardedSampler(ShardedSampler)
 
 # %% [markdown]
-# Look at it. Each column below is a rank, and the second epoch has another order.
+# Look at it. Each line below is a rank, and the second epoch has another order.
 
 # %%
 if check.ready("6.3"):
@@ -238,8 +245,9 @@ if check.ready("6.3"):
 # **padding**: it reads a few samples twice. For training that hardly matters. For a validation
 # loss it does, as section 5 shows.
 #
-# In a training script there are three loaders: train, validation, test. Each gets its own sampler,
-# `shuffle=True` goes (the sampler shuffles now), and only the training sampler needs `set_epoch`.
+# In a training script there are up to three loaders: train, validation, test. Each reads a share of
+# its own, and `shuffle=True` goes. Only the training data is shuffled, so only its sampler needs
+# `set_epoch`. For the other two a plain `range(rank, num_samples, world_size)` is share enough.
 
 # %% [markdown]
 # ## 3. Replicas that start equal and stay equal
@@ -248,6 +256,8 @@ if check.ready("6.3"):
 #
 # If each rank builds its model from its own random numbers, the replicas differ from the start.
 # One cure: the same seed everywhere. A safer one: rank 0 sends its model to all.
+#
+# (`group` is one of the arguments: pass it on, and let the group's first rank send.)
 #
 # A model's **state** is its parameters and its **buffers**. Buffers are tensors without a gradient
 # that belong to the model, such as the running mean of batch norm. Frozen parameters, those with
@@ -443,18 +453,11 @@ def count_messages(use_buckets):
 # %% tags=["nbval-check-output"]
 if check.ready("6.5", "6.6"):
     layer_bytes = (256 * 256 + 256) * 4
-    by_parameter, by_bucket = (
-        run_ranks(count_messages, 2, False)[0],
-        run_ranks(count_messages, 2, True)[0],
-    )
-    score("messages, one a parameter", messages_by_parameter, 2 * 8, by_parameter[0], "")
-    score(
-        "messages, one a bucket",
-        messages_by_bucket,
-        -(-8 // (10**6 // layer_bytes)),
-        by_bucket[0],
-        "",
-    )
+    by_parameter = run_ranks(count_messages, 2, False)[0]
+    by_bucket = run_ranks(count_messages, 2, True)[0]
+    num_buckets = -(-8 // (10**6 // layer_bytes))  # rounded up
+    score("messages, one a parameter", messages_by_parameter, 2 * 8, by_parameter[0])
+    score("messages, one a bucket", messages_by_bucket, num_buckets, by_bucket[0])
     score("gradient bytes", total_bytes, 8 * layer_bytes, by_bucket[1], "bytes")
 
 # %% [markdown]
@@ -673,7 +676,8 @@ print("with a causal mask:", looks_ahead(causal))
 #
 # The **Karp-Flatt** number asks which share of the work behaves as if it could not be divided:
 # $e = \frac{1/S - 1/n}{1 - 1/n}$. If $e$ stays the same with more ranks, a fixed serial part is the
-# limit. If it grows, the overhead grows.
+# limit. If it grows, the overhead grows. (It is meant for strong scaling. Above 1 it says that
+# the ranks were in each other's way: more of them made it slower.)
 #
 # Predict the efficiency on 2 ranks and on 4, for your machine. How many cores does it have?
 
@@ -716,25 +720,26 @@ if check.ready("6.6"):
     for kind, times in scaling.items():
         for n, seconds in times.items():
             speedup = times[1] / seconds * (n if kind == "weak" else 1)
-            limit = f", Karp-Flatt {karp_flatt(speedup, n):.2f}" if n > 1 else ""
+            is_strong = kind == "strong" and n > 1
+            limit = f", Karp-Flatt {karp_flatt(speedup, n):.2f}" if is_strong else ""
             print(
                 f"{kind:6} {n} rank(s): {1e3 * seconds:5.0f} ms a step, speed-up {speedup:.2f}, "
                 f"efficiency {speedup / n:.2f}{limit}"
             )
+    times = scaling["strong"]
     for n, said in ((2, efficiency_2), (4, efficiency_4)):
-        ideal = min(n, os.cpu_count()) / n
         score(
             f"strong efficiency, {n} ranks",
             said,
-            ideal,
-            scaling["strong"][1] / scaling["strong"][n] / n,
-            "",
+            min(n, os.cpu_count()) / n,
+            times[1] / times[n] / n,
         )
 
 # %%
 if check.ready("6.6"):
     figure, ax = figures.new_figure(width=5.5)
-    series = {"ideal": ([1, 2, 4], [1, 2, 4])}
+    cores = os.cpu_count()
+    series = {f"ideal, {cores} cores": ([1, 2, 4], [min(n, cores) for n in (1, 2, 4)])}
     for kind, times in scaling.items():
         gain = {n: times[1] / t * (n if kind == "weak" else 1) for n, t in times.items()}
         series[kind] = list(gain), list(gain.values())
@@ -742,8 +747,8 @@ if check.ready("6.6"):
     figures.show(figure, "Speed-up against ranks for strong and weak scaling, beside the ideal.")
 
 # %% [markdown]
-# The formula above is the ideal: as many times faster as there are cores for the ranks. Ranks
-# beyond the number of cores bring nothing, since they take turns.
+# What was expected: a core for each rank, and no time for messages. Ranks beyond the number of cores
+# bring nothing, since they take turns.
 #
 # ### The slides disagree: does a distributed run get better?
 #
@@ -770,6 +775,13 @@ for n, minutes in ((4, 25), (8, 14)):
 #
 # The learning rate stays, and all three see the same number of samples. Predict: which curves
 # coincide against samples? Which run has the lowest loss at the end? Which is first in time?
+
+# %%
+lowest_loss = None  # "first", "second" or "third", as in the list above
+first_in_time = None
+
+# %% answer="true"
+lowest_loss, first_in_time = "first and second", "third"
 
 # %%
 from torch.utils.data import DataLoader
@@ -810,9 +822,9 @@ if check.ready("6.3", "6.6", "6.7"):
     curves = {name: run_ranks(train_share, n, batch, 3200)[0] for name, (n, batch) in runs.items()}
     for name, curve in curves.items():
         *_, seconds, _ = curve[-1]
-        print(
-            f"{name:18} {len(curve)} steps, {seconds:.1f} s, loss {smooth([c[2] for c in curve])[-1]:.2f}"
-        )
+        loss = smooth([point[2] for point in curve])[-1]
+        print(f"{name:18} {len(curve)} steps, {seconds:.1f} s, loss {loss:.2f}")
+    print(f"you said: lowest loss {lowest_loss}, first in time {first_in_time}")
 
 # %%
 if check.ready("6.3", "6.6", "6.7"):
@@ -878,8 +890,8 @@ print(Path("../sbatch/ddp.sbatch").read_text())
 # - Two nodes are one changed number: `sbatch --nodes=2 sbatch/ddp.sbatch`. `launch.sh` looks up the
 #   head node's name with `scontrol show hostnames`. Some sites have a second name for a node in
 #   the fast network, such as `node17i`; that suffix stands in `sbatch/site.env`.
-# - `scripts/launch.py` calls `rendezvous_arguments`, the function you have just written, and hands
-#   the result to torchrun.
+# - `scripts/launch.py` hands the result of `rendezvous_arguments` to torchrun. It takes the course's
+#   version of the function, which your own has just been measured by.
 #
 # ### A library that does all this
 #
@@ -899,9 +911,13 @@ print(Path("../sbatch/ddp.sbatch").read_text())
 # The next cell copies your functions that passed to `mine/ddp.py` and trains with them on two real
 # processes, started by `torchrun`, as on a cluster. In a terminal it is
 # `bash sbatch/ddp.sbatch --impl mine`. You will see a loss fall, and the path of a report.
+#
+# The training script uses six of them: `place`, `process_group`, `ShardedSampler`, `BucketedDDP`
+# (and your `broadcast_state` inside it), `mean_over_ranks` and `save_once`. `average_gradients` was
+# the step on the way to the buckets.
 
 # %%
-if check.ready("6.3", "6.6", "6.7", "6.8"):
+if check.ready("6.1", "6.2", "6.3", "6.6", "6.7", "6.8"):
     check.keep()
     lab.run_job(
         *("bash", "../sbatch/ddp.sbatch", "--impl", "mine", "--device", "cpu"),
@@ -909,7 +925,7 @@ if check.ready("6.3", "6.6", "6.7", "6.8"):
     )
 
 # %% [markdown]
-# Open the `report.html` that it named: loss, tokens per second, where the time went, and how busy
+# Open the `report.html` that it named, in the folder `runs` beside this notebook: loss, tokens per second, where the time went, and how busy
 # each rank was. The floor in the loss figure is the entropy of the text: no model can be better.
 #
 # On real text: `bash sbatch/ddp.sbatch --impl mine --data FOLDER`, where FOLDER holds `.txt` files.
@@ -949,9 +965,9 @@ check.summary()
 # it until the time-out. All ranks have to decide together, for example with an all-reduced flag.
 # </details>
 #
-# <details><summary>Where did the 16 steps of the course quoted above go?</summary>
+# <details><summary>Another course (JSC, "Parallelize Training") turns a script into DDP in 16 numbered steps. Where is each of them here?</summary>
 #
-# Imports and device, ranks, setup, per-rank seed (its 1-3): TODO 6.1 and 6.2, and the box on seeds.
+# Imports and device, ranks, setup, per-rank seed (its 1-3): TODO 6.1 and 6.2, and section 3 on seeds.
 # Three samplers passed to three loaders (4-7) and `set_epoch` (9): TODO 6.3. Wrapping the model
 # (8): TODO 6.4 to 6.6. All-reduced losses (10): TODO 6.7. Printing and saving once (11, 12): TODO
 # 6.8. Leaving the group (13): TODO 6.2. GPUs in the job file (14), address and port (15), torchrun

@@ -12,7 +12,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "PYTHONPATH")
-OURS += ("NODES", "HEAD_NODE", "GLOO_", "OMP_")
+OURS += ("NODES", "HEAD_NODE", "GLOO_", "OMP_", "MANYHANDS_")
 
 
 def make_clone(folder: Path) -> Path:
@@ -24,14 +24,14 @@ def make_clone(folder: Path) -> Path:
     draw = random.Random(3)
     words = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(380))
     # The end is unlike the rest, so that the ranks' means over the validation text differ.
-    (folder / "text" / "words.txt").write_text(words[:1882] + "h" * 18)
+    (folder / "text" / "words.txt").write_text(words[:1882] + "z" * 18)
     return folder
 
 
 def flags(clone: Path, **changes: object) -> list[str]:
     """The flags of a run of a second; it crosses the end of an epoch (17 steps)."""
     settings = {"data": clone / "text", "layers": 1, "block": 16, "batch": 6, "steps": 20}
-    settings |= {"device": "cpu"} | changes
+    settings |= {"device": "cpu", "learning_rate": 0.01} | changes
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

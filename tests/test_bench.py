@@ -62,7 +62,7 @@ def test_char_recipe_trains_for_real(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "CHAR_SEEDS", (1,))
     config = bench.Config(only="char", out=str(tmp_path / "b.json"), data=str(text))
     loss, rate = measured(config)["rows"]
-    assert 0 < loss["value"] < 5 and rate["value"] > 0
+    assert 1 < loss["value"] < 2 and rate["value"] > 0  # the full recipe learns this text by heart
     assert "text.txt" in loss["note"] and "--steps=24" in rate["note"]
 
 
@@ -70,6 +70,8 @@ def test_char_recipe_says_how_to_get_its_data(tmp_path):
     rows = measured(bench.Config(only="char", out=str(tmp_path / "b.json")))["rows"]
     assert [row["value"] for row in rows] == [None, None]
     assert all("skipped" in row["note"] and "--data FOLDER" in row["note"] for row in rows)
+    (row,) = measured(bench.Config(only="tokens/s", out=str(tmp_path / "b.json")))["rows"]
+    assert row["name"] == "char recipe tokens/s"
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -118,8 +120,9 @@ def test_every_exercise_has_an_answer_where_it_is_defined():
         answer = bench.answer_of(lesson, exercise.name)
         assert callable(answer) and answer.__name__ == exercise.name
         assert ".checks" not in answer.__module__
-    with pytest.raises(LookupError, match="defines no_such_answer"):
-        bench.answer_of(checks.Lesson("ddp"), "no_such_answer")
+    for name in ("no_such_answer", "Tensor"):  # the lesson imports Tensor, it does not define it
+        with pytest.raises(LookupError, match=f"defines {name}"):
+            bench.answer_of(checks.Lesson("ddp"), name)
 
 
 def test_a_refused_answer_gives_no_time(monkeypatch):

@@ -1,7 +1,6 @@
 """The launcher as Slurm, a person and bad luck treat it: signals, kills, two nodes, bad input."""
 
 import json
-import os
 import random
 import resource
 import signal
@@ -19,9 +18,12 @@ import torch
 
 import train_ddp
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run
+from launch import torchrun_arguments
 from manyhands.lab import run_ranks
+from manyhands.runtime import BadInput
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
+LONG |= {"learning_rate": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +92,11 @@ def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path)
             assert job.wait(30) == 0, read_log(out)
         assert state(out) == "stopped"
         assert f"stopped by {number} at step" in read_log(out)
-        assert "Traceback" not in read_log(out)
+        assert "Traceback" not in read_log(out) and "terminate called" not in read_log(out)
     with begun(clone, out, steps[2]) as job:
         random.choice(job.ranks).kill()
         assert job.wait(30) == 1
-    assert "SIGKILL" in read_log(out) or "-9" in read_log(out)
+    assert "SIGKILL" in read_log(out)
     with begun(clone, out, steps[3]) as job:
         job.kill()
     assert state(out) == "running" and not (out / "model.pt").exists()
@@ -153,7 +155,9 @@ def test_two_nodes_train_like_one(clone, tmp_path):
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], ends
-    assert "2 rank(s) on cpu" in ends[1][0] and ends[0][0] == ""
+    # Either agent may have got rank 0; it alone prints.
+    assert sorted("2 rank(s) on cpu" in out for out, _ in ends) == [False, True]
+    assert "" in [out for out, _ in ends]
     calm = undisturbed(clone, tmp_path / "calm", **settings)
     assert losses(tmp_path / "run") == pytest.approx(losses(calm), abs=1e-6)
     assert not left_behind(tmp_path)
@@ -201,16 +205,17 @@ def test_full_disk(clone, tmp_path):
 
 
 def test_ranks_that_are_no_number(clone, tmp_path):
-    for ranks in ("abc", "0", "-1", ""):
-        line = refuse(clone, tmp_path, env=environment(RANKS=ranks))
-        assert f"RANKS is {ranks!r}: give the number of ranks a node" in line
+    line = refuse(clone, tmp_path, env=environment(RANKS="abc"))
+    assert line == "launch.py: RANKS is 'abc': give the number of ranks a node, 1 or more\n"
+    for ranks in ("0", "-1", "1.5", ""):
+        with pytest.raises(BadInput, match=f"RANKS is {ranks!r}"):
+            torchrun_arguments({"RANKS": ranks}, num_gpus=0)
 
 
 def test_no_script(clone, tmp_path):
-    launcher = [sys.executable, clone / "scripts" / "launch.py"]
-    for words in ([], ["scripts/train_dpp.py"]):
-        code, out, err = run([*launcher, *words], tmp_path)
-        assert (code, out, err.count("\n")) == (2, "", 1) and "no script" in err
+    words = [sys.executable, clone / "scripts" / "launch.py", "scripts/train_dpp.py"]
+    code, out, err = run(words, tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "no script scripts/train_dpp.py" in err
 
 
 def test_meeting_port_in_use(clone, tmp_path):

@@ -15,6 +15,8 @@ import math
 import torch.distributed as dist
 import torch.nn.functional as F
 from collections import OrderedDict as Ordered
+from dataclasses import dataclass
+from typing import NamedTuple
 import torch
 from torch import nn
 
@@ -28,8 +30,24 @@ def logged(function):
         return ("logged", function(*args))
     return inner
 
+def plainly(function):
+    def inner(*args):
+        return function(*args)
+    return inner
+
 def double(x):
     return SCALE * x - x
+
+@dataclass
+class Part:
+    size: int = SCALE
+
+class Pair(NamedTuple):
+    left: Part
+    right: int = SCALE
+
+class Marks:
+    word = "mark"
 
 class Base(nn.Module):
     start = SCALE + 1
@@ -57,8 +75,16 @@ def average(x):
     local = [double(item) for item in x]
     return sum(local) / len(local)
 
+@torch.no_grad()
 def joined():
     return dist.is_initialized()
+
+@plainly
+def paired():
+    return Pair(Part()).left.size, Pair(Part()).right, Marks.word
+
+class Average:
+    pass
 
 def shared_layer():
     return LAYER + 1
@@ -79,6 +105,7 @@ from manyhands import mine
 
 folder = Path("mine")
 answers = {"Wrapped": Wrapped, "average": average, "joined": joined, "recursive": recursive}
+answers |= {"paired": paired, "Mean": Average}
 path = mine.write("demo", answers, folder)
 print(path.read_text())
 try:
@@ -100,7 +127,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_functions_of_a_notebook_run_outside_it(written):
-    names = ["Wrapped", "average", "joined", "recursive", "absent"]
+    names = ["Wrapped", "average", "joined", "recursive", "paired", "Mean", "absent"]
     found = mine.load("demo", names, written[0])
     assert list(found) == names[:-1]
     wrapped = found["Wrapped"]()
@@ -110,6 +137,7 @@ def test_functions_of_a_notebook_run_outside_it(written):
     assert wrapped.total == 600.0
     assert found["average"]([1, 2, 3]) == ("logged", 200.0)
     assert found["joined"]() is False and found["recursive"](3) == 18
+    assert found["paired"]() == (3, 3, "mark") and found["Mean"].__name__ == "Average"
 
 
 def test_file_holds_what_is_used_and_no_more(written):

@@ -131,7 +131,8 @@ class BucketedDDP(nn.Module):
 def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None = None) -> float:
     """The mean over all items of all ranks, from each rank's sum `total` and its `count`.
 
-    Ranks may hold different numbers of items, also none. Every rank returns the same number.
+    `total` is a scalar. It is added up in float64, which holds 15 digits. Ranks may hold different
+    numbers of items, also none. Every rank returns the same float, and `total` stays as it was.
     """
     both = torch.stack([total.double(), torch.full_like(total, count, dtype=torch.float64)])  # (2,)
     dist.all_reduce(both, group=group)

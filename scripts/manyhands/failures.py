@@ -134,6 +134,13 @@ class RanksHung(RankFailed):
         return "\n".join([*lines, HANG])
 
 
+class RanksInterrupted(KeyboardInterrupt):
+    """The person at the keyboard stopped the ranks."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["Interrupted: all ranks were ended."]
+
+
 def is_echo(failure: Failure) -> bool:
     """Did this rank fail only because another one went away?"""
     return any(words in failure.message for words in ECHOES)

@@ -29,6 +29,7 @@ from manyhands.failures import (
     Failure,
     RankFailed,
     RanksHung,
+    RanksInterrupted,
     is_echo,
     learner_frames,
     parse_stack,
@@ -73,6 +74,8 @@ def run_ranks(
             _wait(ranks, time.monotonic() + timeout_s, quiet)
             _raise_if_failed(ranks, timeout_s)
         return [cloudpickle.loads(rank.value) for rank in ranks]
+    except KeyboardInterrupt:
+        raise RanksInterrupted from None
     finally:
         _end(ranks)
 

@@ -10,9 +10,11 @@ import ast
 import builtins
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import symtable
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -75,20 +77,36 @@ def load(lesson: str, names: Iterable[str], folder: Path = FOLDER) -> dict[str, 
     return found
 
 
-def source_of(value: object) -> str:
-    """The source text of a function or class, also of one that a notebook cell defines."""
-    name = value.__name__
+def source_of(name: str, value: object) -> str:
+    """The source text of `name`, a function or class, also of one that a notebook cell defines."""
     code = _code_of(value)
-    text = "".join(linecache.getlines(code.co_filename)) if code else inspect.getsource(value)
-    found = [
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-    ]
-    if not found:
+    texts = ["".join(linecache.getlines(code.co_filename))] if code else []
+    if value.__module__ == "__main__":
+        # A notebook's cells as they were run; the last one that defines `name` counts.
+        texts += reversed(vars(sys.modules["__main__"]).get("In", []))
+    for wanted, text in itertools.product((name, value.__name__), texts):
+        if source := _definition(wanted, text):
+            return source if wanted == name else f"{source}\n\n\n{name} = {wanted}"
+    try:
         return inspect.cleandoc("\n" + inspect.getsource(value))
-    first = min([found[-1].lineno, *(mark.lineno for mark in found[-1].decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : found[-1].end_lineno])
+    except (OSError, TypeError):
+        raise ValueError(
+            f"the source of {name!r} is not to be found: define it with `def` or `class` in a "
+            "cell without magics"
+        ) from None
+
+
+def _definition(name: str, text: str) -> str | None:
+    """The last `def name` or `class name` of a text, or None; also where the text is no Python."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:  # a cell with a magic
+        return None
+    for node in reversed(body):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return None
 
 
 def global_names(source: str) -> tuple[set[str], set[str]]:
@@ -105,6 +123,11 @@ def global_names(source: str) -> tuple[set[str], set[str]]:
     return read, defined
 
 
+def _code_of(value: object) -> types.CodeType | None:
+    functions = _functions_of(value)
+    return functions[0].__code__ if functions else None
+
+
 def _functions_of(value: object) -> list[types.FunctionType]:
     if not isinstance(value, type):
         return [inspect.unwrap(value)]
@@ -113,19 +136,16 @@ def _functions_of(value: object) -> list[types.FunctionType]:
     return [member for member in members if inspect.isfunction(member)]
 
 
-def _code_of(value: object) -> types.CodeType | None:
-    functions = _functions_of(value)
-    return functions[0].__code__ if functions else None
-
-
 def _collect(name: str, value: object, imports: set[str], definitions: dict[str, str]) -> None:
     """Add the source of `value`, and of all that it names, helpers first."""
     if name in definitions:
         return
-    source = source_of(value)
+    source = source_of(name, value)
     definitions[name] = ""  # holds its place while its helpers are looked at
-    functions = _functions_of(value)
-    known = functions[0].__globals__ if functions else {}
+    if isinstance(value, type):
+        known = vars(sys.modules[value.__module__])
+    else:
+        known = inspect.unwrap(value).__globals__
     read, _ = global_names(source)
     for other in sorted(read - {name} - set(vars(builtins))):
         if other in known:

@@ -111,9 +111,10 @@ class Run:
         config: TrainConfig,
         world: World,
         name: str,
-        tokens_per_step: int | None = None,
+        num_samples: int | None = None,
         flops_per_token: float = 0.0,
         floor: float | None = None,
+        tokens_per_step: int | None = None,
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -125,7 +126,7 @@ class Run:
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
         """
-        _check(config, world)
+        _check(config, world, num_samples)
         self.config, self.world = config, world
         self.tokens_per_step = tokens_per_step or config.batch * config.block
         self.step = 0
@@ -162,12 +163,6 @@ class Run:
         """Yield the number of each epoch, from the checkpoint's on, until all steps are done."""
         assert self.module is not None, "call run.resume(model, optimizer) first"
         self.steps_per_epoch = len(loader.dataset) // self.config.batch
-        if self.steps_per_epoch == 0:
-            raise BadInput(
-                f"batch {self.config.batch} but the training data holds only "
-                f"{len(loader.dataset)} blocks of {self.config.block}: take a smaller --batch or "
-                "--block, or more data"
-            )
         self._together(self._start)
         while self.step < self.config.steps:
             yield self.step // self.steps_per_epoch
@@ -395,15 +390,20 @@ def _identity(config: TrainConfig, world: World, name: str) -> dict:
     return {**ours, **settings}
 
 
-def _check(config: TrainConfig, world: World) -> None:
+def _check(config: TrainConfig, world: World, num_samples: int | None) -> None:
     """Refuse settings that no run can have."""
-    for name in ("batch", "steps", "save_every"):
+    for name in ("layers", "batch", "steps", "save_every"):
         if getattr(config, name) < 1:
             raise BadInput(f"{name} is {getattr(config, name)}: take at least 1")
     if config.batch % world.world_size:
         raise BadInput(
             f"batch {config.batch} cannot be shared evenly by {world.world_size} ranks: take a "
             f"multiple of {world.world_size}"
+        )
+    if num_samples is not None and num_samples < config.batch:
+        raise BadInput(
+            f"batch {config.batch} but the training data holds only {num_samples} blocks of "
+            f"{config.block}: take a smaller --batch or --block, or more data"
         )
     if not (math.isfinite(config.learning_rate) and config.learning_rate > 0):
         raise BadInput(f"learning_rate is {config.learning_rate}: take a number above 0")

@@ -72,8 +72,9 @@ def place(environ: Mapping[str, str], num_gpus: int) -> World:
         num_gpus: GPUs of this node.
 
     Returns:
-        The World. Its device is "cuda:<local rank>" when the node has a GPU for each of its own
-        processes, else "cpu" for all of them, so that no two ranks share a GPU by accident.
+        The World. Its device is torch.device("cuda:<local rank>") when the node has a GPU for each
+        of its own processes, else torch.device("cpu") for all of them, so that no two ranks share
+        a GPU by accident.
     """
     local_rank = int(environ.get("LOCAL_RANK", 0))
     local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
@@ -91,8 +92,9 @@ def process_group(world: World, timeout_s: float = 120) -> Iterator[None]:
     """Join the job's process group, and leave it at the end.
 
     Joins with NCCL when `world.device` is a GPU and gloo when it is a CPU, as rank `world.rank` of
-    `world.world_size`, and waits for no message longer than `timeout_s` seconds. The address comes
-    from MASTER_ADDR and MASTER_PORT. Leaves the group when the block ends, also when it raises.
+    `world.world_size`, and waits for no message longer than `timeout_s` seconds (a timedelta). The
+    meeting place comes from the variables MASTER_ADDR and MASTER_PORT, which torch reads. Leaves
+    the group when the block ends, also when it raises.
     """
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
@@ -132,14 +134,19 @@ def rendezvous_arguments(
 
 @contextmanager
 def distributed(
-    device: str = "auto", seed: int = 1, timeout_s: float = 120, quiet: bool = False
+    device: str = "auto",
+    seed: int = 1,
+    timeout_s: float = 120,
+    place: Callable = place,
+    process_group: Callable = process_group,
 ) -> Iterator[World]:
     """Join the job's process group and yield this rank's World; leave the group at the end.
 
     Every rank gets the same torch seed, so that all build the same model; after that, a script
     calls `torch.manual_seed(world.data_seed)`. Also works without torchrun, as a world of one.
     The body must be one call (`return train(config, world)`): a DDP model that is still alive when
-    the group is destroyed can hang for ever.
+    the group is destroyed can hang for ever. A learner's own `place` and `process_group` can take
+    the place of the course's.
 
     Raises:
         BadInput: the environment or the device asked for cannot be used.
@@ -148,11 +155,10 @@ def distributed(
     world = _on_device(replace(place(os.environ, torch.cuda.device_count()), seed=seed), device)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    torch.manual_seed(seed)
+    _sow(seed)
     try:
         with process_group(world, timeout_s):
-            if not quiet:
-                world.print(_one_line(world))
+            world.print(_one_line(world))
             try:
                 yield world
             except BaseException as error:
@@ -185,9 +191,15 @@ def _prepare_environment() -> None:
 def alone(device: str = "auto", seed: int = 1) -> World:
     """A world of one without a process group, seeded; for scripts that train in one process."""
     world = _on_device(replace(place({}, torch.cuda.device_count()), seed=seed), device)
-    torch.manual_seed(seed)
+    _sow(seed)
     world.print(_one_line(world))
     return world
+
+
+def _sow(seed: int) -> None:
+    if not 0 <= seed < 2**31:  # so that every data_seed fits into 64 bits
+        raise BadInput(f"--seed is {seed}: take a number from 0 to {2**31 - 1}")
+    torch.manual_seed(seed)
 
 
 def _on_device(world: World, device: str) -> World:
@@ -254,9 +266,11 @@ def command_line(main: Callable, config_class: type) -> None:
     import tyro
 
     config = tyro.cli(config_class, description=sys.modules[main.__module__].__doc__)
+    code = 0
     try:
         main(config)
-        return
+    except SystemExit as stop:  # a run that was asked to stop
+        code = stop.code or 0
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -285,8 +299,9 @@ def _one_line_of(error: Exception) -> str | None:
 
 
 def _job_store() -> dist.Store | None:
-    """A new connection to the job's key-value store, or None for a world of one."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_PORT" not in os.environ:
+    """A new connection to the store that torchrun's agent holds, or None without torchrun."""
+    # Without an agent the port may be another program's, which would never answer.
+    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return None
     with suppress(dist.DistError, RuntimeError):  # the rank that held the store may be gone
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

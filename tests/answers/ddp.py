@@ -55,6 +55,30 @@ def place_step_by_step(environ, num_gpus):
 
 
 @wrong("6.1", "use LOCAL_RANK")
+def place_rank_modulo_gpus(environ, num_gpus):
+    enough = num_gpus >= int(environ.get("LOCAL_WORLD_SIZE", 1))
+    index = int(environ.get("RANK", 0)) % max(num_gpus, 1)
+    return world_of(environ, f"cuda:{index}" if enough else "cpu")
+
+
+@wrong("6.1", "as a text")
+def place_device_as_text(environ, num_gpus):
+    world = place_step_by_step(environ, num_gpus)
+    return World(world.rank, world.local_rank, world.world_size, str(world.device))
+
+
+@wrong("6.1", "num_gpus >= LOCAL_WORLD_SIZE")
+def place_more_gpus_than_ranks(environ, num_gpus):
+    enough = num_gpus > int(environ.get("LOCAL_WORLD_SIZE", 0))
+    return world_of(environ, f"cuda:{environ.get('LOCAL_RANK', 0)}" if enough else "cpu")
+
+
+@wrong("6.1", "look at the spelling of")
+def place_misspelt(environ, num_gpus):
+    return world_of(environ, place_step_by_step(environ, num_gpus).device, rank="RANKS")
+
+
+@wrong("6.1", "use LOCAL_RANK")
 def place_global_rank_as_gpu(environ, num_gpus):
     enough = num_gpus >= int(environ.get("LOCAL_WORLD_SIZE", 1))
     return world_of(environ, f"cuda:{environ.get('RANK', 0)}" if enough else "cpu")
@@ -135,6 +159,47 @@ class GroupAsAClass:
         dist.init_process_group(timeout=timedelta(seconds=self.timeout_s))
 
     def __exit__(self, *_):
+        dist.destroy_process_group()
+
+
+@right("6.2")
+@contextmanager
+def group_in_capitals(world, timeout_s=120):
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    join(world, timeout_s, backend="NCCL" if world.device.type == "cuda" else "GLOO")
+    try:
+        yield
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "a number says no unit")
+@contextmanager
+def group_timeout_as_a_number(world, timeout_s=120):
+    join(world, timeout_s, timeout=timeout_s)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@wrong("6.2", "has to yield")
+@contextmanager
+def group_returns(world, timeout_s=120):
+    join(world, timeout_s)
+    return
+
+
+@wrong("6.2", "second place is another one")
+@contextmanager
+def group_by_position(world, timeout_s=120):
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl", world.rank, limit, world.world_size)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()
 
 
@@ -254,6 +319,25 @@ class SamplerOfEverything(Sampler):
         return self.num_samples
 
 
+@wrong("6.3", "drawn with repetition")
+class SamplerWithRepetition(Sampler):
+    def order(self, seed=None):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randint(self.num_samples, (self.num_samples,), generator=generator).tolist()
+
+
+@wrong("6.3", "at epoch 0 the seed vanishes")
+class SamplerMultiplies(Sampler):
+    def __iter__(self):
+        return iter(self.order(self.seed * self.epoch)[self.rank :: self.world_size])
+
+
+@wrong("6.3", "return iter(...)")
+class SamplerOfAList(Sampler):
+    def __iter__(self):
+        return self.order()[self.rank :: self.world_size]
+
+
 @wrong("6.3", "a different shuffle")
 class SamplerSeededByRank(Sampler):
     def __iter__(self):
@@ -312,7 +396,7 @@ class SamplerInPieces(Sampler):
         return len(list(iter(self)))
 
 
-@wrong("6.3", "torch's shared random numbers")
+@wrong("6.3", "random numbers that others use")
 class SamplerReseedsTorch(Sampler):
     def __iter__(self):
         torch.manual_seed(self.seed + self.epoch)
@@ -344,14 +428,33 @@ class SamplerWithoutSeed(Sampler):
 def broadcast_data_directly(module, group=None):
     with torch.no_grad():
         for tensor in module.state_dict().values():
-            dist.broadcast(tensor, src=0, group=group)
+            dist.broadcast(tensor, group=group, group_src=0)
 
 
 @right("6.4")
 def broadcast_as_objects(module, group=None):
     box = [module.state_dict()]
-    dist.broadcast_object_list(box, src=0, group=group)
+    first = dist.get_global_rank(group or dist.group.WORLD, 0)
+    dist.broadcast_object_list(box, src=first, group=group)
     module.load_state_dict(box[0])
+
+
+@wrong("6.4", "group_src=0 names the group's first rank")
+def broadcast_global_rank_0(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=0, group=group)
+
+
+@wrong("6.4", "`group` is not passed on")
+def broadcast_without_group(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+@wrong("6.4", "not the same on all ranks")
+def broadcast_own_root(module, group=None):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=dist.get_rank())
 
 
 @wrong("6.4", "go through module.buffers()")
@@ -434,6 +537,38 @@ def average_flat(module, group=None):
         param.grad = part.view_as(param).clone()
 
 
+@wrong("6.5", "a broadcast, no average")
+def average_is_a_broadcast(module, group=None):
+    for param in with_gradients(module):
+        dist.broadcast(param.grad, group=group, group_src=0)
+
+
+@wrong("6.5", "dist.reduce gives the sum to one rank only")
+def average_by_reduce(module, group=None):
+    for param in with_gradients(module):
+        dist.reduce(param.grad, group=group, group_dst=0)
+        param.grad /= dist.get_world_size(group)
+
+
+@wrong("6.5", "`group` is not passed on")
+def average_without_group(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+@wrong("6.5", "it works in place")
+def average_of_the_return_value(module, group=None):
+    for param in with_gradients(module):
+        param.grad = dist.all_reduce(param.grad, group=group) / dist.get_world_size(group)
+
+
+@wrong("6.5", "group=group")
+def average_group_by_position(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group)
+        param.grad /= dist.get_world_size(group)
+
+
 @wrong("6.5", "that is the sum over the ranks")
 def average_is_a_sum(module, group=None):
     for param in with_gradients(module):
@@ -490,7 +625,7 @@ def average_fills_frozen(module, group=None):
         dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
 
 
-@wrong("6.5", "not the mean over the ranks")
+@wrong("6.5", "ReduceOp.MAX")
 def average_is_a_maximum(module, group=None):
     for param in with_gradients(module):
         dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
@@ -520,13 +655,76 @@ class DDPThatAssigns(ddp.BucketedDDP):
         self.num_ready = [0 for _ in self.buckets]
 
 
+@wrong("6.6", "the buckets did not start in order")
+class DDPThatStartsWhenFull(ddp.BucketedDDP):
+    def _on_grad_ready(self, param):
+        if not self.sync:
+            return
+        index = self.bucket_of[param]
+        self.num_ready[index] += 1
+        if self.num_ready[index] == len(self.buckets[index]):
+            self._start(self.buckets[index])
+        if len(self.in_flight) == len(self.buckets):
+            self._finish()
+
+
+@wrong("6.6", "never started")
+class DDPThatStartsOne(ddp.BucketedDDP):
+    def forward(self, *args):
+        return self.module(*args)
+
+    def _on_grad_ready(self, param):
+        if not self.sync:
+            return
+        self.num_ready[self.bucket_of[param]] += 1
+        index = len(self.in_flight)
+        if self.num_ready[index] == len(self.buckets[index]):
+            self._start(self.buckets[index])
+        if len(self.in_flight) == len(self.buckets):
+            self._finish()
+
+
+@wrong("6.6", "look at self.sync before you count")
+class DDPThatCountsInNoSync(ddp.BucketedDDP):
+    def forward(self, *args):
+        return self.module(*args)
+
+    def _on_grad_ready(self, param):
+        if not self.sync:
+            self.num_ready[self.bucket_of[param]] += 1
+            return
+        super()._on_grad_ready(param)
+
+
+@wrong("6.6", "wait only in _finish")
+class DDPThatWaitsAtOnce(ddp.BucketedDDP):
+    def _start(self, bucket):
+        super()._start(bucket)
+        self.in_flight[-1][0].wait()
+
+
+@wrong("6.6", "pass async_op=True")
+class DDPWithoutAsync(ddp.BucketedDDP):
+    def _start(self, bucket):
+        flat = torch.cat([param.grad.flatten() for param in bucket])
+        flat /= dist.get_world_size(self.group)
+        self.in_flight.append((dist.all_reduce(flat, group=self.group), flat))
+
+
+@wrong("6.6", "`group` is not passed on")
+class DDPWithoutGroup(ddp.BucketedDDP):
+    def _start(self, bucket):
+        flat = torch.cat([param.grad.flatten() for param in bucket]) / dist.get_world_size()
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))
+
+
 @wrong("6.6", "no all-reduce was ever called")
 class DDPThatOnlyCounts(ddp.BucketedDDP):
     def _on_grad_ready(self, param):
         self.num_ready[self.bucket_of[param]] += 1
 
 
-@wrong("6.6", "waits inside all_reduce")
+@wrong("6.6", "nothing is hidden")
 class DDPThatWaits(ddp.BucketedDDP):
     def _start(self, bucket):
         flat = torch.cat([param.grad.flatten() for param in bucket])
@@ -544,7 +742,7 @@ class Done:
         return True
 
 
-@wrong("6.6", "no work.wait()")
+@wrong("6.6", "does it wait() before it copies")
 class DDPThatDoesNotWait(ddp.BucketedDDP):
     def _finish(self):
         kept = self.in_flight  # alive, so that the message still arrives
@@ -646,6 +844,18 @@ def mean_of_means(total, count, group=None):
     mean = total / max(count, 1)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
     return mean.item()
+
+
+@wrong("6.7", "`group` is not passed on")
+def mean_without_group(total, count, group=None):
+    return mean_by_two_messages(total, count)
+
+
+@wrong("6.7", "cut to an integer")
+def mean_of_integers(total, count, group=None):
+    both = torch.tensor([int(total), count])
+    dist.all_reduce(both, group=group)
+    return (both[0] / both[1].double()).item()
 
 
 @wrong("6.7", "the counts were not")
@@ -779,6 +989,25 @@ def save_and_all_print(module, path, group=None):
     print("saved")
 
 
+@wrong("6.8", "the old file was removed first")
+def save_removes_first(module, path, group=None):
+    if is_first(group):
+        torch.save(getattr(module, "module", module).state_dict(), f"{path}.new")
+        if os.path.exists(path):
+            os.remove(path)
+        os.rename(f"{path}.new", path)
+        print("saved")
+    wait(group)
+
+
+@wrong("6.8", "ask dist.is_initialized() first")
+def save_needs_a_group(module, path, group=None):
+    if dist.get_rank(group) == 0:
+        save_plainly(module, path)
+        print("saved")
+    dist.barrier(group)
+
+
 @wrong("6.8", "no rank called torch.save")
 def save_nothing(module, path, group=None):
     wait(group)
@@ -823,4 +1052,8 @@ WRONG["6.9"] += [
     (arguments_with(rdzv_conf=lambda *_: None), "is_host=1 on the head"),
     (arguments_with(rdzv_backend=lambda *_: "static"), "--rdzv-backend=c10d"),
     (lambda *_: "--nnodes=2 --nproc-per-node=2", "return a list of texts"),
+    (lambda *call: ["--nnodes 3", *runtime.rendezvous_arguments(*call)], "one entry a word"),
+    (lambda *call: ["torchrun", *runtime.rendezvous_arguments(*call)], "that is the program"),
+    (lambda *call: ["--nprocs=4", *runtime.rendezvous_arguments(*call)], "has that name"),
+    (arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"{h}:port"), "is no number"),
 ]

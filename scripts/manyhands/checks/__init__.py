@@ -108,20 +108,22 @@ class Lesson:
 
         return register
 
-    def done(self, *todos: str) -> bool:
-        """Are all of these done?"""
-        return all(self.exercises[todo].verdict.state == "done" for todo in todos)
+    def done(self, todo: str) -> bool:
+        """Is this one done?"""
+        return todo in self.exercises and self.exercises[todo].verdict.state == "done"
 
     def ready(self, *todos: str) -> bool:
         """Are all of these done? Says in one line which ones an experiment still waits for."""
-        waits = [todo for todo in todos if not self.done(todo)]
+        waits = [str(todo) for todo in todos if not self.done(str(todo))]
         if waits:
             print(f"This cell waits for TODO {', '.join(waits)}: it runs once the check is green.")
         return not waits
 
-    def hint(self, todo: str) -> None:
-        """Print one more hint for a TODO."""
-        exercise = self.exercises.get(todo)
+    def hint(self, todo: str | None = None) -> None:
+        """Print one more hint for a TODO; by default for the first that is not done."""
+        if todo is None:
+            todo = next((todo for todo in self.exercises if not self.done(todo)), "")
+        exercise = self.exercises.get(todo := str(todo))
         if exercise is None:
             print(f"There is no TODO {todo} here; there are {', '.join(self.exercises)}.")
             return
@@ -134,8 +136,11 @@ class Lesson:
     def keep(self, folder: Path = mine.FOLDER) -> None:
         """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
         passed = {e.name: e.answer for t, e in self.exercises.items() if self.done(t)}
+        if not passed:
+            print("No check is green yet, so there is nothing to write.")
+            return
         path = mine.write(self.module, passed, folder)
-        print(f"wrote {path.parent.name}/{path.name} with your {', '.join(passed)}")
+        print(f"wrote {path.parent.name}/{path.name} in the course's folder: {', '.join(passed)}")
 
     def summary(self) -> None:
         """Print what is done, one line."""
@@ -147,14 +152,19 @@ class Lesson:
         print(f"{states.count('done')} of {len(states)} done: {line}")
 
 
-def score(what: str, predicted: float | None, formula: float, measured: float, unit: str) -> None:
-    """Print prediction, formula and measurement side by side."""
+def score(
+    what: str, predicted: float | None, formula: float, measured: float, unit: str = ""
+) -> None:
+    """Print the learner's prediction, what the formula says, and the measurement side by side."""
 
     def text(value: float) -> str:
         return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
 
-    yours = "no prediction" if predicted is None else f"you said {text(predicted)}"
-    print(f"{what}: {yours}, formula {text(formula)}, measured {text(measured)} {unit}".rstrip())
+    try:
+        yours = "no prediction" if predicted is None else f"you said {text(float(predicted))}"
+    except (TypeError, ValueError):
+        yours = f"you said {predicted!r}, which is no number"
+    print(f"{what}: {yours}, expected {text(formula)}, measured {text(measured)} {unit}".rstrip())
 
 
 def judge(exercise: Exercise, answer: object) -> Verdict:
@@ -174,7 +184,38 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
         if failed.failure.error == "NotImplementedError":
             return Verdict(todo, name, "not started")
         return Verdict(todo, name, "not yet", *told(failed))
+    except Exception as error:  # an answer of a form that the check did not think of
+        seen = f"the check cannot use what {name} gives: {type(error).__name__}: {error}"
+        return Verdict(
+            todo, name, "not yet", " ".join(seen.split()), "", "read the docstring again"
+        )
     return Verdict(todo, name, "done")
+
+
+SAME_CALLS = "look for a collective inside an `if` that only some ranks enter"
+KNOWN_ERRORS = {  # words of an error -> what it smells of, what to try
+    "incompatible function arguments": (
+        "an argument of a collective is of the wrong kind; the second one of all_reduce is `op`",
+        "give the group by its name: group=group",
+    ),
+    "'NoneType' object has no attribute 'wait'": (
+        "without async_op=True a collective returns None, since it has waited itself",
+        "pass async_op=True where you keep the work",
+    ),
+    "object is not an iterator": (
+        "a function with @contextmanager has to yield",
+        "write `yield` where the body of the `with` shall run",
+    ),
+    "returned non-iterator": ("__iter__ has to return an iterator", "return iter(...), or yield"),
+    "not part of group": (
+        "src counts over the whole job, and that rank is not in the group",
+        "group_src=0 names the group's first rank",
+    ),
+    "process group has not been initialized": (
+        "there may be no process group at all: then the one process is rank 0",
+        "ask dist.is_initialized() first",
+    ),
+}
 
 
 def told(failed: RankFailed) -> tuple[str, str, str]:
@@ -184,20 +225,34 @@ def told(failed: RankFailed) -> tuple[str, str, str]:
         f" in{where(failure.frames[-1]).replace('  line', ' line', 1)}" if failure.frames else ""
     )
     if isinstance(failed, RanksHung):
-        lines = [f"rank {r} waits in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
-        return (
-            f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})",
-            "a hang: not every rank makes the same calls in the same order, or a loop has no end",
-            "look for a collective inside an `if` that only some ranks enter",
-        )
+        return _told_of_a_hang(failed)
     if is_echo(failure):
         return (
             f"rank {failed.rank} waited{place} for a partner that had already finished",
             "not every rank makes the same calls",
-            "look for a collective inside an `if` that only some ranks enter",
+            SAME_CALLS,
         )
-    first = failure.message.split("\n")[0]
-    return f"rank {failed.rank} raised {failure.error}: {first}{place}", "", ""
+    message = " ".join(failure.message.split())[:300]
+    smell, hint = next(
+        (known for words, known in KNOWN_ERRORS.items() if words in message), ("", "")
+    )
+    raised = "died" if failure.error == "died" else f"raised {failure.error}"
+    return f"rank {failed.rank} {raised}: {message}{place}", smell, hint
+
+
+def _told_of_a_hang(failed: RanksHung) -> tuple[str, str, str]:
+    """Ranks that stand at one line hang for other reasons than ranks that stand apart."""
+    lines = [f"rank {r} waits in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
+    seen = f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})"
+    places = {stack[-1][:2] for stack in failed.stacks.values() if stack}
+    if len(places) <= 1 and not failed.finished:
+        return (
+            seen,
+            "a hang, with every rank at the same line: a loop without an end, a root (src) that is "
+            "not the same on all ranks, or a message that nobody sends",
+            "ask for that line what would have to happen for it to go on",
+        )
+    return seen, "a hang: not every rank makes the same calls in the same order", SAME_CALLS
 
 
 def ranks(fn: Callable, world_size: int, *args: object, **options: object) -> list:

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.k
     "6.1",
     "The values in `environ` are text. `int(environ.get('RANK', 0))` reads one.",
     "Two questions decide the device: how many GPUs are here, and how many processes share them.",
-    "`f'cuda:{local_rank}'` when num_gpus >= LOCAL_WORLD_SIZE, else 'cpu'.",
+    "torch.device(f'cuda:{local_rank}') when num_gpus >= LOCAL_WORLD_SIZE, else "
+    "torch.device('cpu').",
 )
 def place(answer) -> None:
     """One process of several jobs: two nodes, one node, no GPU, too few GPUs, no torchrun."""
@@ -44,9 +46,11 @@ def place(answer) -> None:
         "MASTER_ADDR": "node0",
     }
     one_node = {**second_node, "RANK": str(local), "WORLD_SIZE": "4"}
+    three_a_node = {**second_node, "RANK": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
     for environ, num_gpus in [
-        (second_node, 4),
         (one_node, 8),
+        (second_node, 4),
+        (three_a_node, 8),
         (second_node, 0),
         ({**one_node, "RANK": "1", "LOCAL_RANK": "1"}, 2),
         ({}, 1),
@@ -57,6 +61,8 @@ def place(answer) -> None:
 
 
 def _place_seen(answer, environ: dict, num_gpus: int):
+    torch.cuda.set_device = lambda *_: None  # may be called, and not every machine has GPUs
+    os.environ.update(RANK="77", LOCAL_RANK="78", WORLD_SIZE="79")  # whoever reads these is seen
     try:
         world = answer(dict(environ), num_gpus)
     except KeyError as error:
@@ -90,6 +96,12 @@ def _compare_place(seen, environ: dict, num_gpus: int) -> None:
             raise Wrong(told, "environment variables are text", "wrap it in int(...)")
         if str(seen[name]) == environ.get("LOCAL_WORLD_SIZE") and name == "world_size":
             raise Wrong(told, "that is the number of processes on this node", "read WORLD_SIZE")
+        if environ and seen[name] == (name == "world_size"):
+            raise Wrong(
+                told,
+                f"that is what you take where {name.upper()} is missing, but it is there",
+                f"look at the spelling of {name.upper()}, and read it from `environ`",
+            )
         if name in ("rank", "local_rank") and seen[name] in wanted.values():
             raise Wrong(
                 told,
@@ -104,33 +116,55 @@ def _compare_place(seen, environ: dict, num_gpus: int) -> None:
 def _compare_device(device, wanted: dict, environ: dict, num_gpus: int, case: str) -> None:
     local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1))
     right = torch.device(f"cuda:{wanted['local_rank']}" if num_gpus >= local_world_size else "cpu")
-    if device == right and isinstance(device, torch.device):
-        return
     told = f"{case}: the device is {device!r}, not {right!r}"
+    if isinstance(device, str):
+        with contextlib.suppress(RuntimeError):
+            device = torch.device(device)
+        if device == right:
+            raise Wrong(
+                told, "the right device, but as a text", f"wrap it: torch.device('{right}')"
+            )
+    if device == right:
+        return
     if not isinstance(device, torch.device):
-        raise Wrong(told, "the device is a text", "wrap it: torch.device('cpu')")
+        raise Wrong(told, "that is no device", "torch.device('cpu') is one")
+    raise _why_device(told, device, right, wanted["rank"], num_gpus, local_world_size)
+
+
+def _why_device(told: str, device, right, rank: int, num_gpus: int, local_world_size: int) -> Wrong:
+    """The mistake behind a wrong device."""
     if right.type == "cpu" and num_gpus == 0:
-        raise Wrong(told, "there is no GPU on that node", "fall back to 'cpu' when num_gpus is 0")
+        return Wrong(told, "there is no GPU on that node", "fall back to 'cpu' when num_gpus is 0")
     if right.type == "cpu":
-        raise Wrong(
+        return Wrong(
             told,
             f"{local_world_size} processes cannot have one each of {num_gpus} GPUs, and a job that "
             "is half on GPUs and half on CPUs cannot talk: gloo or NCCL, not both",
             "compare num_gpus with LOCAL_WORLD_SIZE, not with this process's own rank",
         )
+    if device.type == "cpu" and num_gpus == local_world_size:
+        return Wrong(
+            told,
+            f"{num_gpus} GPUs are just enough for the {local_world_size} processes of this node",
+            "num_gpus >= LOCAL_WORLD_SIZE; not >, and not WORLD_SIZE",
+        )
     if device.type == "cpu":
-        raise Wrong(
+        return Wrong(
             told,
             "num_gpus says how many GPUs that node has; only its own processes need one each",
-            "do not ask torch.cuda, and compare with LOCAL_WORLD_SIZE, not WORLD_SIZE",
+            "do not ask torch.cuda; compare num_gpus with LOCAL_WORLD_SIZE",
         )
-    if device.index == wanted["rank"]:
-        raise Wrong(
+    if device.index == rank:
+        return Wrong(
             told,
             "RANK is unique in the whole job, but GPUs are numbered on each node from 0",
             "use LOCAL_RANK",
         )
-    raise Wrong(told, "all processes of the node would share one GPU", "name it: cuda:<local rank>")
+    if device.index not in (None, 0):
+        return Wrong(told, "GPUs are numbered on each node from 0", "use LOCAL_RANK as it is")
+    return Wrong(
+        told, "all processes of the node would share one GPU", "name it: cuda:<local rank>"
+    )
 
 
 # ---- 6.2 ------------------------------------------------------------------------------------
@@ -165,6 +199,7 @@ def _process_group_calls(answer) -> dict:
         calls["destroyed"] += 1
 
     dist.init_process_group, dist.destroy_process_group = init, destroy
+    dist.barrier = torch.cuda.set_device = lambda *args, **kwargs: None
     manager = answer(World(5, 1, 8, torch.device("cuda:1")), timeout_s=37)
     if not hasattr(manager, "__enter__"):
         return {"manager": type(manager).__name__}
@@ -185,11 +220,21 @@ def _compare_calls(calls: dict) -> None:
     if not calls["inside"]:
         raise Wrong("the group was gone before the body ran", "", "destroy it after the yield")
     backend = calls["backend"]
-    if backend is not None and "nccl" not in backend:
+    if backend is not None and "nccl" not in str(backend).lower():
         raise Wrong(
             f"for device cuda:1 the backend is {backend!r}",
             "gloo moves GPU data through the CPU",
             "'nccl' if world.device.type == 'cuda' else 'gloo'",
+        )
+    if isinstance(calls["init_method"], int):
+        raise Wrong(
+            "the rank was passed by its place, and landed in `init_method`",
+            "init_process_group's second place is another one",
+            "name them: rank=world.rank, world_size=world.world_size",
+        )
+    if not isinstance(calls["timeout"], timedelta | None):
+        raise Wrong(
+            f"timeout is {calls['timeout']!r}", "a number says no unit", "timedelta(seconds=...)"
         )
     if calls["timeout"] is None or abs(calls["timeout"].total_seconds() - 37) > 1e-6:
         raise Wrong(
@@ -272,13 +317,13 @@ def _shares(answer, num_samples: int, world_size: int, seed: int) -> dict:
             sampler.set_epoch(epoch)
         return [list(sampler) for sampler in samplers]
 
-    state = torch.get_rng_state()
+    state, pythons = torch.get_rng_state(), random.getstate()
     first = shares(world_size, 0)
-    touched = not torch.equal(state, torch.get_rng_state())
+    touched = not torch.equal(state, torch.get_rng_state()) or pythons != random.getstate()
     return {
         "epochs": [first, shares(world_size, 1)],
         "again": shares(world_size, 0),
-        "other seed": shares(world_size, 0, seed + 1),
+        "other seed": [shares(world_size, epoch, seed + 1) for epoch in (0, 1)],
         "one": shares(1, 0)[0],
         "lengths": [len(answer(num_samples, rank, world_size)) for rank in range(world_size)],
         "touched": touched,
@@ -320,6 +365,12 @@ def _compare_cover(shares: list, flat: list[int], num_samples: int, case: str) -
             "the order is shuffled, but not divided",
             "keep only every world_size-th number",
         )
+    if twice and any(len(set(share)) < len(share) for share in shares) and missing:
+        raise Wrong(
+            f"{case}: one rank reads sample {twice[0]} twice, and nobody reads {missing[:5]}",
+            "the numbers were drawn with repetition",
+            "torch.randperm gives every number once",
+        )
     if twice and missing:
         raise Wrong(
             f"{case}: samples {twice[:5]} are read twice and {missing[:5]} by no rank",
@@ -345,9 +396,9 @@ def _compare_order(seen: dict, shares: list, later: list, case: str, world_size:
     """Shuffled, anew in each epoch, reproducibly, and in step with one process."""
     if seen["again"] != shares or seen["touched"]:
         raise Wrong(
-            f"{case}: reading the same epoch twice gives two orders, or torch's own random "
-            "numbers were moved",
-            "the shuffle takes torch's shared random numbers",
+            f"{case}: reading the same epoch twice gives two orders, or the shared random numbers "
+            "of torch or Python were moved",
+            "the shuffle takes random numbers that others use, too",
             "give torch.randperm a generator of its own",
         )
     if all(share == sorted(share) for share in shares):
@@ -358,15 +409,19 @@ def _compare_order(seen: dict, shares: list, later: list, case: str, world_size:
             "self.epoch is not part of the seed",
             "seed the generator with self.seed + self.epoch",
         )
-    if seen["other seed"] == shares:
-        raise Wrong(f"{case}: two seeds give the same order", "self.seed is not used", "use it")
+    if seen["other seed"][0] == shares:
+        smell = "self.seed is not used"
+        if seen["other seed"][1] != later:
+            smell = "at epoch 0 the seed vanishes (a product of seed and epoch?)"
+        raise Wrong(f"{case}: two seeds give the same order", smell, "self.seed + self.epoch")
     if [set(share) for share in shares] == [set(share) for share in later]:
         raise Wrong(
             f"{case}: each rank reads the same samples in every epoch",
             "the samples were divided first and shuffled afterwards",
             "shuffle all of them, then divide",
         )
-    woven = [shares[i % world_size][i // world_size] for i in range(len(seen["one"]))]
+    rounds = range(max(map(len, shares)))
+    woven = [share[i] for i in rounds for share in shares if i < len(share)]
     if woven != seen["one"]:
         raise Wrong(
             f"{case}: the first batch of all ranks together is not the first batch of one process",
@@ -402,6 +457,17 @@ class Probe(nn.Module):
         return self
 
 
+class Crossed(nn.Module):
+    """Uses its layers in another order than it defines them, so gradients come in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used_last, self.used_first = nn.Linear(6, 11), nn.Embedding(11, 6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.used_last(self.used_first(tokens))  # (B, 11)
+
+
 def _batch(seed: int, size: int = 12) -> torch.Tensor:
     return torch.randint(11, (2, size), generator=torch.Generator().manual_seed(seed))
 
@@ -410,9 +476,9 @@ def _backward(model: nn.Module, batch: torch.Tensor) -> None:
     nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
 
 
-def _build(seed: int) -> Probe:
+def _build(seed: int, kind: type[nn.Module] = Probe) -> nn.Module:
     torch.manual_seed(seed)
-    return Probe()
+    return kind()
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -444,6 +510,7 @@ def broadcast_state(answer) -> None:
         wanted = {name: tensor.clone() for name, tensor in _build(seed).state_dict().items()}
         for rank, seen in enumerate(ranks(_state_after, world_size, answer, seed)):
             _compare_state(seen, wanted, _build(seed + rank).state_dict(), rank, world_size)
+    _check_group(answer, _group_of_broadcast)
 
 
 def _state_after(answer, seed: int) -> dict:
@@ -521,8 +588,16 @@ def average_gradients(answer) -> None:
         _backward(model, _batch(seed))
         results = ranks(_average_seen, world_size, answer, seed)
         own = [result["own"] for result in results]
-        for rank, seen in enumerate(results):
-            _compare_gradients(seen, _gradients(model), own, rank)
+        truth = _gradients(model)
+        for rank, seen in reversed(list(enumerate(results))):
+            if rank and not _close(seen["grads"], truth) and _close(results[0]["grads"], truth):
+                raise Wrong(
+                    f"rank 0 of {world_size} holds the mean, rank {rank} does not",
+                    "dist.reduce gives the sum to one rank only",
+                    "all_reduce gives it to all",
+                )
+            _compare_gradients(seen, truth, own, rank)
+    _check_group(answer, _group_of_average)
 
 
 def _average_seen(answer, seed: int) -> dict:
@@ -543,7 +618,10 @@ def _average_seen(answer, seed: int) -> dict:
         answer(model)
     except (TypeError, AttributeError) as error:
         if "NoneType" in str(error):
-            error.args = (f"{error} (a frozen parameter has .grad None: skip it)",)
+            reason = (
+                "a frozen parameter has .grad None: skip it; and all_reduce returns None: it works"
+            )
+            error.args = (f"{error} ({reason} in place)",)
         raise
     return {"grads": _gradients(model), "own": own, "weights": weights}
 
@@ -563,30 +641,58 @@ def _compare_gradients(seen: dict, truth: dict, own: list[dict], rank: int) -> N
     filled = [name for name in truth if truth[name] is None and grads[name] is not None]
     if filled:
         raise Wrong(f"{case}: frozen {filled[0]} has got a gradient", "", "skip .grad None")
+    raise _known_gradient(grads, truth, own, rank) or _known_factor(grads, truth, own, rank)
+
+
+def _known_gradient(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong | None:
+    """Gradients that somebody had before, or the largest of them."""
+    world_size, case = len(own), f"rank {rank} of {len(own)}"
     number = f"{_norm(grads):.4f} against {_norm(truth):.4f} of one process"
     if _close(grads, own[rank]):
-        raise Wrong(
+        only_0 = " (or only rank 0 got the result, as with dist.reduce)" if rank else ""
+        return Wrong(
             f"{case} still has its own gradient (norm {number})",
-            "the average never reached param.grad (a new tensor was made and dropped?)",
+            f"the average never reached param.grad: a new tensor was made and dropped{only_0}",
             "change it in place, or assign it to param.grad",
         )
+    if _close(grads, own[0]):
+        return Wrong(f"{case} holds rank 0's gradient", "a broadcast, no average", "all_reduce")
+    if _close(grads, own[rank], 1 / world_size):
+        return Wrong(
+            f"{case} holds its own gradient / {world_size}",
+            "nothing was added up on this rank: an async message is not through before wait()",
+            "wait for the message before the gradient is used",
+        )
+    largest = {
+        n: g if g is None else torch.stack([o[n] for o in own]).amax(0) for n, g in truth.items()
+    }
+    if _close(grads, largest):
+        return Wrong(
+            f"{case} holds the largest of the gradients", "ReduceOp.MAX", "the default, SUM"
+        )
+    return None
+
+
+def _known_factor(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong:
+    """The truth times a number, or the truth in a few parameters only."""
+    world_size, case = len(own), f"rank {rank} of {len(own)}"
+    number = f"{_norm(grads):.4f} against {_norm(truth):.4f} of one process"
     for factor, smell, try_this in (
         (world_size, "the sum over the ranks", "divide by the world size"),
         (1 / world_size, "the mean divided by the world size once more", "divide once"),
-        (len(truth) and 1 / 12, "the sum divided by the batch", "divide by the number of ranks"),
         (world_size / 12, "a sum divided by the batch", "divide by the number of ranks"),
     ):
         if _close(grads, truth, factor):
-            raise Wrong(f"{case}: the gradient's norm is {number}", f"that is {smell}", try_this)
+            return Wrong(f"{case}: the gradient's norm is {number}", f"that is {smell}", try_this)
     right = [name for name in truth if _close({name: grads[name]}, {name: truth[name]})]
     left = [name for name in truth if name not in right]
     if right != [name for name in truth if truth[name] is None] and left:
-        raise Wrong(
+        return Wrong(
             f"{case}: {left[0]} is not averaged, but {len(right)} others are",
             "a loop that ends early, or takes some kinds of parameters only",
             "go through all of module.parameters()",
         )
-    raise Wrong(f"{case}: the gradient's norm is {number}", "not the mean over the ranks", "")
+    return Wrong(f"{case}: the gradient's norm is {number}", "not the mean over the ranks", "")
 
 
 def _norm(grads: dict) -> float:
@@ -606,35 +712,34 @@ def _norm(grads: dict) -> float:
     "at the end clear in_flight and set the counts back to 0.",
 )
 def BucketedDDP(answer) -> None:
-    """Two steps with small buckets on 2 and 3 ranks against one process; what is sent and when."""
-    for world_size, bucket_mb in ((2, 1e-4), (3, 1e-4), (2, 25)):
+    """Two steps on 2 and 3 ranks against one process; what is sent, when, and who waits when."""
+    for kind, world_size, bucket_mb in (
+        (Probe, 2, 1e-4),
+        (Probe, 3, 25),
+        (Crossed, 2, 1e-4),
+    ):
         seed = random.randrange(10_000)
-        model, truths = _build(seed), []
+        model, truths = _build(seed, kind), []
         for step in range(2):
             model.zero_grad()
             _backward(model, _batch(seed + step))
-            truths.append({n: g if g is None else g.clone() for n, g in _gradients(model).items()})
-        results = ranks(_bucketed_seen, world_size, answer, seed, bucket_mb)
+            truths.append(_copies(model))
+        results = ranks(_bucketed_seen, world_size, answer, kind, seed, bucket_mb)
         for rank, seen in enumerate(results):
             for step, truth in enumerate(truths):
                 own = [result["steps"][step]["own"] for result in results]
-                _compare_step(seen, step, truth, own, rank)
-            _compare_messages(seen, rank)
-    for rank, seen in enumerate(ranks(_no_sync_seen, 2, answer)):
-        if seen:
-            raise Wrong(
-                f"rank {rank}: a backward inside no_sync() sent {seen} message(s)",
-                "self.sync says whether this backward shall average",
-                "return at once from _on_grad_ready when self.sync is False",
-            )
+                _compare_step(seen, step, truth, own, rank, kind)
+            _compare_messages(seen, rank, overlaps=kind is Probe)
+    _compare_no_sync(ranks(_no_sync_seen, 2, answer))
+    _check_group(answer, _group_of_ddp)
 
 
-def _bucketed_seen(answer, seed: int, bucket_mb: float) -> dict:
+def _bucketed_seen(answer, kind: type, seed: int, bucket_mb: float) -> dict:
     rank, size = dist.get_rank(), dist.get_world_size()
     if isinstance(answer, type) and issubclass(answer, nn.parallel.DistributedDataParallel):
         raise TypeError("this is torch's DistributedDataParallel; the exercise is to build it")
     log: list[str] = []
-    inner, reference = _build(seed + 7 * rank), _build(seed)
+    inner, reference = _build(seed + 7 * rank, kind), _build(seed, kind)
     for param in inner.parameters():  # before the wrapper's own hooks, so these run first
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(lambda _: log.append("gradient"))
@@ -651,7 +756,7 @@ def _bucketed_seen(answer, seed: int, bucket_mb: float) -> dict:
         try:
             _backward(model, batch)
         except Exception as error:
-            if step == 0:
+            if isinstance(error, NotImplementedError) or (step == 0 and kind is Probe):
                 raise
             raised = f"{type(error).__name__}: {error}"
         steps.append({"grads": _copies(inner), "own": _copies(reference), "weights": []})
@@ -660,13 +765,29 @@ def _bucketed_seen(answer, seed: int, bucket_mb: float) -> dict:
     return {"steps": steps, "num_buckets": len(model.buckets)}
 
 
+class Watched:
+    """A message on its way that writes down when somebody waits for it."""
+
+    def __init__(self, work: dist.Work, log: list[str]) -> None:
+        self.work, self.log = work, log
+
+    def wait(self, *args: object) -> bool:
+        """Wait, as torch's Work does."""
+        self.log.append("waited")
+        return self.work.wait(*args)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.work, name)
+
+
 def _log_all_reduces(log: list[str]) -> None:
-    """Write down every all-reduce of this rank from now on, and whether it waits."""
+    """Write down every all-reduce of this rank from now on, and every wait for one."""
     original = dist.all_reduce
 
     def all_reduce(*args, async_op=False, **kwargs):
         log.append("sent" if async_op else "sent and waited")
-        return original(*args, async_op=async_op, **kwargs)
+        work = original(*args, async_op=async_op, **kwargs)
+        return Watched(work, log) if async_op else work
 
     dist.all_reduce = all_reduce
 
@@ -675,30 +796,48 @@ def _copies(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: g if g is None else g.clone() for n, g in _gradients(model).items()}
 
 
-def _compare_step(seen: dict, step: int, truth: dict, own: list[dict], rank: int) -> None:
+def _compare_step(
+    seen: dict, step: int, truth: dict, own: list[dict], rank: int, kind: type
+) -> None:
+    log = seen["steps"][step]["log"]
     try:
         if raised := seen["steps"][step]["raised"]:
             raise Wrong(f"rank {rank} raised {raised}")
         _compare_gradients(seen["steps"][step], truth, own, rank)
     except Wrong as wrong:
         told = f"step {step + 1}, {wrong.seen}"
-        smell, try_this = wrong.smell, wrong.hint
         if not any("sent" in what for what in seen["steps"][0]["log"]):
-            smell, try_this = "no all-reduce was ever called", "start every bucket that is full"
-        elif step == 1 and not any("sent" in what for what in seen["steps"][1]["log"]):
-            smell = "the second backward sends nothing: the first one's counts still stand"
-            try_this = "reset num_ready and clear in_flight in _finish"
-        elif "still has its own" in wrong.seen:
-            smell = "the means are not copied back into param.grad"
-            try_this = "split flat and copy_ each part into its gradient"
-        elif smell.startswith(("not the mean", "a loop that ends")):
-            smell = "read before the message was complete (no work.wait()?), or a mean copied into "
-            smell += "the wrong parameter"
-            try_this = "wait for a bucket's work before reading its flat tensor; keep one order"
-        raise Wrong(told, smell, try_this) from None
+            reason = "no all-reduce was ever called", "start every bucket that is full"
+        elif step == 1 and not any("sent" in what for what in log):
+            reason = (
+                "the second backward sends nothing: the first one's counts still stand",
+                "reset num_ready and clear in_flight in _finish",
+            )
+        elif kind is Crossed:
+            reason = (
+                "in a model that uses its first layer last, bucket 1 is full before bucket 0: the "
+                "buckets did not start in order 0, 1, ..., or one that had to wait never started",
+                "each time, start buckets in order as long as the next one is full",
+            )
+        elif "still has its own" in wrong.seen and "waited" in log:
+            reason = (
+                "the means are not copied back into param.grad",
+                "split flat and copy_ each part into its gradient",
+            )
+        elif wrong.smell.startswith(("not the mean", "a loop that ends", "nothing was added")) or (
+            "still has its own" in wrong.seen
+        ):
+            reason = (
+                "read too early (is _finish called, and does it wait() before it copies?), a wrong "
+                "divisor, or a mean in the wrong parameter",
+                "after the last bucket has started: wait for each, then copy its parts back",
+            )
+        else:
+            reason = wrong.smell, wrong.hint
+        raise Wrong(told, *reason) from None
 
 
-def _compare_messages(seen: dict, rank: int) -> None:
+def _compare_messages(seen: dict, rank: int, overlaps: bool) -> None:
     for log in (step["log"] for step in seen["steps"]):
         sent = [what for what in log if "sent" in what]
         if len(sent) != seen["num_buckets"]:
@@ -708,13 +847,15 @@ def _compare_messages(seen: dict, rank: int) -> None:
                 "every message costs its own waiting time, so a bucket is sent whole, and once",
                 "one all-reduce a bucket, when its last gradient is ready",
             )
-        if "sent and waited" in sent:
+        if "sent and waited" in sent or (
+            "waited" in log and "gradient" in log[log.index("waited") :]
+        ):
             raise Wrong(
-                f"rank {rank} waits inside all_reduce",
+                f"rank {rank} waits for a message while gradients are still missing",
                 "backward stands still until the message is through: nothing is hidden",
-                "async_op=True, and wait in _finish",
+                "async_op=True, and wait only in _finish",
             )
-        if len(sent) > 1 and "gradient" not in log[log.index("sent") :]:
+        if overlaps and len(sent) > 1 and "gradient" not in log[log.index("sent") :]:
             raise Wrong(
                 f"rank {rank} sends its first bucket after the last gradient is ready",
                 "then no message travels while backward still computes",
@@ -722,12 +863,89 @@ def _compare_messages(seen: dict, rank: int) -> None:
             )
 
 
-def _no_sync_seen(answer) -> int:
-    model, log = answer(_build(1), bucket_mb=1e-4), []
+def _no_sync_seen(answer) -> dict:
+    """A backward inside no_sync(), then one outside; rank r sees batches r and r + 2."""
+    rank, log, raised = dist.get_rank(), [], ""
+    model = answer(_build(1), bucket_mb=1e-4)
     _log_all_reduces(log)
     with model.no_sync():
-        _backward(model, _batch(1))
-    return len(log)
+        _backward(model, _batch(rank))
+    inside = len(log)
+    try:
+        _backward(model, _batch(rank + 2))
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    return {"inside": inside, "raised": raised, "grads": _copies(model.module)}
+
+
+def _compare_no_sync(results: list[dict]) -> None:
+    reference = _build(1)
+    for number in range(4):
+        _backward(reference, _batch(number))
+    for rank, seen in enumerate(results):
+        if seen["inside"]:
+            raise Wrong(
+                f"rank {rank}: a backward inside no_sync() sent {seen['inside']} message(s)",
+                "self.sync says whether this backward shall average",
+                "return at once from _on_grad_ready when self.sync is False",
+            )
+        if seen["raised"] or not _close(seen["grads"], _gradients(reference), 1 / 2):
+            raise Wrong(
+                f"rank {rank}: after a backward inside no_sync() the next one "
+                + (f"raised {seen['raised']}" if seen["raised"] else "does not average the sums"),
+                "a gradient inside no_sync() was counted",
+                "look at self.sync before you count",
+            )
+
+
+# ---- a group of some ranks -----------------------------------------------------------------
+
+
+def _check_group(answer, in_pairs) -> None:
+    """Four ranks in two groups: what `in_pairs` returns must be that of the rank's own pair."""
+    for rank, (value, wanted) in enumerate(ranks(_run_in_pairs, 4, answer, in_pairs)):
+        if abs(value - wanted) > 1e-5:
+            raise Wrong(
+                f"with group = ranks {rank // 2 * 2} and {rank // 2 * 2 + 1}, rank {rank} gets "
+                f"{value:g}, not {wanted:g}",
+                "`group` is not passed on, so all ranks of the job take part",
+                "give every dist call group=group; group_src=0 is a group's own first rank",
+            )
+
+
+def _run_in_pairs(answer, in_pairs) -> tuple[float, float]:
+    pairs = dist.new_group([0, 1]), dist.new_group([2, 3])
+    rank = dist.get_rank()
+    return in_pairs(answer, pairs[rank // 2], float(rank), rank // 2 * 2.0)
+
+
+def _one_weight(value: float) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def _group_of_broadcast(answer, group, rank: float, first: float) -> tuple[float, float]:
+    layer = _one_weight(rank)
+    answer(layer, group=group)
+    return layer.weight.item(), first
+
+
+def _group_of_average(answer, group, rank: float, first: float) -> tuple[float, float]:
+    layer = _one_weight(1)
+    layer(torch.full((1, 1), rank)).backward()
+    answer(layer, group=group)
+    return layer.weight.grad.item(), first + 0.5
+
+
+def _group_of_ddp(answer, group, rank: float, first: float) -> tuple[float, float]:
+    model = answer(_one_weight(1), group=group)
+    model(torch.full((1, 1), rank)).backward()
+    return model.module.weight.grad.item(), first + 0.5
+
+
+def _group_of_mean(answer, group, rank: float, first: float) -> tuple[float, float]:
+    return answer(torch.tensor(rank), 1, group=group), first + 0.5
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------
@@ -741,14 +959,15 @@ def _no_sync_seen(answer) -> int:
 )
 def mean_over_ranks(answer) -> None:
     """Uneven counts, an outlier, an empty rank, a sum too long for float32; 1, 2 and 3 ranks."""
-    for world_size in (1, 2, 3):
+    for world_size in (2, 3, 1):
         counts = [random.randrange(20, 60) for _ in range(world_size)]
         counts[0] = 2  # few items with large losses: whoever weighs ranks equally is far off
         empty = [*counts[:-1], 0] if world_size == 3 else counts
         for case in (counts, empty):
-            items = [torch.rand(count, dtype=torch.float64) + 16_777_216 for count in case]
+            items = [torch.rand(count, dtype=torch.float64) + 1e8 for count in case]
             items[0] += 40
             _compare_mean(ranks(_mean_seen, world_size, answer, items), items)
+    _check_group(answer, _group_of_mean)
 
 
 def _mean_seen(answer, items: list[torch.Tensor]):
@@ -769,7 +988,7 @@ def _compare_mean(results: list, items: list[torch.Tensor]) -> None:
             raise Wrong(f"{case}: you return {value!r}", "the answer is a plain float", ".item()")
         if value is None:
             raise Wrong(f"{case}: rank {rank} returns None", "every rank needs the mean", "return")
-        told = f"{case}: rank {rank} says {value:.6f}, one process says {truth:.6f}"
+        told = f"{case}: rank {rank} says {value:,.6f}, one process says {truth:,.6f}"
         if abs(value - truth) > 1e-6:
             raise Wrong(told, *_why_mean(value, items, counts, means, rank))
         if not untouched:
@@ -799,7 +1018,10 @@ def _why_mean(value: float, items: list, counts: list, means: list, rank: int) -
         )
     if abs(value - means[rank]) < 1e-6 and world_size > 1:
         return "that is this rank's own mean", "all-reduce before you divide"
-    if abs(value - truth) < 8:
+    cut = sum(int(mine.sum()) for mine in items) / sum(counts)
+    if abs(value - cut) < 1e-6:
+        return "a sum was cut to an integer", "keep it a float"
+    if abs(value - truth) < 30:
         return "close, but rounded: float32 holds 7 digits", "add up in float64 (.double())"
     if any(near(total / number) for number in (world_size, *counts) if number):
         return "the sum was divided by something else than all items", "all-reduce the count, too"
@@ -823,13 +1045,19 @@ def save_once(answer) -> None:
             results = ranks(_save_seen, world_size, answer, folder, quiet=True)
             _compare_saves(results)
     with tempfile.TemporaryDirectory() as folder:
-        (kept,) = ranks(_save_that_fails, 1, answer, folder, quiet=True)
-    if not kept:
-        raise Wrong(
-            "the disk filled up while saving, and the older file was lost",
-            "the new file was written over the old one",
-            "write to a second name, then os.replace(partial, path)",
-        )
+        ranks(_save_alone, 1, answer, folder, quiet=True, join=False)
+    for what, smell in (
+        ("the disk filled up while saving", "the new file was written over the old one"),
+        ("the job was killed just before the last step", "the old file was removed first"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            (kept,) = ranks(_save_that_fails, 1, answer, folder, "disk" in what, quiet=True)
+        if not kept:
+            raise Wrong(
+                f"{what}, and the older file was lost",
+                smell,
+                "write to a second name, then os.replace(partial, path) alone",
+            )
 
 
 class Wrapper(nn.Module):
@@ -921,13 +1149,18 @@ def _compare_lines(results: list[dict]) -> None:
     if lines != [1] + [0] * (len(results) - 1):
         raise Wrong(
             f"the ranks printed {lines} lines; 1 line by rank 0 was asked for",
-            "what every rank prints is read world_size times" if sum(lines) > 1 else "",
+            "what every rank prints is read world_size times" if sum(lines[1:]) else "",
             "print inside the `if`, once, with the path and the size",
         )
 
 
-def _save_that_fails(answer, folder: str) -> bool:
-    """Does the older file survive a save that breaks off half-way?"""
+def _save_alone(answer, folder: str) -> None:
+    """Save where there is no process group at all."""
+    answer(_build(3), Path(folder) / "model.pt")
+
+
+def _save_that_fails(answer, folder: str, disk_is_full: bool) -> bool:
+    """Does the older file survive a save that breaks off: half-written, or before it is moved?"""
     path = Path(folder) / "model.pt"
     torch.save({"old": torch.ones(1)}, path)
 
@@ -938,7 +1171,13 @@ def _save_that_fails(answer, folder: str) -> bool:
             Path(target).write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
-    torch.save = save
+    def move(*args, **kwargs):
+        raise OSError(5, "killed here")
+
+    if disk_is_full:
+        torch.save = save
+    else:
+        os.replace = os.rename = move
     with contextlib.suppress(OSError):
         answer(_build(3), path)
     try:
@@ -988,11 +1227,10 @@ def _options(arguments: list[str]) -> dict[str, str]:
 
 def _compare_arguments(seen: dict, job_id: int) -> None:
     for arguments in seen.values():
-        if not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
-            raise Wrong(f"you returned {arguments!r}", "", "return a list of texts")
+        _compare_form(arguments)
     head, other, following = (_options(seen[name]) for name in ("head", "other", "next job"))
     told = "for 3 nodes with 4 processes each"
-    if head.get("nnodes") != "3":
+    if head.get("nnodes") not in ("3", "3:3"):
         raise Wrong(
             f"{told}: --nnodes is {head.get('nnodes')}",
             "without it torchrun starts a job of one node on every node",
@@ -1006,13 +1244,31 @@ def _compare_arguments(seen: dict, job_id: int) -> None:
         )
     if head.get("rdzv-backend") != "c10d":
         raise Wrong(f"--rdzv-backend is {head.get('rdzv-backend')}", "", "--rdzv-backend=c10d")
-    if head.get("rdzv-id") != other.get("rdzv-id") or str(job_id) != head.get("rdzv-id"):
+    if head.get("rdzv-id") != other.get("rdzv-id"):
         raise Wrong(
             f"--rdzv-id is {head.get('rdzv-id')} on one node, {other.get('rdzv-id')} on another",
             "agents with different ids wait for each other until the time-out",
             "--rdzv-id=<job_id>, which all nodes know",
         )
+    if str(job_id) not in head.get("rdzv-id", ""):
+        raise Wrong(f"job {job_id} has --rdzv-id {head.get('rdzv-id')}", "", "--rdzv-id=<job_id>")
     _compare_endpoints(head, other, following, job_id)
+
+
+def _compare_form(arguments: object) -> None:
+    """A list of words, each an option of torchrun's or its value, and nothing else."""
+    if not isinstance(arguments, list | tuple) or not all(isinstance(a, str) for a in arguments):
+        raise Wrong(f"you returned {arguments!r}", "", "return a list of texts")
+    for word in arguments:
+        if " " in word.strip():
+            raise Wrong(f"one entry is {word!r}", "", "one entry a word, or join with =")
+        if word == "torchrun" or word.endswith(".py"):
+            raise Wrong(f"{word!r} is in the list", "that is the program", "only the six arguments")
+    known = (
+        "nnodes nproc-per-node rdzv-id rdzv-backend rdzv-endpoint rdzv-conf node-rank local-addr"
+    )
+    for name in set(_options(list(arguments))) - set(known.split()):
+        raise Wrong(f"there is --{name}", "none of the six arguments has that name", known)
 
 
 def _compare_endpoints(head: dict, other: dict, following: dict, job_id: int) -> None:
@@ -1030,7 +1286,9 @@ def _compare_endpoints(head: dict, other: dict, following: dict, job_id: int) ->
             "a random port, or a node's own name, is not the same everywhere",
             "make the port from job_id",
         )
-    if not port.isdigit() or not 1024 <= int(port) < 65536:
+    if not port.isdigit():
+        raise Wrong(f"the port is {port!r}", "that is no number", "f'{head_node}:{port}'")
+    if not 1024 <= int(port) < 65536:
         raise Wrong(
             f"job {job_id} gets port {port!r}",
             "ports end at 65535 and start, for users, at 1024; job ids grow without limit",

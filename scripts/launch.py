@@ -48,17 +48,18 @@ def launch(command: list[str]) -> int:
         raise BadInput(f"no script {' '.join(command[:1])}: give one, as scripts/train_ddp.py")
     arguments = torchrun_arguments(os.environ, torch.cuda.device_count())
     ranks = int(arguments[1].split("=")[1])
-    threads = (
-        max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    granted = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(granted) // ranks)))
     if "--standalone" in arguments:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news are told below
     if "MANYHANDS_END_WITH_PARENT" in os.environ:
         end_with_parent()  # started by a notebook, not by a scheduler or a person's shell
+    # An agent without this option passes on all of them but SIGUSR1.
+    knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
+    stops = [f"--signals-to-handle={','.join(STOPS)}"] if knows else []
     try:
-        torchrun.main([*arguments, f"--signals-to-handle={','.join(STOPS)}", *command])
+        torchrun.main([*arguments, *stops, *command])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if codes & {2, 130}:

@@ -197,7 +197,8 @@ def idle_words(record: Record) -> str:
     if len(words) > 6:
         words = [*words[:5], f"{len(words) - 5} more ranks likewise."]
     if not words:
-        words = ["No rank was idle."]
+        lowest = min(fmean(busy(samples)) for samples in record.samples)
+        words = [f"On average the least busy rank used {lowest:.0%} of one."]
     return " ".join([*words, *unused(record)])
 
 
@@ -286,8 +287,12 @@ def draw_busy(ax: Axes, record: Record) -> str:
     ax.set_ylim(len(record.samples) - 0.5, -0.5)
     label(ax, "time (s)", "")
     on_gpu = any(samples and samples[0]["gpu"] is not None for samples in record.samples)
-    full = "a GPU that is always busy" if on_gpu else f"{top:.1f} busy CPU cores"
-    return f"A full row is {full}. {idle_words(record)}"
+    full = (
+        "one busy GPU"
+        if on_gpu
+        else ("one busy CPU core" if top == 1 else f"{top:.1f} busy CPU cores")
+    )
+    return f"A full row is {full}; grey is what was left unused. {idle_words(record)}"
 
 
 def start_s(record: Record) -> float:

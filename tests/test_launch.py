@@ -99,7 +99,8 @@ def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path)
     assert "SIGKILL" in read_log(out)
     with begun(clone, out, steps[3]) as job:
         job.kill()
-    assert state(out) == "running" and not (out / "model.pt").exists()
+    # A rank that sees its partner go before itself still writes that the run has failed.
+    assert state(out) in ("running", "failed") and not (out / "model.pt").exists()
     code, said, err = run(command(clone, out=out), tmp_path)
     assert code == 0, err
     assert f"resumed {out} at step" in said

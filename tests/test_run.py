@@ -66,8 +66,8 @@ def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = Fals
     dataset = data()
     sampler = DistributedSampler(dataset, world.world_size, world.rank, drop_last=True)
     order = {"shuffle": True} if shuffle else {"sampler": sampler}
+    run = Run(config, world, "tiny", len(dataset), flops_per_token=100.0, floor=0.5)
     loader = DataLoader(dataset, config.batch // world.world_size, drop_last=True, **order)
-    run = Run(config, world, "tiny", flops_per_token=100.0, floor=0.5)
     run.resume(model=model, optimizer=optimizer)
     losses = []
     for epoch in run.epochs(loader):
@@ -328,7 +328,7 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.register_step_pre_hook(lambda *_: time.sleep(0.03))
-        run = Run(config, world_here(), "tiny")
+        run = Run(config, world_here(), "tiny", 40)
         run.resume(model=model, optimizer=optimizer)
         model.sleep_s = 0.02
         loader = DataLoader(data(), config.batch, collate_fn=slow_collate)
@@ -395,7 +395,7 @@ from manyhands.run import Run, TrainConfig
 from manyhands.runtime import alone
 from torch.utils.data import TensorDataset, DataLoader
 config = TrainConfig(batch=4, steps=15, out={config.out!r})
-run, model = Run(config, alone("cpu"), "tiny"), torch.nn.Linear(4, 1)
+run, model = Run(config, alone("cpu"), "tiny", 40), torch.nn.Linear(4, 1)
 run.resume(model, torch.optim.SGD(model.parameters()))
 epochs = run.epochs(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
 next(epochs)

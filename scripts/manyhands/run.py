@@ -111,7 +111,7 @@ class Run:
         config: TrainConfig,
         world: World,
         name: str,
-        num_samples: int | None = None,
+        num_samples: int,
         flops_per_token: float = 0.0,
         floor: float | None = None,
         tokens_per_step: int | None = None,
@@ -119,6 +119,7 @@ class Run:
         """Find or make the folder and write `config.json`.
 
         Args:
+            num_samples: sequences in the training data.
             tokens_per_step: over all ranks; `batch * block` where not given.
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
@@ -390,7 +391,7 @@ def _identity(config: TrainConfig, world: World, name: str) -> dict:
     return {**ours, **settings}
 
 
-def _check(config: TrainConfig, world: World, num_samples: int | None) -> None:
+def _check(config: TrainConfig, world: World, num_samples: int) -> None:
     """Refuse settings that no run can have."""
     for name in ("layers", "batch", "steps", "save_every"):
         if getattr(config, name) < 1:
@@ -400,7 +401,7 @@ def _check(config: TrainConfig, world: World, num_samples: int | None) -> None:
             f"batch {config.batch} cannot be shared evenly by {world.world_size} ranks: take a "
             f"multiple of {world.world_size}"
         )
-    if num_samples is not None and num_samples < config.batch:
+    if num_samples < config.batch:
         raise BadInput(
             f"batch {config.batch} but the training data holds only {num_samples} blocks of "
             f"{config.block}: take a smaller --batch or --block, or more data"

@@ -401,8 +401,8 @@ for number, bucket in enumerate(make_buckets(model.parameters(), bucket_bytes=30
 # Bucket 0 holds the last layer, which is ready first. Now the class. Three short methods are yours:
 #
 # - `_on_grad_ready(param)` is the hook. It counts, and decides when to start and when to finish.
-# - `_start(bucket)` packs the bucket's gradients into one flat tensor and sends it.
-# - `_finish()` waits, and unpacks.
+# - `_start(index)` packs the bucket's gradients into one flat tensor and sends it.
+# - `_finish()` waits, divides, and unpacks.
 #
 # The rest is given. `loss.backward()` then returns with averaged gradients, so the training loop
 # does not change at all.

@@ -6,7 +6,7 @@
 
 Replicas stay equal because they start equal (`broadcast_state`) and take equal steps. Price of a
 step: one all-reduce of the gradients. In a ring each of N ranks sends 2 (N-1)/N x 4P bytes for P
-fp32 parameters; it also keeps a flat copy of the gradients, 4P bytes.
+fp32 parameters. Buckets keep a flat copy of the gradients, 4P bytes.
 
     average_gradients   after backward, one all-reduce a parameter: simple, nothing hidden
     BucketedDDP         during backward, one all-reduce a bucket: hidden behind the computation
@@ -73,19 +73,19 @@ class BucketedDDP(nn.Module):
         self.module, self.group, self.sync = module, group, True
         broadcast_state(module, group)
         self.buckets = make_buckets(module.parameters(), int(bucket_mb * 1e6))
+        self.flats = [torch.cat([p.detach().flatten() for p in bucket]) for bucket in self.buckets]
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.num_ready = [0] * len(self.buckets)  # gradients that wait, by bucket
-        self.in_flight: list[tuple[dist.Work, Tensor]] = []  # a message a bucket, in bucket order
+        self.in_flight: list[dist.Work] = []  # a message a bucket, in bucket order
         for param in self.bucket_of:
             # The hook is given the parameter; its .grad has just been written.
             param.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if any(self.num_ready):
-            names = [
-                n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
-            ]
-            raise ValueError(f"the last backward gave no gradient to {names}: use or freeze them")
+            params = self.module.named_parameters()
+            empty = [name for name, p in params if p.requires_grad and p.grad is None]
+            raise ValueError(f"the last backward gave no gradient to {empty}: use or freeze them")
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -109,21 +109,22 @@ class BucketedDDP(nn.Module):
             index = len(self.in_flight)
             if self.num_ready[index] < len(self.buckets[index]):
                 return
-            self._start(self.buckets[index])
+            self._start(index)
         self._finish()
 
-    def _start(self, bucket: list[nn.Parameter]) -> None:
-        """Send the bucket's gradients on their way, as one flat tensor, without waiting."""
-        flat = torch.cat([param.grad.flatten() for param in bucket])  # (elements of the bucket,)
-        flat /= dist.get_world_size(self.group)
-        self.in_flight.append((dist.all_reduce(flat, group=self.group, async_op=True), flat))
+    def _start(self, index: int) -> None:
+        """Copy bucket `index`'s gradients into self.flats[index], send that, and do not wait."""
+        flat = self.flats[index]  # (elements of the bucket,)
+        torch.cat([param.grad.flatten() for param in self.buckets[index]], out=flat)
+        self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def _finish(self) -> None:
-        """Wait for every bucket, copy the means into the gradients, and reset the counts."""
-        for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
+        """Wait for every bucket, write the means into the gradients, and reset the counts."""
+        world_size = dist.get_world_size(self.group)
+        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
             work.wait()
-            for param, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                param.grad.copy_(mean.view_as(param))
+            for param, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                torch.div(total.view_as(param), world_size, out=param.grad)
         self.in_flight.clear()
         self.num_ready = [0] * len(self.buckets)
 

@@ -634,25 +634,44 @@ def average_is_a_maximum(module, group=None):
 # ---- 6.6 BucketedDDP ------------------------------------------------------------------------
 
 
+def gradients(params):
+    return torch.cat([param.grad.flatten() for param in params])
+
+
 @right("6.6")
 class DDPThatAverages(ddp.BucketedDDP):
-    def _start(self, bucket):
-        flat = torch.cat([param.grad.reshape(-1) for param in bucket])
+    def _start(self, index):
+        flat = self.flats[index]
+        flat.copy_(gradients(self.buckets[index]))
         work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
-        self.in_flight.append((work, flat))
+        self.in_flight.append(work)
+
+    def _finish(self):
+        for work in self.in_flight:
+            work.wait()
+        for bucket, flat in zip(self.buckets, self.flats, strict=True):
+            start = 0
+            for param in bucket:
+                param.grad.copy_(flat[start : start + param.numel()].view_as(param))
+                start += param.numel()
+        self.in_flight, self.num_ready = [], [0 for _ in self.buckets]
 
 
 @right("6.6")
-class DDPThatAssigns(ddp.BucketedDDP):
+class DDPWithFlatsOfItsOwn(ddp.BucketedDDP):
+    def _start(self, index):
+        flat = gradients(self.buckets[index]) / dist.get_world_size(self.group)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.in_flight.append((work, flat))
+
     def _finish(self):
         for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
             work.wait()
-            start = 0
-            for param in bucket:
-                param.grad = flat[start : start + param.numel()].view_as(param)
-                start += param.numel()
-        self.in_flight = []
-        self.num_ready = [0 for _ in self.buckets]
+            parts = flat.split([param.numel() for param in bucket])
+            for param, part in zip(bucket, parts, strict=True):
+                param.grad = part.view_as(param)
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
 
 
 @wrong("6.6", "the buckets did not start in order")
@@ -663,9 +682,11 @@ class DDPThatStartsWhenFull(ddp.BucketedDDP):
         index = self.bucket_of[param]
         self.num_ready[index] += 1
         if self.num_ready[index] == len(self.buckets[index]):
-            self._start(self.buckets[index])
+            self.flats[index].copy_(gradients(self.buckets[index]) / dist.get_world_size())
+            work = dist.all_reduce(self.flats[index], async_op=True)
+            self.in_flight.append((work, self.flats[index]))
         if len(self.in_flight) == len(self.buckets):
-            self._finish()
+            DDPWithFlatsOfItsOwn._finish(self)
 
 
 @wrong("6.6", "never started")
@@ -679,7 +700,7 @@ class DDPThatStartsOne(ddp.BucketedDDP):
         self.num_ready[self.bucket_of[param]] += 1
         index = len(self.in_flight)
         if self.num_ready[index] == len(self.buckets[index]):
-            self._start(self.buckets[index])
+            self._start(index)
         if len(self.in_flight) == len(self.buckets):
             self._finish()
 
@@ -698,24 +719,23 @@ class DDPThatCountsInNoSync(ddp.BucketedDDP):
 
 @wrong("6.6", "wait only in _finish")
 class DDPThatWaitsAtOnce(ddp.BucketedDDP):
-    def _start(self, bucket):
-        super()._start(bucket)
-        self.in_flight[-1][0].wait()
+    def _start(self, index):
+        super()._start(index)
+        self.in_flight[-1].wait()
 
 
 @wrong("6.6", "pass async_op=True")
 class DDPWithoutAsync(ddp.BucketedDDP):
-    def _start(self, bucket):
-        flat = torch.cat([param.grad.flatten() for param in bucket])
-        flat /= dist.get_world_size(self.group)
-        self.in_flight.append((dist.all_reduce(flat, group=self.group), flat))
+    def _start(self, index):
+        self.flats[index].copy_(gradients(self.buckets[index]))
+        self.in_flight.append(dist.all_reduce(self.flats[index], group=self.group))
 
 
 @wrong("6.6", "`group` is not passed on")
 class DDPWithoutGroup(ddp.BucketedDDP):
-    def _start(self, bucket):
-        flat = torch.cat([param.grad.flatten() for param in bucket]) / dist.get_world_size()
-        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))
+    def _start(self, index):
+        self.flats[index].copy_(gradients(self.buckets[index]))
+        self.in_flight.append(dist.all_reduce(self.flats[index], async_op=True))
 
 
 @wrong("6.6", "no all-reduce was ever called")
@@ -724,38 +744,33 @@ class DDPThatOnlyCounts(ddp.BucketedDDP):
         self.num_ready[self.bucket_of[param]] += 1
 
 
-@wrong("6.6", "nothing is hidden")
-class DDPThatWaits(ddp.BucketedDDP):
-    def _start(self, bucket):
-        flat = torch.cat([param.grad.flatten() for param in bucket])
-        flat /= dist.get_world_size(self.group)
-        dist.all_reduce(flat, group=self.group)
-        self.in_flight.append((None, flat))
-
-    def _finish(self):
-        self.in_flight = [(Done(), flat) for _, flat in self.in_flight]
-        super()._finish()
-
-
 class Done:
     def wait(self):
         return True
+
+
+@wrong("6.6", "nothing is hidden")
+class DDPThatWaits(ddp.BucketedDDP):
+    def _start(self, index):
+        self.flats[index].copy_(gradients(self.buckets[index]))
+        dist.all_reduce(self.flats[index], group=self.group)
+        self.in_flight.append(Done())
 
 
 @wrong("6.6", "does it wait() before it copies")
 class DDPThatDoesNotWait(ddp.BucketedDDP):
     def _finish(self):
         kept = self.in_flight  # alive, so that the message still arrives
-        self.in_flight = [(Done(), flat.clone()) for _, flat in kept]
+        self.in_flight = [Done() for _ in kept]
         super()._finish()
-        for work, _ in kept:
+        for work in kept:
             work.wait()
 
 
 @wrong("6.6", "not copied back")
 class DDPThatForgetsToCopy(ddp.BucketedDDP):
     def _finish(self):
-        for work, _ in self.in_flight:
+        for work in self.in_flight:
             work.wait()
         self.in_flight.clear()
         self.num_ready = [0] * len(self.buckets)
@@ -767,17 +782,21 @@ class DDPThatDoesNotReset(ddp.BucketedDDP):
         return self.module(*args)
 
     def _finish(self):
-        for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
+        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
             work.wait()
-            for param, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                param.grad.copy_(mean.view_as(param))
+            for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                param.grad.copy_(part.view_as(param) / dist.get_world_size(self.group))
 
 
 @wrong("6.6", "that is the sum over the ranks")
 class DDPThatSums(ddp.BucketedDDP):
-    def _start(self, bucket):
-        flat = torch.cat([param.grad.flatten() for param in bucket])
-        self.in_flight.append((dist.all_reduce(flat, group=self.group, async_op=True), flat))
+    def _finish(self):
+        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
+            work.wait()
+            for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                param.grad.copy_(part.view_as(param))
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
 
 
 @wrong("6.6", "self.sync says")
@@ -794,21 +813,22 @@ class DDPThatStartsLate(ddp.BucketedDDP):
             return
         self.num_ready[self.bucket_of[param]] += 1
         if sum(self.num_ready) == len(self.bucket_of):
-            for bucket in self.buckets:
-                self._start(bucket)
+            for index in range(len(self.buckets)):
+                self._start(index)
             self._finish()
 
 
 @wrong("6.6", "one all-reduce a bucket")
 class DDPParameterByParameter(ddp.BucketedDDP):
-    def _start(self, bucket):
+    def _start(self, index):
+        bucket = self.buckets[index]
         for param in bucket:
             param.grad /= dist.get_world_size(self.group)
         works = [dist.all_reduce(p.grad, group=self.group, async_op=True) for p in bucket]
-        self.in_flight.append((works, None))
+        self.in_flight.append(works)
 
     def _finish(self):
-        for works, _ in self.in_flight:
+        for works in self.in_flight:
             for work in works:
                 work.wait()
         self.in_flight.clear()

@@ -706,10 +706,10 @@ def _norm(grads: dict) -> float:
     "6.6",
     "_on_grad_ready: count the parameter in; as long as the next bucket in order is full, start "
     "it. When all have started, finish.",
-    "_start: torch.cat the flattened gradients, divide by the world size, and all-reduce with "
-    "async_op=True. Keep (work, flat) in self.in_flight.",
-    "_finish: work.wait() first, then flat.split([p.numel() ...]) and copy_ into each .grad; "
-    "at the end clear in_flight and set the counts back to 0.",
+    "_start: torch.cat(the flattened gradients, out=self.flats[index]), then all-reduce that with "
+    "async_op=True, and keep the work in self.in_flight.",
+    "_finish: work.wait() first, then flat.split([p.numel() for p in bucket]); each part, divided "
+    "by the world size, goes into its .grad. At the end clear in_flight, set the counts to 0.",
 )
 def BucketedDDP(answer) -> None:
     """Two steps on 2 and 3 ranks against one process; what is sent, when, and who waits when."""

@@ -4,8 +4,10 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from manyhands.checks import judge
+from manyhands import ddp
+from manyhands.checks import Lesson, NotYet, Verdict, judge, score
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -96,3 +98,81 @@ def test_an_endless_loop_ends():
 
     told = verdict("ddp", "6.1", forever)
     assert "never ended" in repr(told) and "forever" in repr(told)
+
+
+# ---- what a learner meets around the verdicts ------------------------------------------------
+
+
+def mean_by_calling_the_course(total, count, group=None):
+    return ddp.mean_over_ranks(total, count, group)
+
+
+def mean_by_importing_the_course(total, count, group=None):
+    from manyhands.ddp import mean_over_ranks
+
+    return mean_over_ranks(total, count, group)
+
+
+def mean_of_ones_own(total, count, group=None):
+    pairs = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pairs, (total.item(), count), group=group)
+    return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+
+
+def not_started(total, count, group=None):
+    raise NotImplementedError("TODO 6.7")
+
+
+def test_graded_work_is_written_in_the_notebook(monkeypatch):
+    monkeypatch.setenv("NBGRADER_EXECUTION", "autograde")
+    for answer in (
+        ddp.mean_over_ranks,
+        mean_by_calling_the_course,
+        mean_by_importing_the_course,
+    ):
+        assert "comes from the manyhands package" in repr(verdict("ddp", "6.7", answer))
+    assert verdict("ddp", "6.7", mean_of_ones_own).state == "done"
+    check = importlib.import_module("manyhands.checks.ddp")
+    with pytest.raises(NotYet, match="TODO 6.7 not started"):
+        check.mean_over_ranks(not_started)
+
+
+def test_reading_on_is_free_and_a_mistake_stops(capsys):
+    check = importlib.import_module("manyhands.checks.ddp")
+    check.mean_over_ranks(not_started)
+    assert capsys.readouterr().out == "TODO 6.7 not started\n"
+    assert not check.ready("6.7") and "waits for TODO 6.7" in capsys.readouterr().out
+    with pytest.raises(NotYet) as caught:
+        check.mean_over_ranks(lambda total, count, group=None: total.item())
+    assert caught.value._render_traceback_() == [str(caught.value)]
+    assert "\n" not in str(caught.value)
+    check.mean_over_ranks(mean_of_ones_own)
+    assert check.ready("6.7") and check.ready(6.7)
+
+
+def test_hints_come_one_at_a_time(capsys):
+    check = importlib.import_module("manyhands.checks.ddp")
+    for number in (1, 2, 3, 3):
+        check.hint(6.9)
+        assert capsys.readouterr().out.count("Hint ") == number
+    check.hint("7.1")
+    assert "There is no TODO 7.1 here" in capsys.readouterr().out
+
+
+def test_keep_writes_what_passed_and_nothing_else(tmp_path, capsys):
+    lesson = Lesson("demo")
+    lesson.exercise("6.7")(mean_of_ones_own)
+    lesson.keep(tmp_path / "mine")
+    assert "nothing to write" in capsys.readouterr().out and not (tmp_path / "mine").exists()
+
+
+def test_the_card_says_the_same_and_escapes(capsys):
+    told = Verdict("6.7", "mean", "not yet", "<b>seen</b>", "smell", "hint")
+    assert repr(told) == "TODO 6.7 not yet: <b>seen</b> - smell - hint"
+    assert "&lt;b&gt;seen&lt;/b&gt;" in told._repr_html_()
+    score("bytes", "many", 8, 8.0, "bytes")
+    score("bytes", None, 8, 2.5)
+    assert capsys.readouterr().out.splitlines() == [
+        "bytes: you said 'many', which is no number, expected 8, measured 8 bytes",
+        "bytes: no prediction, expected 8, measured 2.5",
+    ]

@@ -27,11 +27,11 @@ def two_messages():
 def test_messages_pass_one_after_the_other_while_the_rank_works():
     for rank, (spans, seconds, total) in enumerate(run_ranks(two_messages, 2)):
         assert total == 2 * 2 * 25_000  # the sums are real
-        assert 0.2 <= seconds < 2  # 0.1 s each, and the work in between costs nothing more
+        assert 0.19 < seconds < 2  # 0.1 s each, and the work in between costs nothing more
         messages = [span for span in spans if span[1] == "communication"]
         assert [span[0] for span in spans] == [rank] * len(spans) and len(messages) == 2
         (_, _, start, _), (_, _, _, stop) = messages
-        assert 0.2 <= stop - start < 2
+        assert 0.19 < stop - start < 2
         assert any(role == "backward" and stop - start >= 0.05 for _, role, start, stop in spans)
         assert any(role == "idle" and stop - start > 0.02 for _, role, start, stop in spans)
 

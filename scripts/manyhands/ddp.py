@@ -4,9 +4,8 @@
                                                                  +-- mean --> one equal step
     samples 1 3 5 -> rank 1: forward, backward -> its gradient --+
 
-Replicas stay equal because they start equal (`broadcast_state`) and take equal steps. Price of a
-step: one all-reduce of the gradients. In a ring each of N ranks sends 2 (N-1)/N x 4P bytes for P
-fp32 parameters. Buckets keep a flat copy of the gradients, 4P bytes.
+Replicas start equal (`broadcast_state`) and take equal steps. Price of a step for P parameters in
+fp32: one all-reduce, 2 (N-1)/N x 4P bytes a rank in a ring of N; and 4P bytes for flat copies.
 
     average_gradients   after backward, one all-reduce a parameter: simple, nothing hidden
     BucketedDDP         during backward, one all-reduce a bucket: hidden behind the computation
@@ -100,7 +99,8 @@ class BucketedDDP(nn.Module):
     def _on_grad_ready(self, param: nn.Parameter) -> None:
         """Count `param` in, start each bucket that is full, and finish after the last bucket.
 
-        Buckets start in order, 0 first, on every rank: messages are matched by their order.
+        Buckets start in order, 0 first, on every rank: messages are matched by their order. Does
+        nothing while self.sync is False.
         """
         if not self.sync:
             return
@@ -113,7 +113,7 @@ class BucketedDDP(nn.Module):
         self._finish()
 
     def _start(self, index: int) -> None:
-        """Copy bucket `index`'s gradients into self.flats[index], send that, and do not wait."""
+        """Copy the gradients into self.flats[index], send that, and keep its work in in_flight."""
         flat = self.flats[index]  # (elements of the bucket,)
         torch.cat([param.grad.flatten() for param in self.buckets[index]], out=flat)
         self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))

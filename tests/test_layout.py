@@ -220,6 +220,16 @@ def machine_traces(root: Path) -> list[str]:
     return faults
 
 
+def strays(root: Path) -> list[str]:
+    """The source root holds Python and nothing else: no leavings of an editor or a patch."""
+    made = ("__pycache__", ".egg-info")
+    return [
+        f"{path.relative_to(root)} does not belong in scripts/"
+        for path in sorted((root / "scripts").rglob("*"))
+        if path.is_file() and path.suffix != ".py" and not any(word in str(path) for word in made)
+    ]
+
+
 def job_files(root: Path) -> list[str]:
     """Shell files parse; Slurm sees every directive; the scripts they name are there."""
     faults = []
@@ -291,6 +301,7 @@ RULES = (
     forbidden_code,
     shell_cells,
     machine_traces,
+    strays,
     job_files,
     readme_tree,
     links,
@@ -359,6 +370,7 @@ FAULTY = [
     (shell_cells, "notebooks/06_ring.ipynb", NOTEBOOK.replace("x = 1", "%%bash"), "cell a"),
     (machine_traces, LESSON, "\nDATA = '/" + "home/me/data'\n", "ring.py:2: a machine's path"),
     (machine_traces, "README.md", TREE + "https://pypi." + "org/simple", "path or host"),
+    (strays, "scripts/manyhands/ring.py.orig", "x = 1\n", "does not belong in scripts/"),
     (machine_traces, JOB, "export MASTER_PORT" + "=29500\n", "a fixed port"),
     (job_files, JOB, "if true; then\n", "syntax error"),
     (job_files, JOB, "#!/bin/bash\n# SBATCH --nodes=2\n", "Slurm does not read"),

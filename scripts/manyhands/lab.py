@@ -112,7 +112,10 @@ def run_job(*command: str, timeout_s: float = 300) -> None:
     finally:
         limit.cancel()
         job.terminate()
-        job.wait()
+        try:
+            job.wait(40)  # torchrun gives its ranks 30 s to save and leave
+        except subprocess.TimeoutExpired:
+            job.kill()
     if time.monotonic() - started_s > timeout_s:
         raise TimeoutError(f"{command[0]} was still running after {timeout_s:g} s and was ended")
     if code:

@@ -270,7 +270,7 @@ def command_line(main: Callable, config_class: type) -> None:
     try:
         main(config)
     except SystemExit as stop:  # a run that was asked to stop
-        code = stop.code or 0
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -292,7 +292,7 @@ def _one_line_of(error: Exception) -> str | None:
     if isinstance(error, BadInput):
         return str(error)
     # torch.save says RuntimeError when the disk is full, and keeps the reason behind it.
-    cause = error if isinstance(error, OSError) else error.__context__
+    cause = error.__context__ if isinstance(error, RuntimeError) else error
     if isinstance(cause, OSError) and cause.strerror:
         return f"{cause.strerror}: {cause.filename or 'a file of this run'}"
     return None

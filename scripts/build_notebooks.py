@@ -50,6 +50,7 @@ IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 MAP_START, MAP_END = "<!-- course map -->", "<!-- /course map -->"
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
 
 
@@ -304,6 +305,8 @@ def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
             print(error, file=sys.stderr)
             raise BadInput(f"{name}: a cell failed, see above; nothing was written") from None
     notebook.metadata = NotebookNode(metadata)
+    for output in [output for cell in code_cells(notebook) for output in cell.outputs]:
+        output.get("data", {}).pop(WIDGET, None)  # a stored control shows an error: no kernel
     check_outputs(notebook, lesson)
 
 

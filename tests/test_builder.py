@@ -322,6 +322,15 @@ def test_a_solution_with_a_bad_output_is_not_written(root: Path, line: str, mess
     assert not list(root.rglob("*.partial"))
 
 
+def test_a_stored_solution_holds_no_control_that_needs_a_kernel(root: Path) -> None:
+    line = "import ipywidgets; display(ipywidgets.IntSlider(description='knob'))"
+    (root / "solutions/06_sums.py").write_text(f"{HEADER}# %%\n{line}\n")
+    main(Config(root=root))
+    solution = nbformat.read(root / "solutions/06_sums.ipynb", as_version=4)
+    (output,) = solution.cells[-1].outputs
+    assert list(output.data) == ["text/plain"]
+
+
 def test_the_todo_notebook_runs_and_says_not_started(root: Path) -> None:
     todo, _ = versions(root)
     environment = {"PYTHONPATH": str(root / "scripts")}

@@ -21,7 +21,10 @@ Frame = tuple[str, int, str]  # file, line number, function
 
 HERE = Path(__file__).parent
 MACHINERY = (
-    *(str(HERE / name) for name in ("lab.py", "failures.py", "runtime.py", "checks")),
+    *(
+        str(HERE / name)
+        for name in ("lab.py", "failures.py", "runtime.py", "ledger.py", "network.py", "checks")
+    ),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(torch.__file__).parent),
     "<frozen",

@@ -1,19 +1,26 @@
 """The house style of every computed figure: one meaning per colour, and never colour alone.
 
 The colours are those of Okabe and Ito, which people with any colour vision can tell apart. A role
-keeps its colour and its hatch, a rank its colour, line and marker, over the whole course. Figures
-are drawn on a white card, so they can also be read in a dark notebook. Nothing here uses pyplot:
-widget callbacks may draw while a cell runs.
+keeps its colour and its hatch, a rank or an algorithm its colour, line and marker, over the whole
+course. Figures are drawn on a white card, so they can also be read in a dark notebook. Nothing here
+uses pyplot: widget callbacks may draw while a cell runs.
 Source: https://jfly.uni-koeln.de/color/
 """
 
 import io
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from manyhands.replay import Round
 
 BLACK, GREY, LIGHT_GREY = "#222222", "#8c8c8c", "#dedede"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -37,6 +44,13 @@ HATCH |= {"gradients": "//", "activations": "--"}
 RANK = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, BLACK]
 LINE = ["-", "--", "-.", ":"]
 MARKER = ["o", "s", "^", "D", "v", "P", "X"]
+ALGORITHM = {  # colour, line and marker of everything whose name has this word in it
+    "naive": (ORANGE, ":", "s"),
+    "tree": (GREEN, "-.", "^"),
+    "ring": (BLUE, "-", "o"),
+    "server": (PURPLE, "--", "D"),
+    "native": (BLACK, (0, (5, 1)), "X"),
+}
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
@@ -73,22 +87,48 @@ def label(ax: Axes, xlabel: str, ylabel: str, legend: bool = False) -> None:
         )
 
 
+def style(name: str, number: int = 0) -> dict[str, object]:
+    """Colour, line and marker of the curve `name`, the `number`th of its figure.
+
+    "ring", "all_reduce_ring" and "ring by hand" look alike: all are the ring.
+    """
+    words = re.split(r"[\W_]+", name)
+    other = (RANK[number % len(RANK)], LINE[number % len(LINE)], MARKER[number % len(MARKER)])
+    look = next((ALGORITHM[word] for word in words if word in ALGORITHM), other)
+    return dict(zip(("color", "linestyle", "marker"), look, strict=True))
+
+
 def lines(ax: Axes, series: Series, xlabel: str, ylabel: str, floor: float | None = None) -> None:
     """Draw each (x, y) of `series` as a line, and `floor` as a level that cannot be crossed."""
     for number, (name, (x, y)) in enumerate(series.items()):
-        ax.plot(
-            x,
-            y,
-            color=RANK[number % len(RANK)],
-            linestyle=LINE[number % len(LINE)],
-            marker=MARKER[number % len(MARKER)] if len(x) <= 12 else None,
-            markersize=4,
-            linewidth=1.6,
-            label=name,
-        )
+        look = style(name, number) | ({} if len(x) <= 12 else {"marker": None})
+        ax.plot(x, y, **look, markersize=4, linewidth=1.6, label=name)
     if floor is not None:
         ax.axhline(floor, color=BLACK, linestyle=(0, (2, 2)), linewidth=1.2, label="floor")
     label(ax, xlabel, ylabel, legend=len(series) > 1 or floor is not None)
+
+
+def measured_and_predicted(
+    ax: Axes, measured: Series, predicted: Series, xlabel: str, ylabel: str
+) -> None:
+    """Draw what was measured as points and what was predicted as lines, on logarithmic axes.
+
+    A name that stands in both has one colour and one place in the legend.
+    """
+    for number, name in enumerate(measured | predicted):
+        look = style(name, number)
+        if name in predicted:
+            ax.plot(*predicted[name], **look | {"marker": None}, linewidth=1.4)
+        if name in measured:
+            ax.plot(*measured[name], **look | {"linestyle": "none"}, markersize=5)
+        ax.plot([], [], **look, markersize=5, linewidth=1.4, label=name)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")  # 20 and 50 in place of 2 x 10^1
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    label(ax, xlabel, ylabel, legend=True)
+    ax.get_legend().set_title("points: measured; lines: predicted", {"size": 9})
 
 
 def stack(
@@ -119,11 +159,13 @@ def bars(
 
 def legend_below(figure: Figure, ax: Axes) -> None:
     """Give all axes of the figure one legend, that of `ax`, under the plots."""
+    title = ax.get_legend().get_title().get_text() if ax.get_legend() else ""
     for other in figure.axes:
         if other.get_legend():
             other.get_legend().remove()
     handles, names = ax.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=9, frameon=False, ncols=4, loc="outside lower center")
+    look = {"fontsize": 9, "title_fontsize": 9, "frameon": False, "ncols": 4}
+    figure.legend(handles, names, title=title or None, loc="outside lower center", **look)
 
 
 def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
@@ -164,6 +206,62 @@ def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
     label(ax, "time (ms)", "", legend=True)
 
 
+def draw_round(ax: Axes, state: Round, font_size: float = 10) -> None:
+    """Draw the messages of one round and what every rank holds after it.
+
+    A column is a rank, a row is a chunk; a cell names the ranks whose numbers are in the sum, and
+    is the darker the more there are. A red edge marks what has just come.
+    """
+    num_ranks = len(state.held)
+    arrived = {(message.receiver, message.chunk) for message in state.messages}
+    for rank, held in state.held.items():
+        for chunk, ranks in held.items():
+            share = len(ranks) / num_ranks
+            is_new = (rank, chunk) in arrived
+            edge = {"edgecolor": RED if is_new else GREY, "linewidth": 2 if is_new else 0.8}
+            face = to_hex([1 - share * (1 - part) for part in to_rgb(BLUE)])
+            cell = Rectangle((rank - 0.37, chunk - 0.25), 0.74, 0.5, facecolor=face, **edge)
+            ax.add_patch(cell)
+            words = "+".join(map(str, sorted(ranks))) if share < 1 else "all"
+            size = font_size * min(1, 5 / max(1, len(words)))
+            look = {"ha": "center", "va": "center", "color": "white" if share == 1 else BLACK}
+            ax.text(rank, chunk, words, fontsize=size, **look)
+    for sender, receiver, chunk, _ in state.messages:
+        ax.add_patch(_arrow(sender, receiver, chunk))
+    ax.set(xlim=(-0.5, num_ranks - 0.5), ylim=(num_ranks - 0.6, -0.7), aspect=0.55)
+    ax.set_xticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    ax.set_yticks(range(num_ranks), [f"chunk {chunk}" for chunk in range(num_ranks)])
+    ax.tick_params(labelsize=font_size - 1, length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+
+
+def _arrow(sender: int, receiver: int, chunk: int) -> FancyArrowPatch:
+    """An arrow to the next column, or over the columns between."""
+    distance = receiver - sender
+    if distance in (1, -1):
+        ends, bend = ((sender + 0.39 * distance, chunk), (receiver - 0.35 * distance, chunk)), 0.0
+    else:
+        ends, bend = ((sender, chunk - 0.25), (receiver, chunk - 0.25)), -0.33 / distance
+    way = f"arc3,rad={bend}"
+    look = {"color": RED, "linewidth": 1.4, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+    return FancyArrowPatch(*ends, arrowstyle="-|>", connectionstyle=way, **look)
+
+
+def rounds_overview(states: Sequence[Round]) -> Figure:
+    """All rounds of a collective, from `replay.replay`, as small pictures side by side."""
+    cols = min(3, len(states))
+    rows = -(-len(states) // cols)
+    figure, axes = new_figure(0.6 + 2.8 * cols, 2.1 * rows, rows, cols)
+    for number, ax in enumerate(figure.axes):
+        ax.set_visible(number < len(states))
+        if number < len(states):
+            draw_round(ax, states[number], font_size=36 / max(4, len(states[0].held)))
+            ax.set_title(f"round {number}" if number else "start", fontsize=10, color=BLACK)
+            ax.tick_params(labelleft=number % cols == 0)
+    return figure
+
+
 def png(figure: Figure, dpi: int = 110) -> bytes:
     """The figure as a PNG file."""
     buffer = io.BytesIO()
@@ -178,3 +276,32 @@ def show(figure: Figure, alt: str) -> None:
         print(f"figure: {alt}")
         return
     ipython.display.display(ipython.display.Image(png(figure), format="png", alt=alt))
+
+
+def show_rounds(states: Sequence[Round], alt: str) -> None:
+    """Show all rounds at once and, where the notebook has widgets, a slider through them."""
+    show(rounds_overview(states), alt)
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
+        with suppress(ImportError):
+            bundle = rounds_slider(states)._repr_mimebundle_()
+            bundle["text/plain"] = "a slider through the rounds, where the notebook has widgets"
+            ipython.display.display(bundle, raw=True)
+
+
+def rounds_slider(states: Sequence[Round]) -> object:
+    """An ipywidgets box: a slider, and under it the picture of the round that it stands at."""
+    import ipywidgets
+
+    @cache
+    def draw(number: int) -> bytes:
+        figure, ax = new_figure(6.5, 3.9)
+        figure.set_layout_engine("none")  # draws in two thirds of the time
+        draw_round(ax, states[number])
+        ax.set_title(f"round {number}" if number else "start", fontsize=11, color=BLACK)
+        return png(figure)
+
+    picture = ipywidgets.Image(value=draw(0), format="png")
+    slider = ipywidgets.IntSlider(0, 0, len(states) - 1, description="round")
+    slider.observe(lambda change: setattr(picture, "value", draw(change.new)), "value")
+    return ipywidgets.VBox([slider, picture])

@@ -1,0 +1,110 @@
+"""Figures, by what they hold: curves, colours, cells, arrows; never as images."""
+
+import pytest
+from matplotlib.colors import to_hex, to_rgba
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from manyhands import figures
+from manyhands.replay import Message, Round
+
+ALL = frozenset({0, 1, 2})
+START = Round([], {rank: {chunk: frozenset({rank}) for chunk in range(3)} for rank in range(3)})
+HELD = START.held | {1: START.held[1] | {0: frozenset({0, 1})}, 0: START.held[0] | {2: ALL}}
+STATE = Round([Message(0, 1, 0, frozenset({0})), Message(2, 0, 2, frozenset({1, 2}))], HELD)
+
+
+def test_algorithms_look_alike_everywhere_and_unlike_each_other():
+    looks = figures.ALGORITHM.values()
+    for column in zip(*looks, strict=True):
+        assert len(set(column)) == len(looks)
+    assert figures.style("all_reduce_ring", 3) == figures.style("ring") == figures.style("my ring")
+    assert figures.style("string", 1)["color"] == figures.RANK[1]  # not the word "ring"
+    _, ax = figures.new_figure()
+    figures.lines(ax, {"tree": ([1, 2], [3, 4]), "other": (range(13), range(13))}, "x", "y")
+    tree, other = ax.lines
+    assert (tree.get_color(), tree.get_marker(), tree.get_linestyle()) == (figures.GREEN, "^", "-.")
+    assert (other.get_color(), other.get_marker()) == (figures.RANK[1], "None")
+
+
+def test_measured_points_and_predicted_lines_share_a_colour():
+    figure, ax = figures.new_figure()
+    measured = {"ring": ([1, 10], [2.0, 3.0]), "tree": ([1, 10], [1.0, 5.0])}
+    predicted = {"ring": ([1, 10, 100], [2.0, 3.1, 12.0]), "native": ([1], [1.0])}
+    figures.measured_and_predicted(ax, measured, predicted, "bytes", "time (s)")
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    line, points, key = ax.lines[:3]
+    assert list(line.get_ydata()) == [2.0, 3.1, 12.0] and line.get_marker() == "None"
+    assert list(points.get_ydata()) == [2.0, 3.0] and points.get_linestyle() == "None"
+    assert {one.get_color() for one in (line, points, key)} == {figures.ALGORITHM["ring"][0]}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ring", "tree", "native"]
+    figures.legend_below(figure, ax)
+    assert ax.get_legend() is None
+    assert figure.legends[0].get_title().get_text() == "points: measured; lines: predicted"
+
+
+def test_a_round_shows_who_holds_what_and_what_has_just_come():
+    _, ax = figures.new_figure()
+    figures.draw_round(ax, STATE)
+    words = {(text.get_position()): text.get_text() for text in ax.texts}
+    assert words[1, 0] == "0+1" and words[0, 2] == "all" and words[2, 1] == "2"
+    assert len(words) == 9
+    cells = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    red = [cell for cell in cells if cell.get_edgecolor() == to_rgba(figures.RED)]
+    assert sorted((cell.get_center() for cell in red), key=tuple) == [
+        pytest.approx((0, 2)),
+        pytest.approx((1, 0)),
+    ]
+    shade = {tuple(cell.get_center().round(2)): to_hex(cell.get_facecolor()) for cell in cells}
+    assert shade[0, 2] == figures.BLUE and shade[1, 0] != shade[2, 1] != figures.BLUE
+    arrows = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+    ends = [[round(x) for x, _ in arrow._posA_posB] for arrow in arrows]
+    assert ends == [[0, 1], [2, 0]]
+
+
+def test_overview_has_a_picture_for_every_round():
+    figure = figures.rounds_overview([START, STATE, START, STATE])
+    titles = [ax.get_title() for ax in figure.axes if ax.get_visible()]
+    assert titles == ["start", "round 1", "round 2", "round 3"]
+    num_cells = [len(ax.texts) for ax in figure.axes if ax.get_visible()]
+    assert num_cells == [9] * 4
+    assert figures.rounds_overview([START]).axes[0].get_title() == "start"  # one rank, no rounds
+
+
+def test_slider_redraws_the_round_it_stands_at():
+    pytest.importorskip("ipywidgets", reason="ipywidgets comes with the course's environment")
+    slider, picture = figures.rounds_slider([START, STATE]).children
+    first = bytes(picture.value)
+    assert slider.max == 1 and first.startswith(b"\x89PNG")
+    slider.value = 1
+    assert bytes(picture.value) != first
+    slider.value = 0
+    assert bytes(picture.value) == first
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_shows_the_static_figure_first_and_the_slider_where_it_can(
+    tmp_path, has_widgets
+):
+    nbformat = pytest.importorskip("nbformat", reason="nbformat comes with jupyterlab")
+    from nbclient import NotebookClient
+
+    source = f"""\
+import sys
+from manyhands import figures
+from manyhands.replay import Round
+if not {has_widgets}:
+    sys.modules["ipywidgets"] = None
+figures.show_rounds([Round([], {{0: {{0: frozenset([0])}}}})], "one rank")"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    NotebookClient(notebook, timeout=60, resources={"metadata": {"path": tmp_path}}).execute()
+    static, *slider = notebook.cells[0].outputs
+    assert static.metadata["image/png"]["alt"] == "one rank"
+    assert len(slider) == has_widgets
+    for output in slider:
+        assert "application/vnd.jupyter.widget-view+json" in output.data
+        assert output.data["text/plain"].startswith("a slider through the rounds")
+
+
+def test_show_rounds_prints_words_outside_a_notebook(capsys):
+    figures.show_rounds([START, STATE], "two rounds")
+    assert capsys.readouterr().out == "figure: two rounds\n"

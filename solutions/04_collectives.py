@@ -1,0 +1,771 @@
+# ---
+# manyhands: {title: Collectives, minutes: 150, goal: "Build broadcast, reduce, gather and the ring all-reduce from send and recv, count every message, and predict how long each takes"}
+# ---
+
+# %% [markdown]
+# # 04 Collectives: what ranks can say to each other
+#
+# When several processors train one model, they have to exchange numbers. They do it in a few fixed
+# patterns, the **collectives**: everybody takes part in the same one at the same time. All of
+# distributed training, from data parallelism to tensor parallelism, is made of these patterns.
+#
+# ![Four ranks hold coloured blocks; broadcast copies one block to all, reduce adds all blocks up on one rank, gather collects them on one rank, all-gather collects them on all, reduce-scatter leaves each rank one piece of the sum, and all-reduce leaves the whole sum on all](figures/collectives_overview.svg)
+#
+# PyTorch offers each as one call. What happens inside? How many messages does it send, and how long
+# will it take? In this lesson you build them yourself, from two calls only: one that sends, and one
+# that receives. Then you count every message, and predict the time from two numbers.
+
+# %%
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands import figures, lab
+from manyhands.checks import collectives as check
+from manyhands.checks import score
+from manyhands.collectives import Group
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls, rounds, traffic
+from manyhands.network import SlowNetwork
+
+lab.warm_up()
+print(
+    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
+)
+
+# %% [markdown]
+# ## 1. Send and receive
+#
+# A **rank** is one process of a job, and also its number. `run_ranks(fn, 2)` starts two of them,
+# calls `fn` in each, and returns the two results as a list. Ranks share no memory. They have two
+# calls to reach each other:
+#
+# - `dist.send(tensor, dst=1)` sends the numbers in `tensor` to rank 1.
+# - `dist.recv(tensor, src=0)` waits for a message from rank 0, and writes it into `tensor`. Size and
+#   type have to be those of the tensor that was sent.
+#
+# Here rank 0 holds 10 and rank 1 holds 20. You will see what rank 1 holds after the message.
+
+
+# %% tags=["nbval-check-output"]
+def first_message():
+    rank = dist.get_rank()
+    tensor = torch.tensor([10.0 + 10.0 * rank])
+    if rank == 0:
+        dist.send(tensor, dst=1)
+    else:
+        dist.recv(tensor, src=0)
+    return tensor.item()
+
+
+run_ranks(first_message, 2)
+
+# %% [markdown]
+# Both hold 10. The program was the same on both ranks; the `if` made them do different things.
+#
+# ### The ledger
+#
+# You will want to know exactly who sent how many bytes to whom. A `Ledger` writes that down, for
+# everything that happens inside its `with` block. You will see one line a call. A number of type
+# float32 has 4 bytes.
+
+
+# %% tags=["nbval-check-output"]
+def recorded(fn, *args):
+    with Ledger() as ledger:
+        fn(*args)
+    return ledger.entries
+
+
+for entries in run_ranks(recorded, 2, first_message):
+    for entry in entries:
+        print(f"rank {entry.rank}: {entry.op}, partner {entry.peer}, {entry.nbytes} bytes")
+
+# %% [markdown]
+# ### Groups
+#
+# Not every pattern is for all ranks. A **process group** is a list of ranks, and every function of
+# this lesson takes one as its last argument, `group`. `None` means everybody. Inside a group the
+# ranks count from 0 again, so ask for your place with `dist.get_rank(group)`, and name partners by
+# `group_dst` and `group_src`. Here jobs' ranks 3 and 1 form a group, in this order.
+
+
+# %% tags=["nbval-check-output"]
+def message_in_a_group():
+    group = dist.new_group([3, 1], sort_ranks=False)  # every rank of the job makes this call
+    rank = dist.get_rank(group)  # -1 for those who are not in it
+    tensor = torch.tensor([float(dist.get_rank())])
+    if rank == 0:
+        dist.send(tensor, group=group, group_dst=1)
+    elif rank == 1:
+        dist.recv(tensor, group=group, group_src=0)
+    return dist.get_rank(), rank, tensor.item()
+
+
+for job_rank, group_rank, value in run_ranks(message_in_a_group, 4):
+    print(f"rank {job_rank} of the job, {group_rank} in the group, holds {value:.0f}")
+
+# %% [markdown]
+# Rank 1 of the job received the 3 of its partner. A number that means "rank in the job" where "rank
+# in the group" is meant is one of the most common mistakes in this field. All your functions will
+# be tried with such a group.
+#
+# ### Tensors that are not in one piece
+#
+# A message is one piece of memory. A column of a matrix is not: its numbers lie far apart. The
+# context manager `flat`, given below, helps: `with flat(tensor) as vector:` gives you a vector that
+# can be sent, and whatever you write into the vector is in `tensor` afterwards.
+
+# %% show="true"
+from manyhands.collectives import flat
+
+# %% tags=["nbval-check-output"]
+matrix = torch.arange(6.0).view(3, 2)
+with flat(matrix[:, 1]) as vector:
+    vector += 100
+print(matrix.tolist())
+
+# %% [markdown]
+# Only the second column has changed.
+#
+# ### Putting two tensors together
+#
+# A reduction makes one tensor of many. Which one, is the **operation**: the sum, the smallest, the
+# largest, or the average, number by number. Two tensors are put together at a time. For the
+# average, add up on the way and divide once, when all ranks are in.
+
+# %% exercise="combine" todo="4.1" minutes=5 difficulty=1 points=1
+from manyhands.collectives import combine
+
+# %% check="4.1" tags=["nbval-check-output"]
+check.combine(combine)
+
+# %% [markdown]
+# ## 2. One to all: broadcast
+#
+# One rank, the **root**, has a tensor. Afterwards all have it. The simple way: the root sends it to
+# everybody, one after the other.
+
+# %% exercise="broadcast_naive" todo="4.2" minutes=10 difficulty=1 points=1
+from manyhands.collectives import broadcast_naive
+
+# %% check="4.2" tags=["nbval-check-output"]
+check.broadcast_naive(broadcast_naive)
+
+# %% [markdown]
+# With 8 ranks the root sends 7 messages, one behind the other, and six ranks stand by with nothing
+# to do. But a rank that has the tensor can pass it on. Then the number of those who have it
+# doubles in every round. The pattern is a **tree**.
+#
+# ![On the left rank 0 sends to ranks 1 to 7, seven messages in a row; on the right the tree needs three rounds: 0 to 1, then 0 to 2 and 1 to 3, then four messages at once from ranks 0 to 3 to ranks 4 to 7](figures/collectives_tree.svg)
+#
+# A count of places that starts at the root makes any rank a root: `place = (rank - root) % n`.
+
+# %% exercise="broadcast_tree" todo="4.3" minutes=20 difficulty=2 points=2
+from manyhands.collectives import broadcast_tree
+
+# %% check="4.3" tags=["nbval-check-output"]
+check.broadcast_tree(broadcast_tree)
+
+# %% [markdown]
+# ### Predict: the root's messages
+#
+# How many messages does the root send on 64 ranks, with either version? Write your numbers down. A
+# 64-rank job is too much for most laptops, so the cell below measures 8 ranks and prints the
+# formula for 64 beside it.
+
+# %%
+naive_64, tree_64 = None, None  # your numbers
+
+# %% answer="true"
+naive_64, tree_64 = 63, 6
+
+
+# %% tags=["nbval-check-output"]
+def sent_by_root(fn, world_size):
+    entries = run_ranks(recorded, world_size, fn, torch.zeros(1000))[0]
+    return calls(entries)["send"]
+
+
+if check.ready("4.2", "4.3"):
+    for fn, said, formula in (
+        (broadcast_naive, naive_64, lambda n: n - 1),
+        (broadcast_tree, tree_64, lambda n: math.ceil(math.log2(n))),
+    ):
+        print(
+            f"{fn.__name__}: 64 ranks: you said {said}, formula {formula(64)}; "
+            f"8 ranks: formula {formula(8)}, measured {sent_by_root(fn, 8)}"
+        )
+
+# %% [markdown]
+# ## 3. All to one: reduce and gather
+#
+# A tree also works backwards. In the last round of the broadcast, four ranks sent to four others. In
+# the first round of a **reduce**, those four send theirs back, and the receivers combine. Then two
+# send to two, then one to the root.
+
+# %% exercise="reduce_tree" todo="4.4" minutes=15 difficulty=2 points=2
+from manyhands.collectives import reduce_tree
+
+# %% check="4.4" tags=["nbval-check-output"]
+check.reduce_tree(reduce_tree)
+
+# %% [markdown]
+# A **gather** collects the tensors without combining them. Every rank holds a list `chunks`, with
+# one tensor for each rank. On rank r only `chunks[r]` has something in it; the others are room for
+# what comes. Afterwards the root's list is full. The chunks may have different sizes.
+
+# %% exercise="gather" todo="4.5" minutes=10 difficulty=1 points=1
+from manyhands.collectives import gather
+
+# %% check="4.5" tags=["nbval-check-output"]
+check.gather(gather)
+
+# %% [markdown]
+# ### All to all: two ways to an all-reduce
+#
+# An **all-reduce** is a reduce whose result everybody gets. Two versions follow from what you have.
+# They are given. Read them: which rank has the most to do?
+
+# %% show="true"
+from manyhands.collectives import all_reduce_naive, all_reduce_tree
+
+
+# %%
+def busiest_bytes(fn, world_size, nbytes):
+    """Bytes that the busiest rank sends and those that the busiest rank receives."""
+    results = run_ranks(recorded, world_size, fn, torch.zeros(nbytes // 4))
+    sent, received = [0] * world_size, [0] * world_size
+    for (sender, receiver), count in traffic(entry for mine in results for entry in mine).items():
+        sent[sender] += count
+        received[receiver] += count
+    return max(sent), max(received)
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("4.1", "4.2", "4.3", "4.4", "4.5"):
+    for fn in (all_reduce_naive, all_reduce_tree):
+        sent, received = busiest_bytes(fn, 8, nbytes=8000)
+        print(
+            f"{fn.__name__:16} 8 ranks, 8000 bytes: sends up to {sent}, receives up to {received}"
+        )
+
+# %% [markdown]
+# Rank 0 is the busiest in both. In the naive version it moves 7 times the tensor in, and 7 times
+# out; in the tree it is 3 times. The more ranks, the worse. With a model of a billion parameters
+# that rank is where all the others wait.
+
+# %% [markdown]
+# ## 4. When everybody sends first
+#
+# Next, all ranks shall send and receive at the same time. Take two ranks: each sends its tensor to
+# the other, then receives. Read the function and predict what happens.
+#
+# ![Two ranks each stand in send, waiting for the other to receive, and neither gets to its recv; when send and receive are started together, both messages pass](figures/collectives_deadlock.svg)
+
+
+# %%
+def both_send_first():
+    partner = 1 - dist.get_rank()
+    outgoing, incoming = torch.ones(1000), torch.empty(1000)
+    dist.send(outgoing, dst=partner)
+    dist.recv(incoming, src=partner)
+
+
+try:
+    run_ranks(both_send_first, 2, timeout_s=3)
+except RuntimeError as error:
+    print(error)
+
+# %% [markdown]
+# A `send` returns when its message has been taken, also when it is only a few bytes. Each rank waits in `send` for the other to call
+# `recv`, and none of them gets there. That is a **deadlock**. Outside this course such a program
+# stands still until somebody ends it. Here the wait has a limit, and the message names the ranks
+# and the line in which each of them waits.
+#
+# One cure is an order: even ranks send first, odd ranks receive first. It works, but only one
+# direction is used at a time. The better one: *start* both messages, then wait for both.
+#
+# - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i stands
+#   for "immediately"). Each returns a **work**. `work.wait()` returns when that message is through.
+# - `dist.batch_isend_irecv([...])` starts several at once. It takes a list of
+#   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`, and
+#   returns a list of works. Between GPUs this is the safe way, since NCCL carries two separate
+#   messages of a pair of ranks one after the other.
+#
+# Until the work is through, do not touch a tensor on its way. Wait for each work once: a second `wait`
+# for the same receive can hang.
+
+# %% exercise="start_exchange" todo="4.6" minutes=10 difficulty=1 points=1
+from manyhands.ring import start_exchange
+
+# %% check="4.6" tags=["nbval-check-output"]
+check.start_exchange(start_exchange)
+
+# %% [markdown]
+# `exchange`, given below, starts both and waits for both. It is the step from which all rings are
+# built.
+
+# %% show="true"
+from manyhands.ring import exchange
+
+# %% [markdown]
+# ## 5. The ring
+#
+# Put the ranks in a ring. In each step every rank sends one chunk to the next rank and receives one
+# from the rank before it. Nobody is the root. All links are in use, all the time.
+#
+# ![Four ranks in a ring, each with four chunks; in one step every rank sends one chunk to the next rank and receives another from the rank before it](figures/collectives_ring.svg)
+#
+# ### All-gather
+#
+# Every rank has one chunk, and wants those of all. In step 0 each sends its own. In every later step
+# it sends on what came last. After n-1 steps each chunk has been all the way round.
+#
+# Take 4 ranks, and write down on paper what rank 0 sends in steps 0, 1 and 2, before you write code.
+
+# %% exercise="all_gather_ring" todo="4.7" minutes=20 difficulty=2 points=2
+from manyhands.ring import all_gather_ring
+
+# %% check="4.7" tags=["nbval-check-output"]
+check.all_gather_ring(all_gather_ring)
+
+# %% [markdown]
+# ### Reduce-scatter
+#
+# Now the other half. Every rank holds n chunks of its own numbers. In the end rank r shall hold the
+# sum of all ranks' chunk r. A sum travels round the ring and grows: each rank adds its own part
+# and sends it on. The sum for rank r starts at rank r+1, and arrives at rank r last.
+#
+# First, one step of it: send a chunk, receive another, and combine what has come with one's own.
+# The receiving takes time, and so does the combining. With a large chunk in **pieces**, the first
+# piece is combined while the next ones still travel. So: start to receive all pieces and to send all
+# pieces, then wait for one receive after the other, and combine. `tensor.split(size)` cuts a tensor
+# into pieces of `size` numbers, which are views.
+
+# %% exercise="exchange_and_combine" todo="4.8" minutes=15 difficulty=2 points=2
+from manyhands.ring import exchange_and_combine
+
+# %% check="4.8" tags=["nbval-check-output"]
+check.exchange_and_combine(exchange_and_combine)
+
+# %% [markdown]
+# Then the ring. Again on paper first: with 4 ranks, which chunk does rank 0 send in step 0, so that
+# chunk 0 comes home in the last step?
+
+# %% exercise="reduce_scatter_ring" todo="4.9" minutes=15 difficulty=2 points=2
+from manyhands.ring import reduce_scatter_ring
+
+# %% check="4.9" tags=["nbval-check-output"]
+check.reduce_scatter_ring(reduce_scatter_ring)
+
+# %% [markdown]
+# ### All-reduce
+#
+# You have both halves. `vector.tensor_split(n)` cuts a vector into n chunks, which are views: what
+# you write into them is in the vector. Their sizes differ by at most 1.
+
+# %% exercise="all_reduce_ring" todo="4.10" minutes=10 difficulty=1 points=1
+from manyhands.ring import all_reduce_ring
+
+# %% check="4.10" tags=["nbval-check-output"]
+check.all_reduce_ring(all_reduce_ring)
+
+# %% [markdown]
+# ### Predict: the bytes of a ring
+#
+# 4 ranks all-reduce a tensor of 4800 bytes in a ring. How many messages does each rank send, and how
+# many bytes in all? Write both down before you run the next cell.
+
+# %%
+ring_messages, ring_bytes = None, None  # your numbers, for one rank
+
+# %% answer="true"
+ring_messages, ring_bytes = 6, 7200  # 2 (n-1) chunks of 1200 bytes
+
+# %% tags=["nbval-check-output"]
+if check.ready("4.10"):
+    entries = run_ranks(recorded, 4, all_reduce_ring, torch.zeros(1200))[0]
+    sends = [entry for entry in entries if entry.op == "send"]
+    score("messages sent by a rank", ring_messages, 2 * 3, len(sends))
+    score(
+        "bytes sent by a rank", ring_bytes, 2 * 3 / 4 * 4800, sum(e.nbytes for e in sends), "bytes"
+    )
+
+# %% [markdown]
+# Now for 1 to 8 ranks. The tensor has 840 numbers, which 1 to 8 all divide. You will see how many
+# bytes the busiest rank sends, for the three all-reduces, as multiples of the tensor's size S.
+
+# %% tags=["nbval-check-output"]
+if check.ready("4.1", "4.2", "4.3", "4.4", "4.5", "4.10"):
+    print("ranks  naive  tree   ring   2(n-1)/n")
+    for n in range(1, 9):
+        sent = [
+            busiest_bytes(fn, n, 3360)[0] / 3360
+            for fn in (all_reduce_naive, all_reduce_tree, all_reduce_ring)
+        ]
+        print(f"{n:5}  {sent[0]:5.2f}  {sent[1]:5.2f}  {sent[2]:5.2f}  {2 * (n - 1) / n:5.2f}")
+        assert sent[2] == 2 * (n - 1) / n
+
+# %% [markdown]
+# The busiest rank of the ring never sends more than twice the tensor, however many ranks there are.
+# Patarasuk and Yuan (2009) proved that no all-reduce can do with less. That is why rings carry the
+# gradients of large jobs.
+
+# %% [markdown]
+# ### Look: your own ring, step by step
+#
+# The next figure is drawn from the messages that *your* `all_reduce_ring` has really sent. Each rank
+# starts with numbers that carry its mark, so every message tells whose parts are in it. A column is
+# a rank, a row is a chunk, and a cell names the ranks whose numbers are in that chunk by now. Arrows
+# are the messages of the round. Where your notebook has widgets, a slider below it takes you through.
+
+# %%
+from manyhands.replay import record, replay
+
+if check.ready("4.10"):
+    messages, results = zip(*run_ranks(record, 4, all_reduce_ring), strict=True)
+    states = replay(messages, results)
+    figures.show_rounds(
+        states, "The ring all-reduce of 4 ranks: its start and six rounds, drawn from messages."
+    )
+
+# %% [markdown]
+# In the first three rounds the sums grow. After them every rank holds one chunk that is complete: the
+# reduce-scatter is done. In the last three rounds the complete chunks travel on and overwrite the
+# unfinished ones: the all-gather.
+#
+# Try `all_reduce_tree` or `all_reduce_naive` in the cell above, too.
+
+# %% [markdown]
+# ## 6. How long does it take?
+#
+# A message costs a fixed time, however small it is: the **latency**, called alpha. On top comes a
+# time for each byte, called beta; 1/beta is the **bandwidth**. So a message of $s$ bytes takes
+#
+# $$t(s) = \alpha + \beta s$$
+#
+# Which part counts? Measure single messages on this machine: two ranks play ping-pong, and half of
+# a round trip is one message. You will see that ten bytes take nearly as long as ten thousand.
+
+# %%
+SIZES = [2**k for k in range(3, 24, 2)]  # 8 bytes to 8 MB
+
+
+def ping_pong(sizes, repeats=30):
+    """Median time of one message (s) for each size (bytes)."""
+    rank, medians = dist.get_rank(), []
+    for nbytes in sizes:
+        tensor, times = torch.zeros(nbytes // 4), []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(tensor, dst=1)
+                dist.recv(tensor, src=1)
+            else:
+                dist.recv(tensor, src=0)
+                dist.send(tensor, dst=0)
+            times.append((time.perf_counter() - start) / 2)
+        medians.append(sorted(times)[repeats // 2])
+    return medians
+
+
+machine_s = run_ranks(ping_pong, 2, SIZES)[0]
+for nbytes, seconds in zip(SIZES, machine_s, strict=True):
+    print(
+        f"{nbytes:9,} bytes: {1e6 * seconds:8.0f} microseconds, {nbytes / seconds / 1e9:6.3f} GB/s"
+    )
+
+# %% [markdown]
+# Two numbers describe this table. Fit them. The times differ by a factor of a hundred, so an
+# ordinary least-squares fit would look at the largest message only. Let every message count by its
+# *relative* error.
+
+# %% exercise="fit_alpha_beta" todo="4.11" minutes=15 difficulty=2 points=2
+from manyhands.alpha_beta import fit_alpha_beta
+
+# %% check="4.11" tags=["nbval-check-output"]
+check.fit_alpha_beta(fit_alpha_beta)
+
+# %%
+if check.ready("4.11"):
+    alpha_s, beta_s = fit_alpha_beta(SIZES, machine_s)
+    print(f"this machine: alpha {1e6 * alpha_s:.0f} microseconds, 1/beta {1e-9 / beta_s:.2f} GB/s")
+    print(f"half of the time is latency up to {alpha_s / beta_s:,.0f} bytes")
+
+# %% [markdown]
+# ### From a message to a collective
+#
+# A collective is some messages in a row. Messages of different ranks in the same round go at the
+# same time. So its time is (number of rounds) x (alpha + beta x bytes of one message). You have
+# built all of them: say how many rounds each has, and how large its messages are.
+
+# %% exercise="rounds_and_message" todo="4.12" minutes=15 difficulty=2 points=2
+from manyhands.alpha_beta import rounds_and_message
+
+# %% check="4.12" tags=["nbval-check-output"]
+check.rounds_and_message(rounds_and_message)
+
+# %% [markdown]
+# ### Predict: where does the ring beat the tree?
+#
+# An all-reduce on 4 ranks takes 4 rounds as a tree and 6 as a ring. But the messages of the ring are
+# four times smaller. So the tree should win for small tensors, and the ring for large ones.
+#
+# For the experiment you get a network of your own. Inside `with SlowNetwork(...)` every rank has a
+# network card that carries messages at the speed you choose: here 4 ms of latency and 100 MB/s. It
+# sleeps as long as a real network would take. The messages and your functions are real; the time
+# that a message takes is a model. On such a network, from how many bytes on is the ring faster?
+
+# %%
+crossing_bytes = None  # your number
+
+# %% answer="true"
+crossing_bytes = 320_000  # 4 (a + b S) = 6 (a + b S/4), so S = 0.8 a / b
+
+# %%
+LATENCY_S, BYTES_PER_S = 4e-3, 100e6
+
+
+def on_slow_network(fn, *args):
+    with SlowNetwork(LATENCY_S, BYTES_PER_S):
+        return fn(*args)
+
+
+if check.ready("4.11"):
+    slow_sizes = [2**k for k in range(10, 21, 2)]
+    slow_s = run_ranks(on_slow_network, 2, ping_pong, slow_sizes, 5)[0]
+    slow_alpha_s, slow_beta_s = fit_alpha_beta(slow_sizes, slow_s)
+    print(f"slow network: alpha {1e3 * slow_alpha_s:.2f} ms, 1/beta {1e-6 / slow_beta_s:.0f} MB/s")
+
+# %% [markdown]
+# The fit finds what was put in, with a little on top: the machine's own latency, and a sleep that
+# always lasts a bit longer than asked for. Now all nine collectives on 4 ranks.
+
+
+# %%
+def time_collectives(by_name, sizes, repeats, takes_chunks):
+    """Median time (s) of each collective and size (bytes): that of the slowest rank."""
+    found = {}
+    for name, fn in by_name.items():
+        for nbytes in sizes:
+            tensor, times = torch.zeros(nbytes // 4), []
+            argument = (
+                tensor.tensor_split(dist.get_world_size()) if name in takes_chunks else tensor
+            )
+            for _ in range(repeats):
+                dist.barrier()
+                start = time.perf_counter()
+                fn(argument)
+                slowest = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                times.append(slowest.item())
+            found[name, nbytes] = sorted(times)[repeats // 2]
+    return found
+
+
+TODOS = ("4.1", "4.2", "4.3", "4.4", "4.5", "4.6", "4.7", "4.8", "4.9", "4.10")
+CHUNKED = ("gather", "all_gather_ring", "reduce_scatter_ring")
+if check.ready(*TODOS):
+    nine = {
+        fn.__name__: fn
+        for fn in (
+            *(broadcast_naive, broadcast_tree, reduce_tree, gather, all_gather_ring),
+            *(reduce_scatter_ring, all_reduce_naive, all_reduce_tree, all_reduce_ring),
+        )
+    }
+    slow_sizes = [2**k for k in (12, 14, 16, 18, 19, 20)]
+    on_network = run_ranks(on_slow_network, 4, time_collectives, nine, slow_sizes, 3, CHUNKED)[0]
+
+
+# %%
+def predicted_s(name, world_size, nbytes, alpha_s, beta_s):
+    count, message_bytes = rounds_and_message(name, world_size, nbytes)
+    return count * (alpha_s + beta_s * message_bytes)
+
+
+def print_table(measured, alpha_s, beta_s):
+    for name in nine:
+        sizes = [nbytes for known, nbytes in measured if known == name]
+        cells = [
+            f"{1e3 * predicted_s(name, 4, nbytes, alpha_s, beta_s):6.1f}"
+            f" |{1e3 * measured[name, nbytes]:6.1f}"
+            for nbytes in (sizes[0], sizes[-1])
+        ]
+        print(f"{name:20}{cells[0]:>18}{cells[1]:>18}")
+
+
+if check.ready(*TODOS, "4.11", "4.12"):
+    print(f"{'ms: predicted | measured':24}{slow_sizes[0]:,} bytes{slow_sizes[-1]:12,} bytes")
+    print_table(on_network, slow_alpha_s, slow_beta_s)
+
+# %%
+if check.ready(*TODOS, "4.11", "4.12"):
+    names = ("all_reduce_naive", "all_reduce_tree", "all_reduce_ring")
+    fine = [2 ** (k / 4) for k in range(48, 81)]
+    times_ms = {
+        name: (slow_sizes, [1e3 * on_network[name, nbytes] for nbytes in slow_sizes])
+        for name in names
+    }
+    model_ms = {
+        name: (fine, [1e3 * predicted_s(name, 4, n, slow_alpha_s, slow_beta_s) for n in fine])
+        for name in names
+    }
+    figure, ax = figures.new_figure(width=6, height=4)
+    figures.measured_and_predicted(ax, times_ms, model_ms, "tensor size (bytes)", "time (ms)")
+    figures.show(figure, "Time of three all-reduces on 4 ranks against size, on the slow network.")
+
+# %% [markdown]
+# The lines are the predictions, and the points are measured. They agree within about a tenth or two: two numbers
+# and a count of messages describe a network well. The naive version loses everywhere. The tree is
+# best for small tensors, the ring for large ones, and the lines cross where the formula says.
+#
+# A good library knows that, too. NCCL and MPI choose the pattern by the size of the tensor.
+
+# %%
+if check.ready(*TODOS, "4.11", "4.12"):
+    seen = next(
+        (
+            n
+            for n in slow_sizes
+            if on_network["all_reduce_ring", n] < on_network["all_reduce_tree", n]
+        ),
+        slow_sizes[-1],
+    )
+    formula = 0.8 * slow_alpha_s / slow_beta_s
+    print(f"the first size measured at which the ring is faster: {seen:,} bytes")
+    score("ring beats tree from", crossing_bytes, round(formula), seen, "bytes")
+
+# %% [markdown]
+# ### And on this machine, without the slow network?
+#
+# Here messages are copies in memory, and four ranks share the cores. Predict: will the model hold?
+
+# %%
+if check.ready(*TODOS, "4.11", "4.12"):
+    on_machine = run_ranks(time_collectives, 4, nine, [2**12, 2**22], 9, CHUNKED)[0]
+    print(f"{'ms: predicted | measured':24}{2**12:,} bytes{2**22:12,} bytes")
+    print_table(on_machine, alpha_s, beta_s)
+
+# %% [markdown]
+# Mostly not: the collectives take longer than predicted, often several times as long. The model says
+# that messages of one round go at the same time. On a machine with fewer cores than ranks they take
+# turns, since a rank that sends needs a core, and it adds up on that core as well. A model is as
+# good as its assumptions. On a cluster, where each rank has its own processor and network link, they
+# hold better.
+
+# %% [markdown]
+# ## 7. Beside the library
+#
+# How good is your ring? The same 16 MB on 4 ranks, by hand and by gloo, in turn. You will see
+# one number: your time divided by the library's.
+
+
+# %%
+def beside_the_library(repeats=9):
+    tensor, times = torch.ones(4 * 2**20), {"by hand": [], "library": []}
+    for _ in range(repeats):
+        for name, fn in (("by hand", all_reduce_ring), ("library", dist.all_reduce)):
+            tensor.fill_(1.0)
+            dist.barrier()
+            start = time.perf_counter()
+            fn(tensor)
+            dist.barrier()
+            times[name].append(time.perf_counter() - start)
+    return {name: sorted(values[1:])[repeats // 2] for name, values in times.items()}
+
+
+if check.ready(*TODOS):
+    both = run_ranks(beside_the_library, 4)[0]
+    print({name: f"{1e3 * seconds:.0f} ms" for name, seconds in both.items()})
+    print(f"by hand / library: {both['by hand'] / both['library']:.2f}")
+
+# %% [markdown]
+# A few lines of Python come close, because the work is in the messages and not in the lines. With
+# several tries you will see it waver: the ranks share the cores with everything else on the
+# machine. `make bench` measures the same at 64 MB with many pairs.
+#
+# ### The slides disagree: what does NCCL stand for?
+#
+# One lecture calls it the "NVIDIA Common Communications Library". Its own documentation says NVIDIA
+# **Collective** Communications Library (https://docs.nvidia.com/deeplearning/nccl/). After this lesson
+# you know why: it is a library of collectives. gloo, the one used here, is another. Which of the
+# two does this installation of PyTorch have?
+
+# %%
+print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
+
+# %% [markdown]
+# ## 8. Run it as a job, with your functions in it
+#
+# The next cell writes your functions to `mine/collectives.py`. The script measures the all-reduces over
+# several sizes, beside the library's and the machine's memory-copy rate. Without `--only` it measures
+# all collectives. On a cluster with GPUs the same file uses NCCL: `sbatch sbatch/collectives.sbatch
+# --impl mine`.
+#
+# The column "algorithm" is the tensor's size divided by the time. The column "bus" multiplies it by
+# 2(n-1)/n, the part of the tensor that a rank has to send in any good all-reduce. So it can be
+# compared with the speed of a link, for any n.
+
+# %%
+if check.ready(*TODOS):
+    check.keep()
+    lab.run_job(
+        *("bash", "../sbatch/collectives.sbatch", "--impl", "mine", "--device", "cpu"),
+        *("--only", "all_reduce", "--max-mb", "1"),
+    )
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - write any collective from send and receive, in a group, for any root, size and type,
+# - avoid a deadlock, and recognise one,
+# - say how many messages and bytes a collective costs, and check it with a ledger,
+# - predict its time from latency and bandwidth, and say when the prediction fails,
+# - say why gradients travel in rings.
+#
+# | you wrote | PyTorch's own |
+# |---|---|
+# | `broadcast_naive`, `broadcast_tree` | `dist.broadcast` |
+# | `reduce_tree` | `dist.reduce` |
+# | `gather` | `dist.gather` |
+# | `all_gather_ring` | `dist.all_gather` |
+# | `reduce_scatter_ring` | `dist.reduce_scatter` |
+# | `all_reduce_ring` | `dist.all_reduce` |
+#
+# **Questions**
+#
+# <details><summary>An all-reduce of 1 GB on 8 GPUs in a ring. How much does each GPU send? And on 512?</summary>
+#
+# 2 x 7/8 = 1.75 GB, and 2 x 511/512 = 1.996 GB. The bytes hardly grow. The number of messages in a
+# row does, from 14 to 1022, and each costs the latency. That is why very large jobs combine rings
+# with trees.
+# </details>
+#
+# <details><summary>You all-reduce a tensor of 4 bytes, a loss, in every step. Ring or tree?</summary>
+#
+# Tree. Only latency counts: 2 ceil(log2 n) messages in a row instead of 2 (n-1).
+# </details>
+#
+# <details><summary>Ranks 0 to 6 call all-reduce, and rank 7 calls broadcast. What do you see?</summary>
+#
+# At best an error, often a hang, and sometimes wrong numbers: messages are matched by their order
+# between two ranks, and nothing in a message says which call it belongs to.
+# </details>
+#
+# **Sources**: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
+# Operations in MPICH", https://doi.org/10.1177/1094342005051521; Patarasuk and Yuan 2009, "Bandwidth
+# optimal all-reduce algorithms for clusters of workstations",
+# https://doi.org/10.1016/j.jpdc.2008.09.002; PyTorch documentation, "Distributed communication
+# package", https://docs.pytorch.org/docs/stable/distributed.html.

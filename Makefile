@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
 # In a container one is often root; Jupyter then wants to be told that this is meant.
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
-NEWEST_RUN = $(shell ls -td runs/*/ 2>/dev/null | head -n 1)
+NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
 .PHONY: help lab job report test bench notebooks lint
 

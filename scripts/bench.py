@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 import manyhands
-from manyhands import checks, ddp, lab
+from manyhands import checks, data_parallel, ddp, lab, ring
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import read_json, read_lines
 from manyhands.transformer import Transformer, flops_per_token, num_parameters
@@ -44,6 +44,7 @@ CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learn
 CHAR_SEEDS = (1, 2, 3)
 CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
 IMPORT_ROUNDS = 8
+RING_BYTES = 64_000_000
 BUSY_CORES = 0.5  # what other programs may use before a note says so
 
 
@@ -178,6 +179,24 @@ def num_cores() -> int:
 # ---- the rows --------------------------------------------------------------------------------
 
 
+def ring_ratio(config: Config) -> list[Measured]:
+    """An all-reduce by hand over gloo's own, on the same four ranks."""
+    times_s = lab.run_ranks(time_ring, 4, RING_BYTES, 40, timeout_s=400)
+    by_hand, native = slowest_rank(times_s)
+    values = ratios(by_hand, native)
+    note = f"4 ranks x 1 thread, {RING_BYTES / 1e6:.0f} MB of fp32, the slowest rank's time"
+    times = f"by hand {milliseconds(by_hand)}, gloo {milliseconds(native)}"
+    return [(statistics.median(values), f"{spread(values)}; {times}; {note}")]
+
+
+def time_ring(nbytes: int, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of the ring by hand and of torch's all-reduce."""
+    tensor = torch.zeros(nbytes // 4)  # a sum of zeros stays a number, however often it is taken
+    works = [partial(ring.all_reduce_ring, tensor), partial(dist.all_reduce, tensor)]
+    in_turn(works, 3)
+    return in_turn(works, num_rounds)
+
+
 def ddp_ratio(config: Config) -> list[Measured]:
     """A step of BucketedDDP over a step of torch's, on the same two ranks."""
     words, values = [], []
@@ -197,7 +216,7 @@ def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     steps = [
         make_step(wrap(model), x)
-        for wrap in (ddp.BucketedDDP, ddp.torch_ddp)
+        for wrap in (data_parallel.BucketedDDP, ddp.torch_ddp)
         for model, x in [shape.build()]
     ]
     in_turn(steps, 4)  # torch packs its buckets anew after the first step
@@ -225,7 +244,8 @@ def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     alone, (model, tokens) = make_step(*shape.build()), shape.build()
     # Meanwhile the others sleep in the barrier of the next round.
-    works = [alone if dist.get_rank() == 0 else int, make_step(ddp.BucketedDDP(model), tokens)]
+    together = make_step(data_parallel.BucketedDDP(model), tokens)
+    works = [alone if dist.get_rank() == 0 else int, together]
     works.append(alone)  # all at once, but without a message
     in_turn(works, 2)
     return in_turn(works, num_rounds)
@@ -403,7 +423,11 @@ def char_recipe(config: Config) -> list[Measured]:
 
 
 MEASURES = (
-    Measure(ddp_ratio, (("ddp by hand / native", "<= 1.05", "step time / step time"),)),
+    Measure(ring_ratio, (("ring all-reduce by hand / native", "<= 1.25", "time / time"),)),
+    Measure(
+        ddp_ratio,
+        (("data parallel overlapped by hand / native", "<= 1.05", "step time / step time"),),
+    ),
     Measure(weak_scaling, (("weak scaling 1 to 2 ranks", ">= 0.9", "step time / step time"),)),
     Measure(flops_share, (("training flops / matmul flops", ">= 0.6", "FLOP/s / FLOP/s"),)),
     Measure(start_ranks, (("run_ranks 4 ranks warm", "< 0.5", "s"),)),
@@ -479,7 +503,7 @@ def take(measure: Measure, config: Config) -> list[Row]:
 def show(row: Row) -> None:
     """Print one row of the table, with its note below."""
     value = "-" if row.value is None else plain(row.value)
-    print(f"{row.name:<30} {value:>8}   goal {row.goal}, {row.unit}")
+    print(f"{row.name:<42} {value:>8}   goal {row.goal}, {row.unit}")
     print(textwrap.indent(textwrap.fill(row.note, 92), " " * 4), flush=True)
 
 

@@ -48,6 +48,24 @@ FILE = f"""\
 ORDERS = ((4, 1, 7, 5, 3, 9, 0, 8, 6, 2), (5, 6, 1, 2, 0, 8, 9, 3, 7, 4))  # ShardedSampler, seed 0
 
 
+PATTERNS = {  # collective: what it does, and whose numbers a rank has in a chunk before and after
+    "broadcast": ("rank 0's numbers to all", lambda r, c: "" if r else "0", lambda r, c: "0"),
+    "gather": (
+        "all chunks to rank 0",
+        lambda r, c: f"{r}" * (r == c),
+        lambda r, c: f"{c}" * (not r),
+    ),
+    "reduce": ("the sum to rank 0", lambda r, c: f"{r}", lambda r, c: "" if r else "sum"),
+    "all-gather": ("all chunks to all", lambda r, c: f"{r}" * (r == c), lambda r, c: f"{c}"),
+    "all-reduce": ("the sum to all", lambda r, c: f"{r}", lambda r, c: "sum"),
+    "reduce-scatter": (
+        "a chunk of the sum each",
+        lambda r, c: f"{r}",
+        lambda r, c: "sum" * (r == c),
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Config:
     """Draw the diagrams."""
@@ -160,7 +178,7 @@ def ddp_sampler(card: Card) -> None:
             card.box(x, y, 24, 28, sample, fill=RANK[place % 3])
 
 
-def ddp_buckets(card: Card) -> None:
+def data_parallel_buckets(card: Card) -> None:
     """Buckets: the gradients of six layers fill three buckets from the last layer on; the
     all-reduce of a full bucket runs while backward computes earlier layers, so the step comes
     sooner than in the naive version, where every message waits for the end of backward.
@@ -237,6 +255,154 @@ def ddp_rendezvous(card: Card) -> None:
         card.text(284, y, meaning, START)
 
 
+def collectives_overview(card: Card) -> None:
+    """Six collectives on four ranks with four chunks each, before and after: broadcast copies one
+    rank's numbers to all, reduce adds all up on one rank, gather collects a chunk of each on one
+    rank, all-gather on all, reduce-scatter leaves each rank one chunk of the sum, and all-reduce
+    leaves the whole sum on all.
+    """
+    for place, (name, (words, before, after)) in enumerate(PATTERNS.items()):
+        left, top = 16 + 372 * (place % 2), 14 + 176 * (place // 2)
+        card.text(left, top + 12, name, BOLD + START)
+        card.text(left + 356, top + 12, words, END)
+        card.text(left + 32, top + 37, "rank", END)
+        card.line((left + 188, top + 104), (left + 208, top + 104))
+        for x, holds in ((left + 40, before), (left + 212, after)):
+            for rank in range(4):
+                card.text(x + 36 * rank + 17, top + 37, rank, BOLD)
+                for chunk in range(4):
+                    chunk_of(card, x + 36 * rank, top + 49 + 28 * chunk, holds(rank, chunk))
+    words = "a column is what a rank holds, in four chunks; the number in a chunk says whose it is"
+    card.text(380, 556, words)
+
+
+def chunk_of(card: Card, x: float, y: float, whose: str) -> None:
+    """Draw a chunk: a rank's in its colour, a sum with a stripe of every rank, or an empty one."""
+    if whose == "sum":
+        card.box(x, y, 34, 26)
+        for rank in range(4):
+            card.box(x + 3 + 7 * rank, y + 19, 7, 4, fill=RANK[rank])
+        card.text(x + 17, y + 9, "sum")
+    elif whose:
+        card.box(x, y, 34, 26, whose, fill=RANK[int(whose)])
+    else:
+        card.box(x, y, 34, 26, fill=LIGHT_GREY)
+
+
+def collectives_tree(card: Card) -> None:
+    """Two broadcasts on eight ranks: on the left rank 0 sends to ranks 1 to 7, seven messages in a
+    row; on the right the tree needs three rounds: 0 to 1, then 0 to 2 and 1 to 3, then four
+    messages at once from ranks 0 to 3 to ranks 4 to 7.
+    """
+    naive = [[(0, rank)] for rank in range(1, 8)]
+    tree = [[(rank, rank + step) for rank in range(step)] for step in (1, 2, 4)]
+    for left, rounds, title in (
+        (84, naive, "naive: 7 messages in a row"),
+        (456, tree, "tree: 3 rounds"),
+    ):
+        card.text(left + 133, 22, title, BOLD)
+        have = {0}
+        for number in range(len(rounds) + 1):
+            y = 56 + 42 * number
+            card.text(left - 20, y, f"round {number}" if number else "start", END)
+            for sender, receiver in rounds[number - 1] if number else ():
+                card.line((left + 38 * sender, y - 30), (left + 38 * receiver, y - 13))
+                have.add(receiver)
+            for rank in range(8):
+                colour = RANK[0] if rank in have else PAPER
+                card.box(left + 38 * rank - 11, y - 11, 22, 22, str(rank), fill=colour)
+    card.box(445, 256, 22, 22, fill=RANK[0])
+    card.text(480, 267, "a rank that has the tensor", START)
+    card.box(445, 292, 22, 22)
+    card.text(480, 303, "a rank that does not", START)
+
+
+def collectives_ring(card: Card) -> None:
+    """One step of the ring: four ranks, each with room for four chunks; every rank sends one chunk,
+    here its own, to the next rank, and receives another from the rank before it, all at once.
+    """
+    for rank, (x, y) in enumerate(((24, 44), (428, 44), (428, 196), (24, 196))):
+        card.box(x, y, 308, 84)
+        cells = y + (8 if rank < 2 else 40)
+        card.text(x + 12, y + (64 if rank < 2 else 20), f"rank {rank}", BOLD + START)
+        for chunk in range(4):
+            cell, colour = x + 12 + 72 * chunk, RANK[chunk]
+            if chunk == (rank - 1) % 4:
+                left, right, top, bottom = cell, cell + 68, cells, cells + 36
+                way = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
+                card.line(*way, colour=colour, more=DASHED)
+                card.text(cell + 34, cells + 18, "arrives")
+            elif chunk == rank:
+                card.box(cell, cells, 68, 36, f"chunk {chunk}", fill=colour)
+            else:
+                card.box(cell, cells, 68, 36)
+    card.line((70, 51), (70, 24), (474, 24), (474, 50))
+    card.line((546, 89), (546, 234))
+    card.line((618, 273), (618, 300), (214, 300), (214, 274))
+    card.line((286, 235), (286, 90))
+    card.text(416, 162, "all four at the same time")
+
+
+def collectives_deadlock(card: Card) -> None:
+    """A deadlock and the way out: two ranks each stand in send, waiting for the other to receive,
+    and neither gets to its recv; when send and receive are started together, both messages pass.
+    """
+    card.text(194, 24, "both send first: nobody goes on", BOLD)
+    card.text(566, 24, "start both, then wait: both pass", BOLD)
+    card.line((380, 14), (380, 270), colour=LIGHT_GREY, more="")
+    for rank in range(2):
+        for left in (24, 396):
+            card.text(left + 65 + 210 * rank, 58, f"rank {rank}", BOLD)
+        x = 24 + 210 * rank
+        card.box(x, 76, 130, 52, "send", "stands here", fill=RED)
+        card.box(x, 188, 130, 52, "recv", "is not reached", fill=LIGHT_GREY)
+        x = 396 + 210 * rank
+        card.box(x, 76, 130, 36, "start the send", fill="communication")
+        card.box(x, 140, 130, 36, "start the recv", fill="communication")
+        card.box(x, 204, 130, 36, "wait for both", fill=GREEN)
+        card.line((x + 65, 113), (x + 65, 138))
+        card.line((x + 65, 177), (x + 65, 202))
+    card.line((155, 112), (232, 206), colour=RED, more=DASHED + TIP)
+    card.line((233, 112), (156, 206), colour=RED, more=DASHED + TIP)
+    card.text(194, 92, "waits for")
+    card.line((527, 94), (604, 156))
+    card.line((605, 94), (528, 156))
+    card.text(566, 88, "message")
+
+
+def data_parallel_server(card: Card) -> None:
+    """A parameter server beside a ring, for n = 4 and P parameters of four bytes: all workers'
+    gradients go into the server and its weights come out, 2n times 4P bytes through one link; in
+    the ring 2 (n-1)/n times 4P bytes go through every link, however many ranks there are.
+    """
+    card.text(190, 24, "parameter server", BOLD)
+    card.text(574, 24, "ring all-reduce", BOLD)
+    card.line((382, 14), (382, 328), colour=LIGHT_GREY, more="")
+    card.box(
+        60, 48, 260, 52, "server: has the optimizer", "2n x 4P bytes in and out", fill="optimizer"
+    )
+    for worker in range(4):
+        x = 16 + 90 * worker
+        card.box(x, 190, 80, 36, f"worker {worker + 1}", fill="compute")
+        card.line((x + 26, 189), (95 + 58 * worker, 102))
+        card.line((110 + 58 * worker, 101), (x + 54, 188), more=DASHED + TIP)
+    card.line((24, 252), (64, 252))
+    card.text(76, 252, "gradients in: 4P bytes each", START)
+    card.line((24, 278), (64, 278), more=DASHED + TIP)
+    card.text(76, 278, "weights out: 4P bytes each", START)
+    for rank, (x, y) in enumerate(((406, 64), (626, 64), (626, 194), (406, 194))):
+        card.box(x, y, 112, 52, f"rank {rank}", "optimizer", fill="optimizer")
+    card.line((519, 90), (624, 90))
+    card.line((682, 117), (682, 192))
+    card.line((625, 220), (520, 220))
+    card.line((462, 193), (462, 118))
+    card.text(572, 146, "2 (n-1)/n x 4P bytes")
+    card.text(572, 166, "on every link")
+    for x, times in ((190, lambda n: 2 * n), (572, lambda n: 2 * (n - 1) / n)):
+        words = [f"n = {n}: {4 * times(n):g}P bytes" for n in (4, 8)]
+        card.text(x, 316, ",  ".join(words), BOLD)
+
+
 def lesson(card: Card) -> None:
     """The rhythm of a lesson: why, build, check, predict and measure, run as a job; a check
     answers not started, not yet or done, and the first two lead back to building.
@@ -266,8 +432,20 @@ def lesson(card: Card) -> None:
     card.text(542, 178, "go on", START)
 
 
-HEIGHTS = {ddp_overview: 294, ddp_ranks: 314, ddp_sampler: 254, ddp_buckets: 424}
-HEIGHTS |= {ddp_evaluation: 292, ddp_rendezvous: 346, lesson: 284}
+HEIGHTS = {
+    lesson: 284,
+    collectives_overview: 578,
+    collectives_tree: 376,
+    collectives_ring: 324,
+    collectives_deadlock: 284,
+    data_parallel_server: 342,
+    data_parallel_buckets: 424,
+    ddp_overview: 294,
+    ddp_ranks: 314,
+    ddp_sampler: 254,
+    ddp_evaluation: 292,
+    ddp_rendezvous: 346,
+}
 
 
 def main(config: Config) -> None:

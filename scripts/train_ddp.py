@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from manyhands import corpus, ddp, mine
+from manyhands import corpus, data_parallel, ddp, mine
 from manyhands.run import Run, TrainConfig, save_once
 from manyhands.runtime import World, command_line, distributed, place, process_group
 from manyhands.transformer import Transformer, flops_per_token, total_loss
@@ -24,7 +24,7 @@ class Config(TrainConfig):
     """Settings of the run."""
 
     impl: Literal["mine", "scratch", "torch"] = "torch"
-    """Whose data parallelism: yours (mine/ddp.py), the course's by hand, or PyTorch's."""
+    """Whose parts: yours (mine/ddp.py, mine/data_parallel.py), the course's, or PyTorch's."""
 
 
 class Parts(NamedTuple):
@@ -33,30 +33,34 @@ class Parts(NamedTuple):
     place: Callable = place
     process_group: Callable = process_group
     ShardedSampler: Callable = corpus.ShardedSampler
-    BucketedDDP: Callable = ddp.BucketedDDP
+    BucketedDDP: Callable = data_parallel.BucketedDDP
+    torch_ddp: Callable | None = None  # where given, it takes the place of BucketedDDP
     mean_over_ranks: Callable = ddp.mean_over_ranks
     save_once: Callable = save_once
 
 
-def choose_parts(impl: str) -> Parts:
-    """The parts asked for; where `mine` lacks one, the course's own takes its place."""
-    if impl == "mine":
-        return Parts(**mine.load("ddp", Parts._fields))
-    if impl == "torch":
-        return Parts(ShardedSampler=corpus.torch_sampler, BucketedDDP=ddp.torch_ddp)
-    return Parts()
+def learners_parts() -> dict[str, Callable]:
+    """The learner's parts of lesson 06, and BucketedDDP of lesson 05 where it is there.
+
+    Whoever has not been through lesson 05 has torch_ddp, and trains with that.
+    """
+    found = mine.load("ddp", Parts._fields)
+    found |= mine.load("data_parallel", ["BucketedDDP"], needed=False)
+    if "BucketedDDP" in found:
+        found.pop("torch_ddp", None)
+    return found
 
 
 def main(config: Config) -> float:
     """Train, write the report, and return the validation loss in nats per token."""
-    parts = choose_parts(config.impl)
+    yours = learners_parts() if config.impl == "mine" else {}
+    parts = Parts(**yours)  # what the learner has not written, the course has
+    if config.impl == "torch":
+        parts = Parts(ShardedSampler=corpus.torch_sampler, torch_ddp=ddp.torch_ddp)
     join = {"place": parts.place, "process_group": parts.process_group}
     with distributed(config.device, config.seed, **join) as world:
         if config.impl == "mine":
-            yours = [
-                name for name in Parts._fields if getattr(parts, name) != getattr(Parts(), name)
-            ]
-            world.print(f"yours: {', '.join(yours)}; the course's: all else")
+            world.print(mine.in_words(yours))
         return train(config, world, parts)
 
 
@@ -76,7 +80,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Model
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     torch.manual_seed(world.data_seed)
-    model = parts.BucketedDDP(model)
+    model = (parts.torch_ddp or parts.BucketedDDP)(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     # Training

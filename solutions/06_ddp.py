@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: DDP, minutes: 180, goal: "Turn one-process training into data-parallel training, check every part against one process, and run it as a job"}
+# manyhands: {title: DDP, minutes: 120, goal: "Turn one-process training into data-parallel training with DDP, check every part against one process, and run it as a job", needs: [data_parallel]}
 # ---
 
 # %% [markdown]
@@ -14,13 +14,14 @@
 # **replica**. Each works on its own share of the batch. Before the optimizer steps, the processes
 # average their gradients. So all take the same step, and the replicas stay equal.
 #
-# At the end of this lesson you have written every part of it yourself, and a real job trains a
-# language model with your code. PyTorch's version is called `DistributedDataParallel`, DDP.
+# PyTorch's version is called `DistributedDataParallel`, DDP. Lesson 05 takes it apart. This lesson puts
+# it to work: you write everything that a real job needs around it, and at the end the job trains a
+# language model with your code.
 
 # %%
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
 from manyhands import figures, lab
@@ -243,73 +245,63 @@ if check.ready("6.3"):
 # %% [markdown]
 # PyTorch's sampler is `torch.utils.data.DistributedSampler`. It keeps the ranks' counts equal by
 # **padding**: it reads a few samples twice. For training that hardly matters. For a validation
-# loss it does, as section 5 shows.
+# loss it does, as section 4 shows.
 #
 # In a training script there are up to three loaders: train, validation, test. Each reads a share of
 # its own, and `shuffle=True` goes. Only the training data is shuffled, so only its sampler needs
 # `set_epoch`. For the other two a plain `range(rank, num_samples, world_size)` is share enough.
 
 # %% [markdown]
-# ## 3. Replicas that start equal and stay equal
+# ## 3. Replicas, kept equal by DDP
 #
-# ### Start equal
+# In lesson 05 you build data parallelism by hand, up to the class `BucketedDDP`. (Not done yet? The
+# course's version is imported below, so this lesson stands alone.) In short:
 #
-# If each rank builds its model from its own random numbers, the replicas differ from the start.
-# One cure: the same seed everywhere. A safer one: rank 0 sends its model to all.
+# - At the start rank 0's parameters and buffers are sent to all, so the replicas are equal.
+# - Each rank's loss is the mean over its share, so the *mean* of the ranks' gradients is the
+#   gradient of the whole batch. With equal gradients all ranks take equal steps.
+# - Gradients are packed into **buckets**, last layer first. A bucket is sent while backward still
+#   computes earlier layers.
 #
-# (`group` is one of the arguments: pass it on, and let the group's first rank send.)
+# PyTorch's class is `DistributedDataParallel`. It takes your model and returns one that is called in
+# the same way. Two arguments matter:
 #
-# A model's **state** is its parameters and its **buffers**. Buffers are tensors without a gradient
-# that belong to the model, such as the running mean of batch norm. Frozen parameters, those with
-# `requires_grad=False`, belong to it as well.
+# - `device_ids`: a list with the number of the one GPU that this process drives. For a model on the
+#   CPU it has to be `None`.
+# - `bucket_cap_mb`: the size of a bucket, in MB.
+#
+# Where is the model? `next(module.parameters()).device` says it; such a device has a `type`, `"cpu"` or
+# `"cuda"`, and an `index`, the number of the GPU.
 
-# %% exercise="broadcast_state" todo="6.4" minutes=10 difficulty=1 points=1
-from manyhands.ddp import broadcast_state
+# %% exercise="torch_ddp" todo="6.4" minutes=10 difficulty=1 points=1
+from manyhands.ddp import torch_ddp
 
 # %% check="6.4" tags=["nbval-check-output"]
-check.broadcast_state(broadcast_state)
-
-# %% [markdown]
-# ### Stay equal
-#
-# Each rank's loss is the mean over its own share of the batch. Let a batch of $B$ samples be dealt
-# out to $N$ ranks, $B/N$ each. The gradient of one process is the mean of the ranks' gradients:
-#
-# $$\frac{1}{B}\sum_{i=1}^{B} g_i \;=\; \frac{1}{N}\sum_{r=1}^{N}\Big(\frac{N}{B}\sum_{i \in \text{rank } r} g_i\Big)$$
-#
-# So the mean over ranks is not an approximation. It is the same gradient.
-
-# %% exercise="average_gradients" todo="6.5" minutes=10 difficulty=1 points=1
-from manyhands.ddp import average_gradients
-
-# %% check="6.5" tags=["nbval-check-output"]
-check.average_gradients(average_gradients)
+check.torch_ddp(torch_ddp)
 
 # %% [markdown]
 # ### Is it the same training?
 #
-# Test it: ten steps of AdamW in one process on the whole batch, and on three ranks with a third of
-# it each. You will see the largest difference between any two weights.
-
+# **Parity with one process** is the first thing to test: ten steps of AdamW in one process on the
+# whole batch, and on three ranks with a third of it each, by hand and with PyTorch's class. You will
+# see the largest difference between any two weights.
 
 # %%
+from manyhands.data_parallel import BucketedDDP
+
+
 def make_model():
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def make_batch(step):
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(12, 8, generator=generator)
-    return inputs, inputs.sin().sum(1, keepdim=True)
-
-
-def train_ten_steps(model, part, after_backward):
+def train_ten_steps(model, part):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(10):
-        inputs, targets = make_batch(step)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(10):
+        inputs = torch.randn(12, 8, generator=generator)
+        targets = inputs.sin().sum(1, keepdim=True)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs[part]), targets[part]).backward()
-        after_backward(model)
         optimizer.step()
     return [param.detach() for param in model.parameters()]
 
@@ -319,40 +311,81 @@ def largest_difference(one, other):
 
 
 # %%
-def on_ranks(seed_by_rank, do_broadcast):
+def on_ranks(wrap, seed_by_rank):
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
-    model = make_model()
-    if do_broadcast:
-        broadcast_state(model)
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    return train_ten_steps(model, share, average_gradients)
+    return train_ten_steps(wrap(make_model()), share)
 
 
-if check.ready("6.4", "6.5"):
+if check.ready("6.4"):
     torch.manual_seed(0)
-    alone = train_ten_steps(make_model(), slice(None), lambda model: None)
-    for weights in run_ranks(on_ranks, 3, True, True):
-        difference = largest_difference(weights, alone)
-        print(f"largest difference to one process: {difference:.1e}")
-        assert difference < 1e-5
+    alone = train_ten_steps(make_model(), slice(None))
+    for name, wrap in (("by hand", BucketedDDP), ("PyTorch's", torch_ddp)):
+        for weights in run_ranks(on_ranks, 3, wrap, True):
+            difference = largest_difference(weights, alone)
+            print(f"{name:9} largest difference to one process: {difference:.1e}")
+            assert difference < 1e-5
 
 # %% [markdown]
-# The difference is rounding: sums in another order. This test, **parity with one process**, is the
-# first thing to write for every technique in this course.
+# The difference is rounding: sums in another order.
+#
+# ### When does DDP talk?
+#
+# A popular guide says that `optimizer.step()` is where DDP synchronises. A **ledger** writes down every
+# collective that a block of code calls. Predict: in which of the four lines below is something sent?
+
+
+# %% tags=["nbval-check-output"]
+from manyhands.ledger import Ledger, calls
+
+
+def when_does_it_talk():
+    found = {}
+    with Ledger() as ledger:
+        model = torch_ddp(make_model())
+        found["wrap"] = calls(ledger.entries)["broadcast"]
+        optimizer = torch.optim.AdamW(model.parameters())
+        for name, line in (
+            ("forward", lambda: found.update(loss=model(torch.randn(4, 8)).sum())),
+            ("backward", lambda: found.pop("loss").backward()),
+            ("step", optimizer.step),
+        ):
+            ledger.entries.clear()
+            line()
+            found[name] = calls(ledger.entries)["all_reduce"]
+    return found
+
+
+if check.ready("6.4"):
+    found = run_ranks(when_does_it_talk, 2)[0]
+    print(f"wrapping: {'some' if found['wrap'] else 'no'} broadcasts")
+    for name in ("forward", "backward", "step"):
+        print(f"{name}: {found[name]} all-reduce(s)")
 
 # %% [markdown]
+# Wrapping sends rank 0's model, and backward averages the gradients. Nothing is sent in
+# `optimizer.step()`: each rank steps for itself. (This model is so small that one bucket holds it.)
+#
 # ### The slides disagree: one seed per rank
 #
-# The same slides seed each rank differently *before* the model is built. With DDP nothing goes
+# One course's slides seed each rank differently *before* the model is built. With DDP nothing goes
 # wrong, and it is not obvious why. Run it with and without the broadcast. What will you see?
 
+
 # %%
-if check.ready("6.4", "6.5"):
-    for do_broadcast in (True, False):
-        first, second = run_ranks(on_ranks, 2, True, do_broadcast)
-        print(
-            f"broadcast {do_broadcast}: replicas differ by {largest_difference(first, second):.2e}"
-        )
+class NoBroadcast(BucketedDDP):
+    """The same, but every rank keeps the model that it has built."""
+
+    def __init__(self, module):
+        mine = [param.detach().clone() for param in module.parameters()]
+        super().__init__(module)
+        for param, value in zip(module.parameters(), mine, strict=True):
+            param.detach().copy_(value)
+
+
+for wrap in (BucketedDDP, NoBroadcast):
+    first, second = run_ranks(on_ranks, 2, wrap, True)
+    print(f"{wrap.__name__:11}: replicas differ by {largest_difference(first, second):.2e}")
 
 # %% [markdown]
 # With the broadcast the replicas are equal to the last bit. Without it they take equal steps from
@@ -363,178 +396,7 @@ if check.ready("6.4", "6.5"):
 # dropout. In the scripts `world.seed` is the first and `world.data_seed` the second.
 
 # %% [markdown]
-# ## 4. Hiding the messages
-#
-# `average_gradients` waits for backward to end, and then sends one message for each parameter. Two
-# things are slow about that:
-#
-# - Every message has a fixed cost, however small it is. A model has hundreds of parameters.
-# - Nothing is computed while messages travel.
-#
-# Backward reaches the *last* layer first. Its gradients are ready while earlier layers still
-# compute. So pack parameters into **buckets**, last layer first, and send a bucket as soon as its
-# last gradient is ready.
-#
-# ![The gradients of six layers fill three buckets from the last layer on; the all-reduce of a full bucket runs while backward computes earlier layers, so the step comes sooner than in the naive version below, where every message waits for the end of backward](figures/ddp_buckets.svg)
-#
-# Two tools do it:
-#
-# - A **hook** is a function that PyTorch calls for you.
-#   `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` each time `param.grad` has
-#   just been written.
-# - `work = dist.all_reduce(flat, async_op=True)` starts a message and returns at once.
-#   `work.wait()` returns when it is through. Until then, do not read `flat`.
-#
-# First, a given part: which parameters share a bucket. Run it and read the buckets of a small
-# model.
-
-# %% show="true"
-from manyhands.ddp import make_buckets
-
-# %%
-model = make_model()
-names = {param: name for name, param in model.named_parameters()}
-for number, bucket in enumerate(make_buckets(model.parameters(), bucket_bytes=300)):
-    print(f"bucket {number}: {[names[p] for p in bucket]}, {sum(p.nbytes for p in bucket)} bytes")
-
-# %% [markdown]
-# Bucket 0 holds the last layer, which is ready first. Now the class. Three short methods are yours:
-#
-# - `_on_grad_ready(param)` is the hook. It counts, and decides when to start and when to finish.
-# - `_start(index)` packs the bucket's gradients into one flat tensor and sends it.
-# - `_finish()` waits, divides, and unpacks.
-#
-# The rest is given. `loss.backward()` then returns with averaged gradients, so the training loop
-# does not change at all.
-
-# %% exercise="BucketedDDP._on_grad_ready BucketedDDP._start BucketedDDP._finish" todo="6.6" minutes=35 difficulty=3 points=3
-from manyhands.ddp import BucketedDDP
-
-# %% check="6.6" tags=["nbval-check-output"]
-check.BucketedDDP(BucketedDDP)
-
-# %% [markdown]
-# ### Predict: how many messages, how many bytes?
-#
-# The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4
-# bytes a number). `average_gradients` sends one message a parameter. Buckets are at most 1 MB
-# (10^6 bytes). Write down what you expect, then run the next cell.
-
-# %%
-messages_by_parameter = None  # your number: messages a step with average_gradients
-messages_by_bucket = None  # your number: messages a step with buckets of 1 MB
-total_bytes = None  # your number: bytes of all gradients together
-
-# %% answer="true"
-messages_by_parameter, messages_by_bucket, total_bytes = 16, 3, 8 * (256 * 256 + 256) * 4
-
-
-# %%
-def eight_layers(width=256):
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
-
-
-def count_messages(use_buckets):
-    sizes, original = [], dist.all_reduce
-
-    def all_reduce(tensor, *args, **kwargs):
-        sizes.append(tensor.nbytes)
-        return original(tensor, *args, **kwargs)
-
-    model = BucketedDDP(eight_layers(), bucket_mb=1) if use_buckets else eight_layers()
-    dist.all_reduce = all_reduce
-    model(torch.randn(4, 256)).sum().backward()
-    if not use_buckets:
-        average_gradients(model)
-    return len(sizes), sum(sizes)
-
-
-# %% tags=["nbval-check-output"]
-if check.ready("6.5", "6.6"):
-    layer_bytes = (256 * 256 + 256) * 4
-    by_parameter = run_ranks(count_messages, 2, False)[0]
-    by_bucket = run_ranks(count_messages, 2, True)[0]
-    num_buckets = -(-8 // (10**6 // layer_bytes))  # rounded up
-    score("messages, one a parameter", messages_by_parameter, 2 * 8, by_parameter[0])
-    score("messages, one a bucket", messages_by_bucket, num_buckets, by_bucket[0])
-    score("gradient bytes", total_bytes, 8 * layer_bytes, by_bucket[1], "bytes")
-
-# %% [markdown]
-# Three layers fit into a bucket of 1 MB, so eight layers need three buckets. The bytes are the
-# same: buckets save waiting, not traffic.
-
-# %% [markdown]
-# ### Look: the time line of your own ranks
-#
-# Two ranks on one machine have a very fast link, and they share its cores with the messages. A
-# network between computers is slower, but carries messages while the cores compute. To see that on
-# one machine, the link is slowed down to 200 MB/s: who waits for a message sleeps until a link of
-# that speed would have brought it. That part is a model; backward and your code are real.
-
-# %%
-from manyhands.timeline import Timeline
-
-
-def record(use_buckets, bytes_per_s):
-    model = eight_layers(512)
-    if use_buckets:
-        model = BucketedDDP(model, bucket_mb=2.2)
-    inputs = torch.randn(512, 512)
-    model(inputs).sum().backward()  # the first step also warms up
-    line = Timeline()
-    line.watch_all_reduces(bytes_per_s)
-    model.zero_grad()
-    dist.barrier()
-    with line.span("forward"):
-        loss = model(inputs).sum()
-    with line.span("backward"):
-        loss.backward()
-    if not use_buckets:
-        average_gradients(model)
-    return line.spans
-
-
-# %%
-def end_ms(spans):
-    return 1e3 * (max(stop for *_, stop in spans) - min(start for _, _, start, _ in spans))
-
-
-def draw(ax, spans, title):
-    figures.timeline(ax, sorted(spans, key=lambda span: span[1] == "idle"))
-    ax.set_title(f"{title}: {end_ms(spans):.0f} ms", fontsize=10)
-
-
-if check.ready("6.5", "6.6"):
-    figure, axes = figures.new_figure(height=5.2, rows=2)
-    shown = {}
-    for ax, use_buckets, title in zip(
-        axes, (False, True), ("after backward", "in buckets"), strict=True
-    ):
-        runs = [run_ranks(record, 2, use_buckets, 200e6) for _ in range(3)]
-        runs = [[span for spans in run for span in spans] for run in runs]
-        shown[title] = sorted(runs, key=end_ms)[1]  # the median of three
-        draw(ax, shown[title], title)
-    longest = max(map(end_ms, shown.values()))
-    for ax in axes:
-        ax.set_xlim(0, 1.02 * longest)
-    figures.legend_below(figure, axes[0])
-    figures.show(figure, "Two time lines of two ranks: messages after backward, and during it.")
-
-# %% [markdown]
-# Each rank has two lanes: its work above, its messages below. Grey means that the rank stands and
-# waits. In the upper figure every message comes after backward, and the rank is idle all the while.
-# In the lower one the messages lie under backward. Only the last bucket is left over: the gradients
-# of the first layer are ready last, so nothing is left to hide their message behind.
-#
-# ### The slides disagree: when are gradients averaged?
-#
-# One lecture says that gradients are averaged "at the end of the forward pass". In the forward
-# pass there are no gradients yet. The time line shows when it happens: during backward, or after
-# it. A popular guide says that `optimizer.step()` is where DDP synchronises. Nothing is sent there.
-
-# %% [markdown]
-# ## 5. A validation loss that does not depend on the number of ranks
+# ## 4. A validation loss that does not depend on the number of ranks
 #
 # Each rank can evaluate its share of the validation data. How do you put the results together?
 # Two shortcuts look harmless: average the batches' means, then average the ranks' means; and let
@@ -545,10 +407,10 @@ if check.ready("6.5", "6.6"):
 # The way that is always right: every rank gives its **sum** and its **count**; add up both over all
 # ranks, and divide once.
 
-# %% exercise="mean_over_ranks" todo="6.7" minutes=10 difficulty=1 points=1
+# %% exercise="mean_over_ranks" todo="6.5" minutes=10 difficulty=1 points=1
 from manyhands.ddp import mean_over_ranks
 
-# %% check="6.7" tags=["nbval-check-output"]
+# %% check="6.5" tags=["nbval-check-output"]
 check.mean_over_ranks(mean_over_ranks)
 
 # %% [markdown]
@@ -576,7 +438,7 @@ def sum_and_count():
     return mean_over_ranks(share.sum(), len(share))
 
 
-if check.ready("6.7"):
+if check.ready("6.5"):
     print("exact: ", f"{losses.mean():.6f}")
     for world_size in (1, 2, 4, 8):
         ours = run_ranks(sum_and_count, world_size)[0]
@@ -589,7 +451,7 @@ if check.ready("6.7"):
 # compared. Even on one rank it is off: the last batch is smaller, but weighs as much as the others.
 
 # %% [markdown]
-# ## 6. Print once, save once
+# ## 5. Print once, save once
 #
 # Every rank runs every line. A `print` appears as many times as there are ranks, and a
 # `torch.save` becomes a race of all ranks for the same file.
@@ -604,14 +466,14 @@ if check.ready("6.7"):
 # A wrapped model keeps the one you gave it in `.module`. Save that one's `state_dict()`: it can be
 # loaded by a program that knows nothing of DDP.
 
-# %% exercise="save_once" todo="6.8" minutes=15 difficulty=2 points=2
+# %% exercise="save_once" todo="6.6" minutes=15 difficulty=2 points=2
 from manyhands.run import save_once
 
-# %% check="6.8" tags=["nbval-check-output"]
+# %% check="6.6" tags=["nbval-check-output"]
 check.save_once(save_once)
 
 # %% [markdown]
-# ## 7. The whole script, and what changed
+# ## 6. The whole script, and what changed
 #
 # `scripts/train_single.py` trains a small language model in one process. `scripts/train_ddp.py`
 # does the same on many. Below is the difference between their `train` functions, computed from the
@@ -664,7 +526,7 @@ print("with a causal mask:", looks_ahead(causal))
 # for every position in `tests/test_transformer.py`.
 
 # %% [markdown]
-# ## 8. How much faster?
+# ## 7. How much faster?
 #
 # **Strong scaling**: the global batch stays, each rank gets less. **Weak scaling**: each rank's
 # batch stays, the global batch grows. With $t_n$ the time of a step on $n$ ranks:
@@ -693,7 +555,7 @@ from manyhands.transformer import Transformer
 
 def step_time(per_rank_batch, steps=12):
     torch.manual_seed(0)
-    model = BucketedDDP(Transformer(vocab_size=128, block=64, layers=2, heads=4, width=128))
+    model = torch_ddp(Transformer(vocab_size=128, block=64, layers=2, heads=4, width=128))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(128, (per_rank_batch, 65))
     times = []
@@ -712,7 +574,7 @@ def karp_flatt(speedup, ranks):
 
 
 # %%
-if check.ready("6.6"):
+if check.ready("6.4"):
     scaling = {"strong": {}, "weak": {}}
     for world_size in (1, 2, 4):
         scaling["strong"][world_size] = max(run_ranks(step_time, world_size, 16 // world_size))
@@ -736,7 +598,7 @@ if check.ready("6.6"):
         )
 
 # %%
-if check.ready("6.6"):
+if check.ready("6.4"):
     figure, ax = figures.new_figure(width=5.5)
     cores = os.cpu_count()
     series = {f"ideal, {cores} cores": ([1, 2, 4], [min(n, cores) for n in (1, 2, 4)])}
@@ -795,7 +657,7 @@ def train_share(global_batch, num_samples):
     sampler = ShardedSampler(len(data.train), rank, world_size)
     loader = DataLoader(data.train, global_batch // world_size, sampler=sampler)
     torch.manual_seed(0)
-    model = BucketedDDP(Transformer(data.tokenizer.vocab_size, 64, layers=2, heads=4, width=128))
+    model = torch_ddp(Transformer(data.tokenizer.vocab_size, 64, layers=2, heads=4, width=128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     curve, start = [], time.perf_counter()
     for step, (inputs, targets) in enumerate(loader, 1):
@@ -817,7 +679,7 @@ def smooth(values):
     return torch.tensor(values).unfold(0, WIDTH, 1).mean(1).tolist()
 
 
-if check.ready("6.3", "6.6", "6.7"):
+if check.ready("6.3", "6.4", "6.5"):
     runs = {"1 rank, 16": (1, 16), "2 ranks, 16 in all": (2, 16), "2 ranks, 16 each": (2, 32)}
     curves = {name: run_ranks(train_share, n, batch, 1600)[0] for name, (n, batch) in runs.items()}
     for name, curve in curves.items():
@@ -827,7 +689,7 @@ if check.ready("6.3", "6.6", "6.7"):
     print(f"you said: lowest loss {lowest_loss}, first in time {first_in_time}")
 
 # %%
-if check.ready("6.3", "6.6", "6.7"):
+if check.ready("6.3", "6.4", "6.5"):
     figure, axes = figures.new_figure(width=8, height=3.4, cols=2)
     for ax, axis, xlabel in ((axes[0], 0, "samples seen"), (axes[1], 1, "time (s)")):
         series = {
@@ -839,7 +701,7 @@ if check.ready("6.3", "6.6", "6.7"):
     figures.show(figure, "Training loss of three runs against samples seen and against time.")
 
 # %%
-if check.ready("6.3", "6.6", "6.7"):
+if check.ready("6.3", "6.4", "6.5"):
     one, two = curves["1 rank, 16"], curves["2 ranks, 16 in all"]
     apart = max(abs(a[2] - b[2]) for a, b in zip(one, two, strict=True))
     print(f"same global batch, 1 and 2 ranks: losses differ by at most {apart:.1e}")
@@ -848,7 +710,7 @@ if check.ready("6.3", "6.6", "6.7"):
 # %% [markdown]
 # At the same global batch the curves against samples lie on each other: it is the same training,
 # done by two. Against time, two ranks are ahead where a core is free for each, though not twice as
-# fast: section 8 measured by how much. At the same per-rank batch the global batch doubles. For the same samples that is half as many steps, and at the same
+# fast: section 7 measured by how much. At the same per-rank batch the global batch doubles. For the same samples that is half as many steps, and at the same
 # learning rate the loss after them is *higher*.
 #
 # Distributed training makes training faster. It does not by itself make a model better. (Each
@@ -856,7 +718,7 @@ if check.ready("6.3", "6.6", "6.7"):
 # lesson 07.)
 
 # %% [markdown]
-# ## 9. Two nodes
+# ## 8. Two nodes
 #
 # On two nodes, one torchrun runs on each. How do the two find each other? They agree on a meeting
 # place, the **rendezvous**: the address of one node, the head, and a port number. A **port** is a
@@ -867,10 +729,10 @@ if check.ready("6.3", "6.6", "6.7"):
 # The check starts two agents with your arguments, on this machine, and looks at the ranks that
 # come out.
 
-# %% exercise="rendezvous_arguments" todo="6.9" minutes=15 difficulty=2 points=2
+# %% exercise="rendezvous_arguments" todo="6.7" minutes=15 difficulty=2 points=2
 from manyhands.runtime import rendezvous_arguments
 
-# %% check="6.9" tags=["nbval-check-output"]
+# %% check="6.7" tags=["nbval-check-output"]
 check.rendezvous_arguments(rendezvous_arguments)
 
 # %% [markdown]
@@ -901,23 +763,23 @@ print(Path("../sbatch/ddp.sbatch").read_text())
 # |---|---|
 # | `place`, `process_group` | `Trainer(devices=4, num_nodes=2, strategy="ddp")` |
 # | `ShardedSampler` | put in by the Trainer (`use_distributed_sampler=True`), as PyTorch's sampler |
-# | `BucketedDDP` | PyTorch's DDP, inside the strategy |
+# | `torch_ddp` | PyTorch's DDP, inside the strategy |
 # | `mean_over_ranks` | `self.log("loss", ..., sync_dist=True)`: a mean of means |
 # | `save_once` | `ModelCheckpoint`, on rank 0 |
 
 # %% [markdown]
-# ## 10. Run it as a job, with your functions in it
+# ## 9. Run it as a job, with your functions in it
 #
 # The next cell copies your functions that passed to `mine/ddp.py` and trains with them on two real
 # processes, started by `torchrun`, as on a cluster. In a terminal it is
 # `bash sbatch/ddp.sbatch --impl mine`. You will see a loss fall, and the path of a report.
 #
-# The training script uses six of them: `place`, `process_group`, `ShardedSampler`, `BucketedDDP`
-# (and your `broadcast_state` inside it), `mean_over_ranks` and `save_once`. `average_gradients` was
-# the step on the way to the buckets.
+# The training script uses six of them: `place`, `process_group`, `ShardedSampler`, `torch_ddp`,
+# `mean_over_ranks` and `save_once`. If `mine/data_parallel.py` of lesson 05 is there, your own
+# `BucketedDDP` wraps the model in place of PyTorch's.
 
 # %%
-if check.ready("6.1", "6.2", "6.3", "6.6", "6.7", "6.8"):
+if check.ready("6.1", "6.2", "6.3", "6.4", "6.5", "6.6"):
     check.keep()
     lab.run_job(
         *("bash", "../sbatch/ddp.sbatch", "--impl", "mine", "--device", "cpu"),
@@ -940,8 +802,7 @@ check.summary()
 #
 # - tell rank, local rank and world size apart, and join and leave a process group,
 # - deal out data so that every sample is read once, in a new order in each epoch,
-# - keep replicas equal, and prove it against one process,
-# - hide messages behind backward,
+# - wrap a model so that its replicas stay equal, prove it against one process, and say when it talks,
 # - evaluate, print and save so that the number of ranks does not show,
 # - start a job on two nodes, and read its scaling.
 #
@@ -969,9 +830,9 @@ check.summary()
 #
 # Imports and device, ranks, setup, per-rank seed (its 1-3): TODO 6.1 and 6.2, and section 3 on seeds.
 # Three samplers passed to three loaders (4-7) and `set_epoch` (9): TODO 6.3. Wrapping the model
-# (8): TODO 6.4 to 6.6. All-reduced losses (10): TODO 6.7. Printing and saving once (11, 12): TODO
-# 6.8. Leaving the group (13): TODO 6.2. GPUs in the job file (14), address and port (15), torchrun
-# under srun (16): TODO 6.9.
+# (8): TODO 6.4. All-reduced losses (10): TODO 6.5. Printing and saving once (11, 12): TODO 6.6.
+# Leaving the group (13): TODO 6.2. GPUs in the job file (14), address and port (15), torchrun under
+# srun (16): TODO 6.7.
 # </details>
 #
 # **Sources**: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704; PyTorch

@@ -52,6 +52,8 @@ print("everything works")
 #
 # | lesson | what you build |
 # |---|---|
-# | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, replicas, buckets, evaluation, two nodes |
+# | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
+# | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
+# | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, DDP, evaluation, saving, two nodes |
 #
 # More lessons are on their way; the list of all stands in the README.

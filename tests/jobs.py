@@ -28,11 +28,18 @@ def make_clone(folder: Path) -> Path:
     return folder
 
 
+def settings(clone: Path, **changes: object) -> dict[str, object]:
+    """The settings of a run of a second; it crosses the end of an epoch (17 steps)."""
+    short = {"data": str(clone / "text"), "layers": 1, "block": 16, "batch": 6, "steps": 20}
+    return short | {"device": "cpu", "learning_rate": 0.01} | changes
+
+
 def flags(clone: Path, **changes: object) -> list[str]:
-    """The flags of a run of a second; it crosses the end of an epoch (17 steps)."""
-    settings = {"data": clone / "text", "layers": 1, "block": 16, "batch": 6, "steps": 20}
-    settings |= {"device": "cpu", "learning_rate": 0.01} | changes
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    """The same settings as words of a command; True is a flag without a value."""
+    words = []
+    for name, value in settings(clone, **changes).items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
 
 
 def environment(**changes: str) -> dict[str, str]:

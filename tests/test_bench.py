@@ -10,6 +10,7 @@ import pytest
 import bench
 from manyhands import checks
 from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls
 from manyhands.runtime import BadInput
 
 SCRIPT = Path(bench.__file__)
@@ -23,7 +24,7 @@ def measured(config: bench.Config) -> dict:
 
 def test_row_names_are_unique_and_complete():
     rows = [row for measure in bench.MEASURES for row in measure.rows]
-    assert len({name for name, *_ in rows}) == len(rows) == 8
+    assert len({name for name, *_ in rows}) == len(rows) == 9
     assert all(name and goal and unit for name, goal, unit in rows)
 
 
@@ -75,7 +76,7 @@ def test_char_recipe_says_how_to_get_its_data(tmp_path):
 
 
 def test_bad_input_is_one_line(tmp_path):
-    with pytest.raises(BadInput, match="'nothing' is in no row's name: ddp by hand / native, .*"):
+    with pytest.raises(BadInput, match="'nothing' is in no row's name: ring all-reduce .*, d.*"):
         bench.main(bench.Config(only="nothing", out=str(tmp_path / "b.json")))
     with pytest.raises(BadInput, match="cannot write .*choose another --out"):
         bench.main(bench.Config(only="char", out=str(tmp_path / "none" / "b.json")))
@@ -101,6 +102,32 @@ def test_steps_run_on_real_ranks(fn, num_works):
     times_s = run_ranks(fn, 2, bench.Shape(layers=1, vocab=9, block=4, batch=2), 3)
     assert all(len(works) == num_works for works in times_s)
     assert all(len(work) == 3 and min(work) > 0 for works in times_s for work in works)
+
+
+def test_ring_row_times_both_on_the_same_four_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RING_BYTES", 4_000)
+    (row,) = measured(bench.Config(only="ring", out=str(tmp_path / "b.json")))["rows"]
+    assert set(row) == ROW and row["name"] == "ring all-reduce by hand / native"
+    assert row["value"] > 0 and row["goal"] == "<= 1.25" and "40 repeats" in row["note"]
+    by_hand, native = run_ranks(bench.time_ring, 2, 4_000, 3)[0]
+    assert len(by_hand) == len(native) == 3 and min(by_hand + native) > 0
+
+
+def test_ring_row_compares_the_ring_with_gloos_own(monkeypatch):
+    def calls_of_each():
+        works = []
+        bench.in_turn = lambda given, num_rounds: works.extend(given)
+        bench.time_ring(4_000, 1)
+        return [dict(ledger_calls(work)) for work in works[:2]]
+
+    (by_hand, native), _ = run_ranks(calls_of_each, 2)
+    assert by_hand == {"send": 2, "recv": 2} and native == {"all_reduce": 1}
+
+
+def ledger_calls(work):
+    with Ledger() as ledger:
+        work()
+    return calls(ledger.entries)
 
 
 def test_numbers_are_plain():

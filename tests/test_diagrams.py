@@ -8,10 +8,18 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import draw_diagrams
-from draw_diagrams import HEIGHTS, ORDERS, Config, main
+from draw_diagrams import HEIGHTS, ORDERS, PATTERNS, Config, main
+from manyhands.collectives import broadcast_naive, broadcast_tree, gather, reduce_tree
 from manyhands.corpus import ShardedSampler
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, rounds, traffic
+from manyhands.loops import server_step, worker_step
+from manyhands.ring import all_gather_ring, all_reduce_ring, reduce_scatter_ring
 from manyhands.runtime import rendezvous_arguments
 
 FIGURES = Config().folder
@@ -72,6 +80,12 @@ def boxes(root: ElementTree.Element) -> list[Area]:
         x, y, w, h = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
         areas.append(Area(x, y, x + w, y + h))
     return areas
+
+
+def arrows(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    """The corners of every line with a tip at its end."""
+    found = [line for line in root.find("g").iter("polyline") if line.get("marker-end")]
+    return [[tuple(map(float, one.split(","))) for one in f.get("points").split()] for f in found]
 
 
 def test_committed_files_are_what_the_script_draws(tmp_path: Path) -> None:
@@ -174,3 +188,104 @@ def test_evaluation_picture_adds_up() -> None:
     pooled = (sum_0 + sum_1) / (count_0 + count_1)
     assert right == f"({sum_0} + {sum_1}) / ({count_0} + {count_1}) = {pooled:.2f}"
     assert wrong == f"({mean_0} + {mean_1}) / 2 = {(mean_0 + mean_1) / 2:.2f}"
+
+
+def values_of(words: str) -> float:
+    """What a chunk of the overview holds where rank r's numbers are 10 to the power of r."""
+    return {"": 0.0, "sum": 1111.0}.get(words) or (10.0 ** int(words) if words else 0.0)
+
+
+def run_patterns() -> dict[str, list[float]]:
+    """This rank's four chunks after each of the collectives."""
+    rank, ends = dist.get_rank(), {}
+    for name, (_, before, _) in PATTERNS.items():
+        tensor = torch.tensor([values_of(before(rank, chunk)) for chunk in range(4)])
+        chunks = tensor.split(1)
+        {
+            "broadcast": lambda tensor=tensor: broadcast_tree(tensor),
+            "gather": lambda chunks=chunks: gather(chunks),
+            "reduce": lambda tensor=tensor: reduce_tree(tensor),
+            "all-gather": lambda chunks=chunks: all_gather_ring(chunks),
+            "all-reduce": lambda tensor=tensor: all_reduce_ring(tensor),
+            "reduce-scatter": lambda chunks=chunks: reduce_scatter_ring(chunks),
+        }[name]()
+        ends[name] = tensor.tolist()
+    return ends
+
+
+def test_overview_shows_what_the_collectives_do() -> None:
+    for rank, ends in enumerate(run_ranks(run_patterns, 4)):
+        for name, (_, _, after) in PATTERNS.items():
+            for chunk, value in enumerate(ends[name]):
+                if shown := after(rank, chunk):  # what is left over elsewhere is of no use
+                    assert value == values_of(shown), (name, rank, chunk)
+    drawn = [area.words for area in texts(read("collectives_overview"))]
+    cells = [(r, c) for r in range(4) for c in range(4)]
+    for words in ("sum", "2"):
+        shown = [f(r, c) for _, *both in PATTERNS.values() for f in both for r, c in cells]
+        num_headers = 2 * len(PATTERNS) if words == "2" else 0
+        assert drawn.count(words) == shown.count(words) + num_headers
+    assert set(PATTERNS) <= set(drawn)
+
+
+def messages_of(fn) -> list:
+    with Ledger() as ledger:
+        fn(torch.zeros(1))
+    return ledger.entries
+
+
+@pytest.mark.parametrize(("fn", "left"), [(broadcast_naive, 84), (broadcast_tree, 456)])
+def test_tree_picture_shows_the_messages_of_the_two_broadcasts(fn, left: int) -> None:
+    sent = {
+        (number, entry.rank, entry.peer)
+        for number, sends in enumerate(rounds(run_ranks(messages_of, 8, fn)), 1)
+        for entry in sends
+    }
+    drawn = {
+        (round((bottom - 26) / 42), round((start - left) / 38), round((stop - left) / 38))
+        for (start, _), (stop, bottom) in arrows(read("collectives_tree"))
+        if left <= start < left + 8 * 38
+    }
+    assert drawn == sent
+
+
+def test_ring_picture_sends_each_chunk_to_its_place_at_the_next_rank() -> None:
+    root = read("collectives_ring")
+    ranks = [box for box in boxes(root) if box.right - box.left == 308][::2]
+    words = {area.words: area for area in texts(root)}
+    drawn = arrows(root)
+    assert len(ranks) == len(drawn) == 4
+    for rank, ((start, _), *_, (stop, height)) in enumerate(drawn):
+        chunk, own, following = words[f"chunk {rank}"], ranks[rank], ranks[(rank + 1) % 4]
+        assert own.holds(words[f"rank {rank}"].left, words[f"rank {rank}"].top)
+        assert own.holds(chunk.left, chunk.top) and chunk.left < start < chunk.right
+        assert following.top - 9 < height < following.bottom + 9
+        assert stop - following.left == start - own.left
+
+
+def step_with_server() -> list:
+    model = nn.Linear(9, 1)  # 10 parameters
+    with Ledger() as ledger:
+        if dist.get_rank() == 0:
+            server_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            model(torch.ones(1, 9)).sum().backward()
+            worker_step(model)
+    return ledger.entries
+
+
+def average_in_ring() -> list:
+    with Ledger() as ledger:
+        all_reduce_ring(torch.zeros(16))
+    return ledger.entries
+
+
+def test_server_picture_counts_bytes_as_the_ledger_does() -> None:
+    server, ring = [area.words for area in texts(read("data_parallel_server")) if "=" in area.words]
+    entries = [entry for mine in run_ranks(step_with_server, 5) for entry in mine]
+    num_bytes = sum(traffic(entries).values())  # all of them pass the server
+    assert f"n = 4: {num_bytes // 10}P bytes" in server
+    for n in (4, 8):
+        entries = [entry for mine in run_ranks(average_in_ring, n) for entry in mine]
+        (num_bytes,) = set(traffic(entries).values())  # the same on every link
+        assert f"n = {n}: {num_bytes // 16}P bytes" in ring

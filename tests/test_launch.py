@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_ddp
-from jobs import contents, environment, flags, left_behind, losses, make_clone, run
+from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import torchrun_arguments
 from manyhands.lab import run_ranks
 from manyhands.runtime import BadInput
@@ -33,8 +33,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def undisturbed(clone: Path, out: Path, world_size: int = 2, **changes: object) -> Path:
     """The run that nothing happens to, on the ranks of a fork server: a second, not ten."""
-    settings = {"data": str(clone / "text"), "device": "cpu", "out": str(out), **LONG, **changes}
-    config = train_ddp.Config(**settings)
+    config = train_ddp.Config(**settings(clone, **{"out": str(out), **LONG, **changes}))
     run_ranks(train_ddp.main, world_size, config, join=False, quiet=True, timeout_s=60)
     return out
 
@@ -138,10 +137,10 @@ def port_below_40000() -> socket.socket:
 def test_two_nodes_train_like_one(clone, tmp_path):
     with port_below_40000() as held:
         job_id = job_with_port(held.getsockname()[1])
-    settings = {"steps": 12, "impl": "torch", "layers": 1, "block": 16}
+    short = {"steps": 12, "impl": "torch", "layers": 1, "block": 16}
     agents = [
         subprocess.Popen(
-            command(clone, out=tmp_path / "run", **settings),
+            command(clone, out=tmp_path / "run", **short),
             env=node(rank, job_id),
             cwd=tmp_path,
             stdout=subprocess.PIPE,
@@ -159,7 +158,7 @@ def test_two_nodes_train_like_one(clone, tmp_path):
     # Either agent may have got rank 0; it alone prints.
     assert sorted("2 rank(s) on cpu" in out for out, _ in ends) == [False, True]
     assert "" in [out for out, _ in ends]
-    calm = undisturbed(clone, tmp_path / "calm", **settings)
+    calm = undisturbed(clone, tmp_path / "calm", **short)
     assert losses(tmp_path / "run") == pytest.approx(losses(calm), abs=1e-6)
     assert not left_behind(tmp_path)
 
@@ -183,7 +182,7 @@ def test_batch_that_cannot_be_divided(clone, tmp_path):
 
 
 def test_mine_without_a_file(clone, tmp_path):
-    assert "--impl mine needs mine/ddp.py" in refuse(clone, tmp_path, impl="mine")
+    assert "mine/ddp.py is not there: run the last" in refuse(clone, tmp_path, impl="mine")
 
 
 def test_checkpoint_of_another_number_of_ranks(clone, tmp_path):

@@ -21,8 +21,12 @@ WITHOUT_RANKS = {"gradient_descent", "batch_size"}
 
 LAYERS = {
     1: {"runtime", "failures", "lab"},
-    2: set("corpus images transformer resnet run storage meters timeline figures mine".split()),
+    2: set(
+        "corpus images transformer resnet run storage meters timeline ledger network replay "
+        "figures mine".split()
+    ),
 }  # layer 3: the lessons; 4: checks/; 5: scripts/*.py
+PARTS = {"ring": "collectives", "alpha_beta": "collectives", "loops": "data_parallel"}  # of lessons
 LAYER = {word: layer for layer, words in LAYERS.items() for word in words} | {"checks": 4}
 
 TOP_LEVEL = set(
@@ -88,11 +92,12 @@ def addresses(root: Path) -> list[str]:
             wanted += [f"scripts/{'bench' if is_bench else 'train'}_{word}.py"]
             wanted += [f"sbatch/{word}.sbatch"]
     modules = {path.stem for path in (root / "scripts/manyhands").glob("[a-z]*.py")}
-    homeless = modules - set(words) - set(LAYER)
+    homeless = modules - set(words) - set(LAYER) - {part for part in PARTS if PARTS[part] in words}
     homeless |= {path.stem for path in (root / "sbatch").glob("*.sbatch")} - set(words)
-    homeless |= {path.stem for path in (root / "scripts/manyhands/checks").glob("[a-z]*.py")} - set(
-        words
-    )
+    homeless |= {path.stem for path in (root / "scripts/manyhands/checks").glob("[a-z]*.py")} - {
+        *words,
+        "shared",
+    }
     return [f"{name} is missing" for name in wanted if not (root / name).is_file()] + [
         f"{word}: neither a lesson with a source in solutions/ nor plumbing with a layer"
         for word in sorted(homeless)
@@ -111,6 +116,10 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def layers(root: Path) -> list[str]:
     """Imports point down; a lesson imports torch, the standard library and earlier lessons."""
     words, faults = lessons(root), []
+
+    def number(word: str) -> int:
+        return words.get(PARTS.get(word, word), 99)
+
     for name, tree in parsed(root, "scripts"):
         parts = Path(name).with_suffix("").parts[1:]
         own = 5 if len(parts) == 1 else LAYER.get(parts[1], 3)
@@ -123,7 +132,7 @@ def layers(root: Path) -> list[str]:
                     faults.append(f"{name}: a lesson imports {package}")
             elif own == 3 and LAYER.get(word, 3) != 3:
                 faults.append(f"{name}: a lesson imports {target}")
-            elif own == 3 and words.get(word, 99) > words.get(parts[1], 99):
+            elif own == 3 and number(word) > number(parts[1]):
                 faults.append(f"{name}: imports the later lesson {word}")
             elif LAYER.get(word, 3) > own:
                 faults.append(f"{name}: layer {own} imports {target}, layer {LAYER.get(word, 3)}")
@@ -133,7 +142,7 @@ def layers(root: Path) -> list[str]:
 def sizes(root: Path) -> list[str]:
     """Lessons and functions fit on a page or two."""
     faults = []
-    for word in lessons(root):
+    for word in [*lessons(root), *PARTS]:
         name = f"scripts/manyhands/{word}.py"
         if (root / name).is_file():
             num_lines = len((root / name).read_text().splitlines())

@@ -173,5 +173,27 @@ def test_broken_file_is_one_line(tmp_path, text, words):
 
 
 def test_no_file_is_one_line(tmp_path):
-    with pytest.raises(BadInput, match="--impl mine needs .*/ddp.py, which is not there: run"):
+    with pytest.raises(BadInput, match="/ddp.py is not there: run the last cell of the ddp noteb"):
         mine.load("ddp", ("f",), tmp_path)
+
+
+def test_file_that_is_not_needed_may_be_absent_or_lack_the_name_but_not_be_broken(tmp_path):
+    assert mine.load("ddp", ("f",), tmp_path, needed=False) == {}
+    (tmp_path / "ddp.py").write_text("g = 1")
+    assert mine.load("ddp", ("f",), tmp_path, needed=False) == {}
+    (tmp_path / "ddp.py").write_text("def f(:")
+    with pytest.raises(BadInput, match=r"ddp.py does not run \(SyntaxError"):
+        mine.load("ddp", ("f",), tmp_path, needed=False)
+
+
+def test_only_functions_and_classes_count_as_defined(tmp_path):
+    (tmp_path / "f.py").write_text("f = None\ng = 3\nclass h: pass")
+    assert list(mine.load("f", "fgh", tmp_path)) == ["h"]
+
+
+def test_words_name_the_learners_functions_and_no_imported_one(tmp_path):
+    (tmp_path / "f.py").write_text("from manyhands.runtime import place\ndef f(): pass\n")
+    found = mine.load("f", ("place", "f"), tmp_path)
+    assert list(found) == ["place", "f"]
+    assert mine.in_words(found) == "yours: f; the course's: all else"
+    assert mine.in_words({"place": found["place"]}) == "yours: none; the course's: all else"

@@ -353,6 +353,36 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
     assert min(line["backward_s"] for line in lines) >= 0.04
 
 
+def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(config):
+    """Rank 0 has the optimizer and no samples, as a parameter server; a batch of 5 has 1 share."""
+    config = replace(config, batch=5, steps=3, save_every=2)
+
+    def train_beside_a_server() -> int:
+        world, model = world_here(), nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters()) if world.is_main else None
+        run = Run(config, world, "tiny", 40, num_shares=1)
+        loader = DataLoader(data(), 5)
+        if world.is_main:
+            loader = DataLoader(data(), batch_sampler=[()] * 8, collate_fn=tuple)
+        run.resume(model, optimizer)
+        num_samples = 0
+        for _ in run.epochs(loader):
+            for batch in run.batches(loader):
+                num_samples += len(batch[0]) if batch else 0
+                run.set_learning_rate(optimizer)
+                time.sleep(0.01)
+                run.log(torch.tensor(2.5) if batch else None)
+        return num_samples
+
+    assert run_ranks(train_beside_a_server, 2, quiet=True) == [0, 15]
+    lines = read_lines(Path(config.out) / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == [2.5] * 3
+    # Rank 0, which writes the lines, has no forward: it waits for the others.
+    assert all(line["forward_s"] < 0.005 and line["other_s"] > 0.009 for line in lines)
+    saved = torch.load(Path(config.out) / "checkpoints/step-00000002/state.pt", weights_only=True)
+    assert saved["optimizer"]["param_groups"][0]["lr"] == learning_rate_at(1, config)
+
+
 def test_free_folder_names_count_up(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

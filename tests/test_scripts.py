@@ -1,28 +1,34 @@
 """The training scripts as a person starts them: on real ranks, with every --impl, or wrongly."""
 
-import importlib
 import json
+import os
+import random
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from jobs import ROOT, contents, environment, flags, losses, make_clone, run
-from manyhands import mine
+import train_data_parallel
+import train_ddp
+from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
+from manyhands import ddp, mine
+from manyhands.failures import RankFailed
+from manyhands.lab import run_ranks
 
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("train_*.py"))
-LESSONS = [name.removeprefix("train_") for name in SCRIPTS if name != "train_single"]
-
-
-def impls(lesson: str) -> tuple[str, ...]:
-    """What a script's --impl may be."""
-    return get_args(get_type_hints(importlib.import_module(f"train_{lesson}").Config)["impl"])
+SCRIPTS = {"ddp": train_ddp, "data_parallel": train_data_parallel}
+JOBS = [  # a torchrun takes seconds; the other ways of lesson 05 run on quicker ranks below
+    *(("ddp", {"impl": impl}) for impl in ("mine", "scratch", "torch")),
+    *(("data_parallel", {"impl": impl, "mine": True}) for impl in ("server", "overlapped")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,27 +69,107 @@ def assert_same_training(folder: Path, other: Path) -> None:
     assert valid == pytest.approx(other_valid, abs=1e-4)
 
 
-def test_every_lesson_has_a_job():
-    assert "ddp" in LESSONS
-    assert sorted(LESSONS) == sorted(path.stem for path in (ROOT / "sbatch").glob("*.sbatch"))
+def write_mine(clone: Path) -> None:
+    """Write mine/ as somebody does who has solved lessons 05 and 06."""
+    lesson_06 = train_ddp.Parts(torch_ddp=ddp.torch_ddp)._asdict()
+    del lesson_06["BucketedDDP"]
+    mine.write("ddp", lesson_06, clone / "mine")
+    mine.write("data_parallel", train_data_parallel.Parts()._asdict(), clone / "mine")
 
 
-@pytest.mark.parametrize(
-    ("lesson", "impl"), [(lesson, impl) for lesson in LESSONS for impl in impls(lesson)]
-)
-def test_job_on_two_ranks_trains_like_one_process(clone, single, tmp_path, lesson, impl):
-    if impl == "mine":
-        parts = importlib.import_module(f"train_{lesson}").Parts()
-        mine.write(lesson, parts._asdict(), clone / "mine")
+YOURS = {
+    "mine": "place, process_group, ShardedSampler, mean_over_ranks, save_once, BucketedDDP",
+    "server": "broadcast_state, worker_step, server_step",
+    "overlapped": "BucketedDDP",
+}
+
+
+def test_every_training_script_has_a_job_that_starts_it_and_a_test():
+    scripts = {path.stem for path in (ROOT / "scripts").glob("train_*.py")} - {"train_single"}
+    assert scripts == {f"train_{lesson}" for lesson in SCRIPTS}
+    for script in scripts:
+        job = (ROOT / "sbatch" / f"{script.removeprefix('train_')}.sbatch").read_text()
+        assert f' scripts/{script}.py "$@"' in job.splitlines()[-1]
+    (ddp_impls, ways) = (
+        get_args(get_type_hints(script.Config)["impl"]) for script in SCRIPTS.values()
+    )
+    assert [settings["impl"] for lesson, settings in JOBS if lesson == "ddp"] == [*ddp_impls]
+    assert {impl for impl, _ in WAYS} == {*ways}
+
+
+@pytest.mark.parametrize(("lesson", "changes"), JOBS)
+def test_job_on_two_ranks_trains_like_one_process(clone, single, tmp_path, lesson, changes):
+    write_mine(clone)
     job = ["bash", clone / "sbatch" / f"{lesson}.sbatch"]
-    code, out, err = run([*job, *flags(clone, impl=impl, out=tmp_path / "run")], tmp_path)
+    code, out, err = run([*job, *flags(clone, out=tmp_path / "run", **changes)], tmp_path)
     assert code == 0, err
     assert "2 rank(s) on cpu" in out and f"report: {tmp_path}/run/report.html" in out
-    if impl == "mine":
-        assert f"yours: {', '.join(parts._fields)};" in out
+    if changes["impl"] in YOURS:
+        assert f"yours: {YOURS[changes['impl']]}; the course's: all else\n" in out
     assert all(line.startswith("step ") for line in err.splitlines()), err
     assert_whole(tmp_path / "run", num_ranks=2)
     assert_same_training(tmp_path / "run", single)
+
+
+# ---- the ways of lesson 05, on ranks of a fork server ------------------------------------------
+
+WAYS = [("naive", 2), ("bucketed", 2), ("overlapped", 2), ("torch", 2), ("server", 3)]
+
+
+def of_lesson_05(clone: Path, out: Path, **changes: object) -> train_data_parallel.Config:
+    return train_data_parallel.Config(**settings(clone, out=str(out), **changes))
+
+
+def train(world_size: int, config: train_data_parallel.Config, fn=train_data_parallel.main) -> list:
+    return run_ranks(fn, world_size, config, join=False, quiet=True, timeout_s=60)
+
+
+@pytest.mark.parametrize(("impl", "world_size"), WAYS)
+def test_every_way_trains_like_one_process(clone, single, tmp_path, impl, world_size):
+    train(world_size, of_lesson_05(clone, tmp_path / "run", impl=impl))
+    assert_whole(tmp_path / "run", num_ranks=world_size)
+    assert_same_training(tmp_path / "run", single)
+
+
+def test_server_needs_a_batch_that_its_workers_can_share(clone, tmp_path):
+    """Six samples go to three workers, though not to four ranks; and five to no two workers."""
+    train(4, of_lesson_05(clone, tmp_path / "run", impl="server", batch=6, steps=2))
+    with pytest.raises(RankFailed, match="batch 5 cannot be shared evenly by 2 ranks"):
+        train(3, of_lesson_05(clone, tmp_path / "other", impl="server", batch=5))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a server and two workers that nothing happens to."""
+    out = tmp_path_factory.mktemp("calm") / "run"
+    train(3, of_lesson_05(clone, out, impl="server", steps=40))
+    return out
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_server_or_worker_goes_on_bit_for_bit(clone, undisturbed, tmp_path, victim):
+    out, kill_at = tmp_path / "run", random.randint(5, 30)
+    print("killed after step", kill_at)
+
+    def kill() -> None:
+        log = out / "metrics.jsonl"
+        while not log.exists() or log.read_text().count("\n") < kill_at:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train_until_killed(config: train_data_parallel.Config) -> None:
+        if os.environ["RANK"] == str(victim):
+            threading.Thread(target=kill, daemon=True).start()
+        train_data_parallel.main(config)
+
+    config = of_lesson_05(clone, out, impl="server", steps=40, save_every=4)
+    with pytest.raises(RankFailed):
+        train(3, config, train_until_killed)
+    assert not (out / "model.pt").exists() and any((out / "checkpoints").iterdir())
+    train(3, config)
+    assert len(losses(out)) == 40 and losses(out) == losses(undisturbed)
+    assert (out / "model.pt").read_bytes() == (undisturbed / "model.pt").read_bytes()
 
 
 def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
@@ -100,7 +186,7 @@ def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
 WARM = '''
 """Runs scripts in forks of a process that has torch already: 0.2 s a run instead of 3 s."""
 import json, os, resource, runpy, signal, sys
-import train_ddp, train_single, tyro
+import train_data_parallel, train_ddp, train_single, tyro
 
 for line in sys.stdin:
     job = json.loads(line)
@@ -191,6 +277,9 @@ SETTINGS = [
     ("ddp", {"steps": 0}, "steps is 0: take at least 1"),
     ("ddp", {"batch": 107}, "batch 107 but the training data holds only 106 blocks of 16"),
     ("ddp", {"data": "no-such-data"}, "'no-such-data': no such folder or file"),
+    ("data_parallel", {"impl": "server"}, "--impl server on 1 rank is a server without workers"),
+    ("data_parallel", {"impl": "torch", "mine": True}, "--impl torch has no function of yours"),
+    ("data_parallel", {"batch": 107}, "batch 107 but the training data holds only 106 blocks"),
 ]
 
 
@@ -225,7 +314,7 @@ def test_words_that_are_no_flags(warm, clone, tmp_path):
 
 
 def test_gpu_asked_for_where_there_is_none(refuse):
-    for lesson in ("single", "ddp"):
+    for lesson in ("single", *SCRIPTS):
         line = refuse(lesson, env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")
         assert "--device cuda, but this node has 0 GPU(s) for 1 process(es)" in line
 
@@ -254,13 +343,72 @@ BROKEN = {
 }
 
 
-def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, clone):
+@pytest.fixture
+def folder_mine(clone: Path) -> Path:
+    """The clone's mine/, empty."""
     shutil.rmtree(clone / "mine", ignore_errors=True)
-    assert "--impl mine needs mine/ddp.py, which is not there" in refuse("ddp", impl="mine")
     (clone / "mine").mkdir()
+    return clone / "mine"
+
+
+def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
+    assert "mine/ddp.py is not there: run the last cell" in refuse("ddp", impl="mine")
     for text, words in BROKEN.items():
-        (clone / "mine" / "ddp.py").write_text(text)
+        (folder_mine / "ddp.py").write_text(text)
         assert words in refuse("ddp", impl="mine")
+    (folder_mine / "ddp.py").write_text("def place(): pass")
+    (folder_mine / "data_parallel.py").write_text("x = ")
+    assert "mine/data_parallel.py does not run (Synt" in refuse("ddp", impl="mine")
+
+
+def test_mine_of_lesson_05_without_a_file_or_without_what_is_needed(refuse, folder_mine):
+    line = refuse("data_parallel", mine=True)
+    assert "mine/data_parallel.py is not there: run the last cell of the data_parallel no" in line
+    (folder_mine / "data_parallel.py").write_text("def average_gradients(module): pass")
+    line = refuse("data_parallel", mine=True, impl="bucketed")
+    assert "mine/data_parallel.py defines none of broadcast_state, average_buckets: run" in line
+
+
+SPEAKING = """
+class {name}:
+    def __new__(cls, module):
+        print("this is {name} of {file}")
+        return module
+"""
+WRAPPERS = [  # which of mine/ddp.py and mine/data_parallel.py has what, and who wraps the model
+    ({"ddp": "torch_ddp"}, "torch_ddp of ddp"),
+    ({"ddp": "torch_ddp", "data_parallel": "average_gradients"}, "torch_ddp of ddp"),
+    ({"ddp": "torch_ddp", "data_parallel": "BucketedDDP"}, "BucketedDDP of data_parallel"),
+    ({"ddp": "BucketedDDP"}, "BucketedDDP of ddp"),
+]
+
+
+@pytest.mark.parametrize(("files", "speaker"), WRAPPERS)
+def test_impl_mine_of_lesson_06_wraps_with(warm, clone, folder_mine, tmp_path, files, speaker):
+    for file, name in files.items():
+        (folder_mine / f"{file}.py").write_text(SPEAKING.format(name=name, file=file))
+    words = [clone / "scripts" / "train_ddp.py", *flags(clone, impl="mine", steps=1)]
+    code, out, err = warm(tmp_path, words, {})
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("this is ")] == [
+        f"this is {speaker}"
+    ]
+    assert f"yours: {speaker.split()[0]}; the course's: all else\n" in out
+
+
+def test_mine_of_lesson_05_is_what_trains(warm, clone, folder_mine, tmp_path):
+    speaking = "\ndef {0}(what): print('this is {0}')\n"
+    names = ("broadcast_state", "average_gradients", "average_buckets")
+    (folder_mine / "data_parallel.py").write_text("".join(map(speaking.format, names)))
+    said = {"naive": "average_gradients", "bucketed": "average_buckets"}
+    for impl, name in said.items():
+        words = [clone / "scripts" / "train_data_parallel.py"]
+        words += flags(clone, impl=impl, mine=True, steps=2)
+        code, out, err = warm(tmp_path, words, {})
+        assert code == 0, err
+        lines = [line for line in out.splitlines() if line.startswith("this is ")]
+        assert lines == ["this is broadcast_state", *[f"this is {name}"] * 2]
+        assert f"yours: broadcast_state, {name}; the course's: all else\n" in out
 
 
 # ---- ... of a run that is there, and of a disk -------------------------------------------------

@@ -1,132 +1,20 @@
-"""Data parallelism: every rank holds the whole model and sees its own share of each batch.
+"""What data parallelism needs in a real job, beyond the averaging of gradients.
 
-    samples 0 2 4 -> rank 0: forward, backward -> its gradient --+
-                                                                 +-- mean --> one equal step
-    samples 1 3 5 -> rank 1: forward, backward -> its gradient --+
+    rank 0: 2 losses, sum 10 --+
+                               +-- all-reduce: sum 60, count 52 --> mean 1.15 on every rank
+    rank 1: 50 losses, sum 50 -+
 
-Replicas start equal (`broadcast_state`) and take equal steps. Price of a step for P parameters in
-fp32: one all-reduce, 2 (N-1)/N x 4P bytes a rank in a ring of N; and 4P bytes for flat copies.
+    mean_over_ranks   one number from all ranks' validation data: 16 bytes a rank
+    torch_ddp         PyTorch's data parallelism; data_parallel.BucketedDDP is the same by hand
 
-    average_gradients   after backward, one all-reduce a parameter: simple, nothing hidden
-    BucketedDDP         during backward, one all-reduce a bucket: hidden behind the computation
-    torch_ddp           PyTorch's own
-
-Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704, sections 3-4.
+Price of a step with either: see data_parallel.py.
+Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704.
 """
-
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-
-def broadcast_state(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite every parameter and buffer with those of the group's rank 0, in place."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, group=group, group_src=0)
-        tensor.detach().copy_(whole)
-
-
-def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace every gradient by its mean over the ranks, in place. Call after backward.
-
-    The mean, not the sum: a rank's loss is already the mean over its B/N samples, so the mean of
-    the N gradients is the gradient of the mean over all B. Parameters without a gradient (frozen
-    ones) are skipped; a tied parameter is averaged once.
-    """
-    for param in module.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad, group=group)
-            param.grad /= dist.get_world_size(group)
-
-
-def make_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Pack trainable parameters, last first, into buckets of one type and <= `bucket_bytes`.
-
-    Backward reaches the last layer first. A parameter larger than a bucket gets its own.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    for param in reversed([param for param in params if param.requires_grad]):
-        fits = buckets and sum(p.nbytes for p in buckets[-1]) + param.nbytes <= bucket_bytes
-        if not fits or buckets[-1][0].dtype != param.dtype:
-            buckets.append([])
-        buckets[-1].append(param)
-    return buckets
-
-
-class BucketedDDP(nn.Module):
-    """Average gradients during backward, bucket by bucket, while earlier layers still compute.
-
-    Wraps `module` (B/N samples a rank) and copies rank 0's state to all. `loss.backward()` returns
-    with averaged gradients, so the training loop is that of one process.
-    """
-
-    def __init__(
-        self, module: nn.Module, bucket_mb: float = 25.0, group: dist.ProcessGroup | None = None
-    ) -> None:
-        super().__init__()
-        self.module, self.group, self.sync = module, group, True
-        broadcast_state(module, group)
-        self.buckets = make_buckets(module.parameters(), int(bucket_mb * 1e6))
-        self.flats = [torch.cat([p.detach().flatten() for p in bucket]) for bucket in self.buckets]
-        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.num_ready = [0] * len(self.buckets)  # gradients that wait, by bucket
-        self.in_flight: list[dist.Work] = []  # a message a bucket, in bucket order
-        for param in self.bucket_of:
-            # The hook is given the parameter; its .grad has just been written.
-            param.register_post_accumulate_grad_hook(self._on_grad_ready)
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        if any(self.num_ready):
-            params = self.module.named_parameters()
-            empty = [name for name, p in params if p.requires_grad and p.grad is None]
-            raise ValueError(f"the last backward gave no gradient to {empty}: use or freeze them")
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only add up gradients in here; the next backward outside averages the sums."""
-        self.sync = False
-        try:
-            yield
-        finally:
-            self.sync = True
-
-    def _on_grad_ready(self, param: nn.Parameter) -> None:
-        """Count `param` in, start each bucket that is full, and finish after the last bucket.
-
-        Buckets start in order, 0 first, on every rank: messages are matched by their order. Does
-        nothing while self.sync is False.
-        """
-        if not self.sync:
-            return
-        self.num_ready[self.bucket_of[param]] += 1
-        while len(self.in_flight) < len(self.buckets):
-            index = len(self.in_flight)
-            if self.num_ready[index] < len(self.buckets[index]):
-                return
-            self._start(index)
-        self._finish()
-
-    def _start(self, index: int) -> None:
-        """Copy the gradients into self.flats[index], send that, and keep its work in in_flight."""
-        flat = self.flats[index]  # (elements of the bucket,)
-        torch.cat([param.grad.flatten() for param in self.buckets[index]], out=flat)
-        self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))
-
-    def _finish(self) -> None:
-        """Wait for every bucket, write the means into the gradients, and reset the counts."""
-        world_size = dist.get_world_size(self.group)
-        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
-            work.wait()
-            for param, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                torch.div(total.view_as(param), world_size, out=param.grad)
-        self.in_flight.clear()
-        self.num_ready = [0] * len(self.buckets)
 
 
 def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None = None) -> float:
@@ -144,7 +32,11 @@ def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None =
 
 
 def torch_ddp(module: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
-    """`BucketedDDP`, plus a search for unused parameters, buffer syncing and mixed precision."""
+    """Wrap `module` in PyTorch's DDP, with buckets of `bucket_mb` MB.
+
+    `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all else
+    stays as torch has it. Beyond `BucketedDDP` it finds unused parameters and syncs buffers.
+    """
     device = next(module.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(module, device_ids=ids, bucket_cap_mb=bucket_mb)

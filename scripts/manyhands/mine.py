@@ -16,7 +16,7 @@ import os
 import symtable
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from manyhands.runtime import BadInput, first_line
@@ -46,18 +46,22 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> 
     return path
 
 
-def load(lesson: str, names: Iterable[str], folder: Path = FOLDER) -> dict[str, object]:
+def load(
+    lesson: str, names: Iterable[str], folder: Path = FOLDER, needed: bool = True
+) -> dict[str, Callable]:
     """Import `folder`/<lesson>.py and return those of `names` that it defines.
 
     Raises:
-        BadInput: there is no such file, it does not run, or it defines none of the names.
+        BadInput: the file does not run; or, where one is `needed`, it is absent or defines none.
     """
     path = folder / f"{lesson}.py"
     shown = f"{folder.name}/{path.name}"
     if not path.is_file():
+        if not needed:
+            return {}
         raise BadInput(
-            f"--impl mine needs {shown}, which is not there: run the last cell of the {lesson} "
-            "notebook, or take --impl scratch"
+            f"{shown} is not there: run the last cell of the {lesson} notebook, which writes it, "
+            "or start without your own functions"
         )
     spec = importlib.util.spec_from_file_location(f"mine_{lesson}", path)
     module = importlib.util.module_from_spec(spec)
@@ -71,10 +75,17 @@ def load(lesson: str, names: Iterable[str], folder: Path = FOLDER) -> dict[str, 
             f"{shown} does not run ({type(error).__name__}: {first_line(error)}{where}): mend it "
             "in the notebook and run its last cell again"
         ) from error
-    found = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    if not found:
+    found = {name: getattr(module, name, None) for name in names}
+    found = {name: value for name, value in found.items() if callable(value)}
+    if needed and not found:
         raise BadInput(f"{shown} defines none of {', '.join(names)}: run the notebook's last cell")
     return found
+
+
+def in_words(found: Mapping[str, Callable]) -> str:
+    """One line that says which functions of a job are the learner's."""
+    own = [name for name, part in found.items() if "manyhands." not in str(part.__module__)]
+    return f"yours: {', '.join(own) or 'none'}; the course's: all else"
 
 
 def source_of(name: str, value: object) -> str:
@@ -168,6 +179,9 @@ def _add(
     if origin and (inspect.isfunction(value) or isinstance(value, type)):
         _collect(name, value, imports, definitions)
         return
+    if home := _package_module_with(name, value):
+        imports.add(f"from {home} import {name}")
+        return
     try:
         ast.literal_eval(repr(value))
     except (ValueError, SyntaxError):
@@ -176,3 +190,9 @@ def _add(
             "it. Make it inside the function, or pass it as an argument"
         ) from None
     definitions[name] = f"{name} = {value!r}"
+
+
+def _package_module_with(name: str, value: object) -> str | None:
+    """The module of this package that has a constant, such as a name for a type."""
+    ours = [(one, m) for one, m in sys.modules.items() if one.startswith("manyhands.")]
+    return next((one for one, module in ours if vars(module).get(name) is value), None)

@@ -13,7 +13,7 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
 A checkpoint gets its name when every rank has said that its part is on the disk, so a process
 killed at any moment leaves only whole ones. A resumed run goes on bit for bit: weights, optimizer,
 random numbers and the place in the data.
-Price: one all-reduce of 32 bytes a step, and one wait for the device a step.
+Price: one all-reduce of 40 bytes a step, and one wait for the device a step.
 """
 
 import json
@@ -115,6 +115,7 @@ class Run:
         flops_per_token: float = 0.0,
         floor: float | None = None,
         tokens_per_step: int | None = None,
+        num_shares: int | None = None,
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -123,11 +124,12 @@ class Run:
             tokens_per_step: over all ranks; `batch * block` where not given.
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
+            num_shares: ranks that share a batch evenly; all ranks where not given.
 
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
         """
-        _check(config, world, num_samples)
+        _check(config, num_shares or world.world_size, num_samples)
         self.config, self.world = config, world
         self.tokens_per_step = tokens_per_step or config.batch * config.block
         self.step = 0
@@ -146,8 +148,10 @@ class Run:
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def resume(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def resume(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Load the newest checkpoint of this folder, if any, and watch the model from now on.
+
+        Rank 0 has the optimizer whose state is saved; other ranks may have None.
 
         Raises:
             BadInput: on every rank, when a checkpoint is there but cannot be used.
@@ -169,7 +173,10 @@ class Run:
             yield self.step // self.steps_per_epoch
 
     def batches(self, loader: DataLoader) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the rest of this epoch's batches on the device, as many on every rank."""
+        """Yield the rest of this epoch's batches on the device, as many on every rank.
+
+        They are empty where `loader` makes empty ones, on a rank that has no samples.
+        """
         done = self.step % self.steps_per_epoch
         rng, self._rng = self._rng, None
         if rng:
@@ -184,20 +191,21 @@ class Run:
         for _ in range(min(self.steps_per_epoch - done, self.config.steps - self.step)):
             batch, before = next(batches), self.step
             batch = tuple(part.to(self.world.device, non_blocking=True) for part in batch)
-            self.stopwatch.mark("forward")
+            self.stopwatch.mark("forward" if batch else "other")
             yield batch
             assert self.step == before + 1, "call run.log(loss) once for every batch"
 
-    def set_learning_rate(self, optimizer: Optimizer) -> None:
+    def set_learning_rate(self, optimizer: Optimizer | None) -> None:
         """Give every parameter group the learning rate of this step."""
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if optimizer else ():
             group["lr"] = learning_rate_at(self.step, self.config)
 
-    def log(self, loss: Tensor) -> None:
+    def log(self, loss: Tensor | None) -> None:
         """End a step: write its line, save when it is time, stop when a signal asks for it.
 
         Args:
-            loss: scalar, this rank's mean; the line holds the mean over the ranks.
+            loss: scalar, this rank's mean; None on a rank that has no samples. The line holds the
+                mean over the ranks that have some.
 
         Raises:
             BadInput: on every rank, when one of them cannot write.
@@ -283,22 +291,23 @@ class Run:
 
     # ---- what the ranks agree on ---------------------------------------------------------------
 
-    def _share(self, loss: Tensor) -> tuple[float, signal.Signals | None]:
+    def _share(self, loss: Tensor | None) -> tuple[float, signal.Signals | None]:
         """Mean loss and the signal that some rank got; BadInput when some rank cannot write."""
         unwritten = self._unwritten or self._sampler.error
-        extras = [*self._stop_flags.values(), float(unwritten is not None)]
+        flags = [loss is not None, *self._stop_flags.values(), unwritten is not None]
+        extras = [float(flag) for flag in flags]
         if self.world.world_size == 1:
             numbers = [loss.item(), *extras]
         else:
             mine = torch.tensor([0.0, *extras], dtype=torch.float64, device=self.world.device)
-            mine[0] = loss.detach()
+            mine[0] = 0.0 if loss is None else loss.detach()
             dist.all_reduce(mine)  # the sum over the ranks, the same on every rank
             numbers = mine.tolist()
-        total, *asked, num_failed = numbers
+        total, num_losses, *asked, num_failed = numbers
         if num_failed:
             self._together(self._tell_unwritten)
         signals = [number for number, flag in zip(STOP_SIGNALS, asked, strict=True) if flag]
-        return total / self.world.world_size, next(iter(signals), None)
+        return total / num_losses, next(iter(signals), None)
 
     def _tell_unwritten(self) -> None:
         if problem := self._unwritten or self._sampler.error:
@@ -362,7 +371,8 @@ class Run:
         """Write a checkpoint of this step; on every rank it is whole, or BadInput is raised."""
         final = self.folder / "checkpoints" / f"step-{self.step:08d}"
         shared = {"identity": self._identity, "step": self.step}
-        shared |= {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        optimizer = self.optimizer.state_dict() if self.optimizer else None
+        shared |= {"model": self.module.state_dict(), "optimizer": optimizer}
         # What only this rank has goes into its own file; shards of a model would too.
         own = {"rng": {"epoch": self._epoch_rng, "now": storage.get_rng(self.world.device)}}
         try:
@@ -391,15 +401,15 @@ def _identity(config: TrainConfig, world: World, name: str) -> dict:
     return {**ours, **settings}
 
 
-def _check(config: TrainConfig, world: World, num_samples: int) -> None:
+def _check(config: TrainConfig, num_shares: int, num_samples: int) -> None:
     """Refuse settings that no run can have."""
     for name in ("layers", "batch", "steps", "save_every"):
         if getattr(config, name) < 1:
             raise BadInput(f"{name} is {getattr(config, name)}: take at least 1")
-    if config.batch % world.world_size:
+    if config.batch % num_shares:
         raise BadInput(
-            f"batch {config.batch} cannot be shared evenly by {world.world_size} ranks: take a "
-            f"multiple of {world.world_size}"
+            f"batch {config.batch} cannot be shared evenly by {num_shares} ranks: take a "
+            f"multiple of {num_shares}"
         )
     if num_samples < config.batch:
         raise BadInput(

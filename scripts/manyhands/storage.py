@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -102,12 +103,15 @@ def read_state(path: Path, names: set[str]) -> dict:
 # ---- the folder of a run -----------------------------------------------------------------------
 
 
-def open_folder(out: str, name: str, about: dict) -> Path:
+def open_folder(
+    out: str, name: str, about: dict, inside: Sequence[str] = ("checkpoints", "ranks")
+) -> Path:
     """Make the folder of a run, or accept the one that is there, and write `config.json` into it.
 
     Args:
         out: the folder; empty takes the next free one, runs/`name`-001 and so on.
         about: what `config.json` says. Its "identity" has to be equal for a run to go on.
+        inside: folders to make in it.
 
     Raises:
         BadInput: `out` holds something else, another run, or a finished one.
@@ -119,8 +123,8 @@ def open_folder(out: str, name: str, about: dict) -> Path:
         _accept(folder, about)
     elif folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir()):
         raise BadInput(f"--out {folder} holds files but no run: name a new or empty folder")
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "ranks").mkdir(exist_ok=True)
+    for path in (folder, *(folder / name for name in inside)):
+        path.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", about)
     return folder
 
@@ -224,9 +228,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(
-    checkpoint: Path, rank: int, identity: dict, model: nn.Module, optimizer: Optimizer
+    checkpoint: Path, rank: int, identity: dict, model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[int, dict]:
-    """Set `model` and `optimizer`; returns the step and the random numbers of this rank.
+    """Set `model` and, if given, `optimizer`; returns the step and the random numbers of this rank.
 
     Raises:
         BadInput: a file cannot be read, or belongs to another run than `identity`, or to another
@@ -247,7 +251,8 @@ def load_checkpoint(
         raise BadInput(f"{checkpoint} holds another model, with {differences}: {remedy}")
     try:
         model.load_state_dict(shared["model"])
-        optimizer.load_state_dict(shared["optimizer"])
+        if optimizer is not None:
+            optimizer.load_state_dict(shared["optimizer"])
     except (ValueError, RuntimeError, KeyError) as problem:
         raise BadInput(f"{checkpoint} does not fit: {first_line(problem)}: {remedy}") from None
     return shared["step"], own["rng"]

@@ -11,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import corpus, ddp, run, runtime
+from manyhands import corpus, data_parallel, ddp, run, runtime
 from manyhands.runtime import World
 
 RIGHT: dict[str, list] = {
     "6.1": [runtime.place],
     "6.2": [runtime.process_group],
     "6.3": [corpus.ShardedSampler],
-    "6.4": [ddp.broadcast_state],
-    "6.5": [ddp.average_gradients],
-    "6.6": [ddp.BucketedDDP],
-    "6.7": [ddp.mean_over_ranks],
-    "6.8": [run.save_once],
-    "6.9": [runtime.rendezvous_arguments],
+    "6.4": [ddp.torch_ddp],
+    "6.5": [ddp.mean_over_ranks],
+    "6.6": [run.save_once],
+    "6.7": [runtime.rendezvous_arguments],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -421,429 +419,116 @@ class SamplerWithoutSeed(Sampler):
         return iter(self.order(self.epoch)[self.rank :: self.world_size])
 
 
-# ---- 6.4 broadcast_state --------------------------------------------------------------------
+# ---- 6.4 torch_ddp --------------------------------------------------------------------------
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+def device_of(module):
+    return next(module.parameters()).device
 
 
 @right("6.4")
-def broadcast_data_directly(module, group=None):
-    with torch.no_grad():
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, group=group, group_src=0)
+def ddp_with_a_device_in_the_list(module, bucket_mb=25.0):
+    device = device_of(module)
+    if device.type == "cuda":
+        return DDP(module, [device], device, bucket_cap_mb=bucket_mb)
+    return DDP(module, bucket_cap_mb=bucket_mb)
 
 
 @right("6.4")
-def broadcast_as_objects(module, group=None):
-    box = [module.state_dict()]
-    first = dist.get_global_rank(group or dist.group.WORLD, 0)
-    dist.broadcast_object_list(box, src=first, group=group)
-    module.load_state_dict(box[0])
+def ddp_that_saves_memory(module, bucket_mb=25.0):
+    first = next(module.parameters())
+    ids = [torch.cuda.current_device()] if first.is_cuda else None
+    options = {"bucket_cap_mb": bucket_mb, "gradient_as_bucket_view": True}
+    return DDP(module.to(first.device), device_ids=ids, static_graph=True, **options)
 
 
-@wrong("6.4", "group_src=0 names the group's first rank")
-def broadcast_global_rank_0(module, group=None):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0, group=group)
+@wrong("6.4", "A rank counts over the whole job")
+def ddp_by_rank(module, bucket_mb=25.0):
+    ids = [dist.get_rank()] if device_of(module).type == "cuda" else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "`group` is not passed on")
-def broadcast_without_group(module, group=None):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+@wrong("6.4", "that is LOCAL_RANK")
+def ddp_by_local_rank(module, bucket_mb=25.0):
+    ids = [int(os.environ["LOCAL_RANK"])] if device_of(module).type == "cuda" else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "not the same on all ranks")
-def broadcast_own_root(module, group=None):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=dist.get_rank())
+@wrong("6.4", "not what the machine has")
+def ddp_that_asks_the_machine(module, bucket_mb=25.0):
+    ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "go through module.buffers()")
-def broadcast_no_buffers(module, group=None):
-    for param in module.parameters():
-        dist.broadcast(param.detach(), src=0, group=group)
+@wrong("6.4", "device_ids are numbers of GPUs")
+def ddp_with_ids_on_the_cpu(module, bucket_mb=25.0):
+    return DDP(module, device_ids=[device_of(module).index or 0], bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "do not filter by requires_grad")
-def broadcast_no_frozen(module, group=None):
-    for tensor in [*[p for p in module.parameters() if p.requires_grad], *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0, group=group)
+@wrong("6.4", "a batch on the CPU fails")
+def ddp_without_ids(module, bucket_mb=25.0):
+    return DDP(module, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "rank 0's own")
-def broadcast_by_averaging(module, group=None):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_floating_point():
-            dist.all_reduce(tensor.detach(), group=group)
-            tensor.detach().div_(dist.get_world_size(group))
+@wrong("6.4", "a process of DDP drives one GPU")
+def ddp_on_all_gpus(module, bucket_mb=25.0):
+    on_gpu = device_of(module).type == "cuda"
+    ids = list(range(torch.cuda.device_count())) if on_gpu else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "never reached the model")
-def broadcast_into_copies(module, group=None):
-    for tensor in [*module.parameters(), *module.buffers()]:
-        copy = tensor.detach().clone()
-        dist.broadcast(copy, src=0, group=group)
-        tensor = copy
+@wrong("6.4", "device_ids is a list")
+def ddp_with_a_number(module, bucket_mb=25.0):
+    return DDP(module, device_ids=device_of(module).index, bucket_cap_mb=bucket_mb)
 
 
-@wrong("6.4", "an optimizer that was made before")
-def broadcast_new_parameters(module, group=None):
-    for part in module.modules():
-        for name, param in list(part.named_parameters(recurse=False)):
-            new = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-            dist.broadcast(new.detach(), src=0, group=group)
-            setattr(part, name, new)
-    for buffer in module.buffers():
-        dist.broadcast(buffer, src=0, group=group)
+@wrong("6.4", "bucket_mb is not passed on")
+def ddp_of_25_mb(module, bucket_mb=25.0):
+    device = device_of(module)
+    return DDP(module, device_ids=[device.index] if device.type == "cuda" else None)
 
 
-@wrong("6.4", "not every rank makes the same calls")
-def broadcast_only_on_rank_0(module, group=None):
-    if dist.get_rank(group) == 0:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0, group=group)
+@wrong("6.4", "not in bytes")
+def ddp_in_bytes(module, bucket_mb=25.0):
+    device = device_of(module)
+    ids = [device.index] if device.type == "cuda" else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb * 1e6)
 
 
-@wrong("6.4", "rank 0's own")
-def broadcast_from_the_last(module, group=None):
-    last = dist.get_world_size(group) - 1
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=last, group=group)
+@wrong("6.4", "you return the module itself")
+def ddp_made_and_dropped(module, bucket_mb=25.0):
+    ddp.torch_ddp(module, bucket_mb)
+    return module
 
 
-@wrong("6.4", "still has its own values")
-def broadcast_nothing(module, group=None):
-    return None
+@wrong("6.4", "you return the module itself")
+def ddp_unwrapped(module, bucket_mb=25.0):
+    return ddp.torch_ddp(module, bucket_mb).module
 
 
-# ---- 6.5 average_gradients ------------------------------------------------------------------
+@wrong("6.4", "has no ranks")
+def ddp_is_data_parallel(module, bucket_mb=25.0):
+    return nn.DataParallel(module)
 
 
-def with_gradients(module):
-    return [param for param in module.parameters() if param.grad is not None]
+@wrong("6.4", "the answer is torch's own class")
+def ddp_by_hand(module, bucket_mb=25.0):
+    return data_parallel.BucketedDDP(module, bucket_mb)
 
 
-@right("6.5")
-def average_with_avg(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+@wrong("6.4", "leave all else as it is")
+def ddp_that_starts_unequal(module, bucket_mb=25.0):
+    device = device_of(module)
+    ids = [device.index] if device.type == "cuda" else None
+    return DDP(module, device_ids=ids, bucket_cap_mb=bucket_mb, init_sync=False)
+
+
+# ---- 6.5 mean_over_ranks --------------------------------------------------------------------
 
 
 @right("6.5")
-def average_flat(module, group=None):
-    params = with_gradients(module)
-    flat = torch.cat([param.grad.flatten() for param in params]) / dist.get_world_size(group)
-    dist.all_reduce(flat, group=group)
-    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        param.grad = part.view_as(param).clone()
-
-
-@wrong("6.5", "a broadcast, no average")
-def average_is_a_broadcast(module, group=None):
-    for param in with_gradients(module):
-        dist.broadcast(param.grad, group=group, group_src=0)
-
-
-@wrong("6.5", "dist.reduce gives the sum to one rank only")
-def average_by_reduce(module, group=None):
-    for param in with_gradients(module):
-        dist.reduce(param.grad, group=group, group_dst=0)
-        param.grad /= dist.get_world_size(group)
-
-
-@wrong("6.5", "`group` is not passed on")
-def average_without_group(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-
-
-@wrong("6.5", "it works in place")
-def average_of_the_return_value(module, group=None):
-    for param in with_gradients(module):
-        param.grad = dist.all_reduce(param.grad, group=group) / dist.get_world_size(group)
-
-
-@wrong("6.5", "group=group")
-def average_group_by_position(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, group)
-        param.grad /= dist.get_world_size(group)
-
-
-@wrong("6.5", "that is the sum over the ranks")
-def average_is_a_sum(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, group=group)
-
-
-@wrong("6.5", "still has its own gradient")
-def average_of_copies(module, group=None):
-    for param in with_gradients(module):
-        grad = param.grad / dist.get_world_size(group)
-        dist.all_reduce(grad, group=group)
-
-
-@wrong("6.5", "divide once")
-def average_divided_twice(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
-        param.grad /= dist.get_world_size(group)
-
-
-@wrong("6.5", "the weights were averaged")
-def average_of_weights(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.detach(), group=group)
-        param.detach().div_(dist.get_world_size(group))
-
-
-@wrong("6.5", "a loop that ends early")
-def average_first_only(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, group=group)
-        param.grad /= dist.get_world_size(group)
-        return
-
-
-@wrong("6.5", "a frozen parameter has .grad None")
-def average_forgets_frozen(module, group=None):
-    for param in module.parameters():
-        param.grad /= dist.get_world_size(group)
-        dist.all_reduce(param.grad, group=group)
-
-
-@wrong("6.5", "not every rank makes the same calls")
-def average_on_rank_0(module, group=None):
-    if dist.get_rank(group) == 0:
-        average_with_avg(module, group)
-
-
-@wrong("6.5", "frozen frozen.weight has got a gradient")
-def average_fills_frozen(module, group=None):
-    for param in module.parameters():
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
-
-
-@wrong("6.5", "ReduceOp.MAX")
-def average_is_a_maximum(module, group=None):
-    for param in with_gradients(module):
-        dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
-
-
-# ---- 6.6 BucketedDDP ------------------------------------------------------------------------
-
-
-def gradients(params):
-    return torch.cat([param.grad.flatten() for param in params])
-
-
-@right("6.6")
-class DDPThatAverages(ddp.BucketedDDP):
-    def _start(self, index):
-        flat = self.flats[index]
-        flat.copy_(gradients(self.buckets[index]))
-        work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
-        self.in_flight.append(work)
-
-    def _finish(self):
-        for work in self.in_flight:
-            work.wait()
-        for bucket, flat in zip(self.buckets, self.flats, strict=True):
-            start = 0
-            for param in bucket:
-                param.grad.copy_(flat[start : start + param.numel()].view_as(param))
-                start += param.numel()
-        self.in_flight, self.num_ready = [], [0 for _ in self.buckets]
-
-
-@right("6.6")
-class DDPWithFlatsOfItsOwn(ddp.BucketedDDP):
-    def _start(self, index):
-        flat = gradients(self.buckets[index]) / dist.get_world_size(self.group)
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.in_flight.append((work, flat))
-
-    def _finish(self):
-        for bucket, (work, flat) in zip(self.buckets, self.in_flight, strict=True):
-            work.wait()
-            parts = flat.split([param.numel() for param in bucket])
-            for param, part in zip(bucket, parts, strict=True):
-                param.grad = part.view_as(param)
-        self.in_flight.clear()
-        self.num_ready = [0] * len(self.buckets)
-
-
-@wrong("6.6", "the buckets did not start in order")
-class DDPThatStartsWhenFull(ddp.BucketedDDP):
-    def _on_grad_ready(self, param):
-        if not self.sync:
-            return
-        index = self.bucket_of[param]
-        self.num_ready[index] += 1
-        if self.num_ready[index] == len(self.buckets[index]):
-            self.flats[index].copy_(gradients(self.buckets[index]) / dist.get_world_size())
-            work = dist.all_reduce(self.flats[index], async_op=True)
-            self.in_flight.append((work, self.flats[index]))
-        if len(self.in_flight) == len(self.buckets):
-            DDPWithFlatsOfItsOwn._finish(self)
-
-
-@wrong("6.6", "never started")
-class DDPThatStartsOne(ddp.BucketedDDP):
-    def forward(self, *args):
-        return self.module(*args)
-
-    def _on_grad_ready(self, param):
-        if not self.sync:
-            return
-        self.num_ready[self.bucket_of[param]] += 1
-        index = len(self.in_flight)
-        if self.num_ready[index] == len(self.buckets[index]):
-            self._start(index)
-        if len(self.in_flight) == len(self.buckets):
-            self._finish()
-
-
-@wrong("6.6", "look at self.sync before you count")
-class DDPThatCountsInNoSync(ddp.BucketedDDP):
-    def forward(self, *args):
-        return self.module(*args)
-
-    def _on_grad_ready(self, param):
-        if not self.sync:
-            self.num_ready[self.bucket_of[param]] += 1
-            return
-        super()._on_grad_ready(param)
-
-
-@wrong("6.6", "wait only in _finish")
-class DDPThatWaitsAtOnce(ddp.BucketedDDP):
-    def _start(self, index):
-        super()._start(index)
-        self.in_flight[-1].wait()
-
-
-@wrong("6.6", "pass async_op=True")
-class DDPWithoutAsync(ddp.BucketedDDP):
-    def _start(self, index):
-        self.flats[index].copy_(gradients(self.buckets[index]))
-        self.in_flight.append(dist.all_reduce(self.flats[index], group=self.group))
-
-
-@wrong("6.6", "`group` is not passed on")
-class DDPWithoutGroup(ddp.BucketedDDP):
-    def _start(self, index):
-        self.flats[index].copy_(gradients(self.buckets[index]))
-        self.in_flight.append(dist.all_reduce(self.flats[index], async_op=True))
-
-
-@wrong("6.6", "no all-reduce was ever called")
-class DDPThatOnlyCounts(ddp.BucketedDDP):
-    def _on_grad_ready(self, param):
-        self.num_ready[self.bucket_of[param]] += 1
-
-
-class Done:
-    def wait(self):
-        return True
-
-
-@wrong("6.6", "nothing is hidden")
-class DDPThatWaits(ddp.BucketedDDP):
-    def _start(self, index):
-        self.flats[index].copy_(gradients(self.buckets[index]))
-        dist.all_reduce(self.flats[index], group=self.group)
-        self.in_flight.append(Done())
-
-
-@wrong("6.6", "does it wait() before it copies")
-class DDPThatDoesNotWait(ddp.BucketedDDP):
-    def _finish(self):
-        kept = self.in_flight  # alive, so that the message still arrives
-        self.in_flight = [Done() for _ in kept]
-        super()._finish()
-        for work in kept:
-            work.wait()
-
-
-@wrong("6.6", "not copied back")
-class DDPThatForgetsToCopy(ddp.BucketedDDP):
-    def _finish(self):
-        for work in self.in_flight:
-            work.wait()
-        self.in_flight.clear()
-        self.num_ready = [0] * len(self.buckets)
-
-
-@wrong("6.6", "the first one's counts still stand")
-class DDPThatDoesNotReset(ddp.BucketedDDP):
-    def forward(self, *args):
-        return self.module(*args)
-
-    def _finish(self):
-        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
-            work.wait()
-            for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                param.grad.copy_(part.view_as(param) / dist.get_world_size(self.group))
-
-
-@wrong("6.6", "that is the sum over the ranks")
-class DDPThatSums(ddp.BucketedDDP):
-    def _finish(self):
-        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
-            work.wait()
-            for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                param.grad.copy_(part.view_as(param))
-        self.in_flight.clear()
-        self.num_ready = [0] * len(self.buckets)
-
-
-@wrong("6.6", "self.sync says")
-class DDPThatAlwaysSyncs(ddp.BucketedDDP):
-    def _on_grad_ready(self, param):
-        self.sync = True
-        super()._on_grad_ready(param)
-
-
-@wrong("6.6", "after the last gradient is ready")
-class DDPThatStartsLate(ddp.BucketedDDP):
-    def _on_grad_ready(self, param):
-        if not self.sync:
-            return
-        self.num_ready[self.bucket_of[param]] += 1
-        if sum(self.num_ready) == len(self.bucket_of):
-            for index in range(len(self.buckets)):
-                self._start(index)
-            self._finish()
-
-
-@wrong("6.6", "one all-reduce a bucket")
-class DDPParameterByParameter(ddp.BucketedDDP):
-    def _start(self, index):
-        bucket = self.buckets[index]
-        for param in bucket:
-            param.grad /= dist.get_world_size(self.group)
-        works = [dist.all_reduce(p.grad, group=self.group, async_op=True) for p in bucket]
-        self.in_flight.append(works)
-
-    def _finish(self):
-        for works in self.in_flight:
-            for work in works:
-                work.wait()
-        self.in_flight.clear()
-        self.num_ready = [0] * len(self.buckets)
-
-
-@wrong("6.6", "the exercise is to build it")
-class DDPFromTorch(nn.parallel.DistributedDataParallel):
-    pass
-
-
-# ---- 6.7 mean_over_ranks --------------------------------------------------------------------
-
-
-@right("6.7")
 def mean_by_two_messages(total, count, group=None):
     total = total.clone().double()
     items = torch.tensor(count, dtype=torch.int64)
@@ -852,52 +537,52 @@ def mean_by_two_messages(total, count, group=None):
     return float(total / items)
 
 
-@right("6.7")
+@right("6.5")
 def mean_by_gathering(total, count, group=None):
     pairs = [None] * dist.get_world_size(group)
     dist.all_gather_object(pairs, (total.item(), count), group=group)
     return sum(total for total, _ in pairs) / sum(count for _, count in pairs)
 
 
-@wrong("6.7", "mean of the ranks' means")
+@wrong("6.5", "mean of the ranks' means")
 def mean_of_means(total, count, group=None):
     mean = total / max(count, 1)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
     return mean.item()
 
 
-@wrong("6.7", "`group` is not passed on")
+@wrong("6.5", "`group` is not passed on")
 def mean_without_group(total, count, group=None):
     return mean_by_two_messages(total, count)
 
 
-@wrong("6.7", "cut to an integer")
+@wrong("6.5", "cut to an integer")
 def mean_of_integers(total, count, group=None):
     both = torch.tensor([int(total), count])
     dist.all_reduce(both, group=group)
     return (both[0] / both[1].double()).item()
 
 
-@wrong("6.7", "the counts were not")
+@wrong("6.5", "the counts were not")
 def mean_forgets_counts(total, count, group=None):
     total = total.clone()
     dist.all_reduce(total, group=group)
     return (total / count).item() if count else float("nan")
 
 
-@wrong("6.7", "this rank's own mean")
+@wrong("6.5", "this rank's own mean")
 def mean_of_one_rank(total, count, group=None):
     return total.item() / max(count, 1)
 
 
-@wrong("6.7", "float32 holds 7 digits")
+@wrong("6.5", "float32 holds 7 digits")
 def mean_in_float32(total, count, group=None):
     both = torch.tensor([total.item(), float(count)])
     dist.all_reduce(both, group=group)
     return (both[0] / both[1]).item()
 
 
-@wrong("6.7", "`total` itself has changed")
+@wrong("6.5", "`total` itself has changed")
 def mean_overwrites(total, count, group=None):
     items = torch.tensor(float(count), dtype=torch.float64)
     dist.all_reduce(total, group=group)
@@ -905,27 +590,27 @@ def mean_overwrites(total, count, group=None):
     return (total / items).item()
 
 
-@wrong("6.7", "a plain float")
+@wrong("6.5", "a plain float")
 def mean_as_a_tensor(total, count, group=None):
     return torch.tensor(mean_by_two_messages(total, count, group))
 
 
-@wrong("6.7", "returns None")
+@wrong("6.5", "returns None")
 def mean_on_rank_0(total, count, group=None):
     mean = mean_by_two_messages(total, count, group)
     if dist.get_rank(group) == 0:
         return mean
 
 
-@wrong("6.7", "not every rank makes the same calls")
+@wrong("6.5", "not every rank makes the same calls")
 def mean_skips_empty_ranks(total, count, group=None):
     return mean_by_two_messages(total, count, group) if count else 0.0
 
 
-# ---- 6.8 save_once --------------------------------------------------------------------------
+# ---- 6.6 save_once --------------------------------------------------------------------------
 
 
-@right("6.8")
+@right("6.6")
 def save_with_early_return(module, path, group=None):
     if dist.is_initialized() and dist.get_rank(group) != 0:
         dist.barrier(group)
@@ -953,21 +638,21 @@ def is_first(group=None):
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-@wrong("6.8", "write the same file")
+@wrong("6.6", "write the same file")
 def save_on_every_rank(module, path, group=None):
     torch.save(module.module.state_dict(), f"{path}.{os.getpid()}")
     os.replace(f"{path}.{os.getpid()}", path)
     wait(group)
 
 
-@wrong("6.8", "did not wait for rank 0")
+@wrong("6.6", "did not wait for rank 0")
 def save_without_barrier(module, path, group=None):
     if is_first(group):
         save_plainly(module, path)
         print("saved")
 
 
-@wrong("6.8", "not every rank makes the same calls")
+@wrong("6.6", "not every rank makes the same calls")
 def save_barrier_inside(module, path, group=None):
     if is_first(group):
         save_plainly(module, path)
@@ -975,7 +660,7 @@ def save_barrier_inside(module, path, group=None):
         wait(group)
 
 
-@wrong("6.8", "start with 'module.'")
+@wrong("6.6", "start with 'module.'")
 def save_the_wrapper(module, path, group=None):
     if is_first(group):
         torch.save(module.state_dict(), f"{path}.new")
@@ -984,7 +669,7 @@ def save_the_wrapper(module, path, group=None):
     wait(group)
 
 
-@wrong("6.8", "a whole model was pickled")
+@wrong("6.6", "a whole model was pickled")
 def save_the_object(module, path, group=None):
     if is_first(group):
         torch.save(module, f"{path}.new")
@@ -993,7 +678,7 @@ def save_the_object(module, path, group=None):
     wait(group)
 
 
-@wrong("6.8", "the older file was lost")
+@wrong("6.6", "the older file was lost")
 def save_in_place(module, path, group=None):
     if is_first(group):
         torch.save(getattr(module, "module", module).state_dict(), path)
@@ -1001,7 +686,7 @@ def save_in_place(module, path, group=None):
     wait(group)
 
 
-@wrong("6.8", "1 line by rank 0 was asked for")
+@wrong("6.6", "1 line by rank 0 was asked for")
 def save_and_all_print(module, path, group=None):
     if is_first(group):
         save_plainly(module, path)
@@ -1009,7 +694,7 @@ def save_and_all_print(module, path, group=None):
     print("saved")
 
 
-@wrong("6.8", "the old file was removed first")
+@wrong("6.6", "the old file was removed first")
 def save_removes_first(module, path, group=None):
     if is_first(group):
         torch.save(getattr(module, "module", module).state_dict(), f"{path}.new")
@@ -1020,7 +705,7 @@ def save_removes_first(module, path, group=None):
     wait(group)
 
 
-@wrong("6.8", "ask dist.is_initialized() first")
+@wrong("6.6", "ask dist.is_initialized() first")
 def save_needs_a_group(module, path, group=None):
     if dist.get_rank(group) == 0:
         save_plainly(module, path)
@@ -1028,15 +713,15 @@ def save_needs_a_group(module, path, group=None):
     dist.barrier(group)
 
 
-@wrong("6.8", "no rank called torch.save")
+@wrong("6.6", "no rank called torch.save")
 def save_nothing(module, path, group=None):
     wait(group)
 
 
-# ---- 6.9 rendezvous_arguments ---------------------------------------------------------------
+# ---- 6.7 rendezvous_arguments ---------------------------------------------------------------
 
 
-@right("6.9")
+@right("6.7")
 def arguments_as_pairs(num_nodes, processes_per_node, head_node, job_id, is_head):
     port = 1024 + job_id % 60000
     text = f"--nnodes {num_nodes} --nproc_per_node {processes_per_node} --rdzv_id {job_id} "
@@ -1055,7 +740,7 @@ def arguments_with(**changes):
     return answer
 
 
-WRONG["6.9"] += [
+WRONG["6.7"] += [
     (
         arguments_with(rdzv_endpoint=lambda n, p, h, j, i: f"localhost:{20000 + j % 20000}"),
         "a different machine on every node",

@@ -5,6 +5,7 @@ the mistakes that people make most, so that the verdict can name the one at hand
 """
 
 import contextlib
+import inspect
 import os
 import random
 import socket
@@ -17,8 +18,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.checks import Lesson, Wrong, ranks
+from manyhands.checks.shared import (
+    Probe,
+    build,
+    check_group,
+    close,
+    gradients_of,
+    run_backward,
+    token_batch,
+)
 from manyhands.runtime import World
 
 lesson = Lesson("ddp")
@@ -430,145 +441,139 @@ def _compare_order(seen: dict, shares: list, later: list, case: str, world_size:
         )
 
 
-# ---- a model with what goes wrong ----------------------------------------------------------
-
-
-class Probe(nn.Module):
-    """A frozen layer, a tied weight, float and integer buffers; built from torch's seed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6, track_running_stats=True)
-        self.norm.running_mean += torch.rand(6)
-        self.norm.num_batches_tracked += torch.randint(100, (1,)).item()
-        self.norm.eval()  # fixed statistics: a batch cut over ranks then computes what it did whole
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.norm(self.frozen(self.embedding(tokens)))))  # (B, 11)
-
-    def train(self, mode: bool = True) -> "Probe":
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-
-class Crossed(nn.Module):
-    """Uses its layers in another order than it defines them, so gradients come in that order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used_last, self.used_first = nn.Linear(6, 11), nn.Embedding(11, 6)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.used_last(self.used_first(tokens))  # (B, 11)
-
-
-def _batch(seed: int, size: int = 12) -> torch.Tensor:
-    return torch.randint(11, (2, size), generator=torch.Generator().manual_seed(seed))
-
-
-def _backward(model: nn.Module, batch: torch.Tensor) -> None:
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-
-
-def _build(seed: int, kind: type[nn.Module] = Probe) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind()
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
-def _close(a: dict, b: dict, factor: float = 1.0) -> bool:
-    """Are all tensors of `a` those of `b`, times `factor`?"""
-    return all(
-        (a[name] is None) == (value is None)
-        and (value is None or torch.allclose(a[name], value * factor, atol=1e-5, rtol=1e-4))
-        for name, value in b.items()
-    )
-
-
 # ---- 6.4 ------------------------------------------------------------------------------------
 
 
 @lesson.exercise(
     "6.4",
-    "A model's state is its parameters and its buffers.",
-    "dist.broadcast(tensor, src=0) overwrites `tensor` on every rank with rank 0's.",
-    "A parameter wants no in-place change while autograd looks on: broadcast tensor.detach().",
+    "Call torch's DistributedDataParallel with the module, device_ids=... and bucket_cap_mb=...",
+    "The module's own device says what to do: next(module.parameters()).device.",
+    "device_ids is [device.index] where device.type is 'cuda', and None on the CPU; bucket_cap_mb "
+    "counts in MB, as bucket_mb does.",
 )
-def broadcast_state(answer) -> None:
-    """Models from different seeds on 2 and 3 ranks: frozen, tied, buffers; in place."""
-    for world_size in (2, 3):
-        seed = random.randrange(10_000)
-        wanted = {name: tensor.clone() for name, tensor in _build(seed).state_dict().items()}
-        for rank, seen in enumerate(ranks(_state_after, world_size, answer, seed)):
-            _compare_state(seen, wanted, _build(seed + rank).state_dict(), rank, world_size)
-    _check_group(answer, _group_of_broadcast)
+def torch_ddp(answer) -> None:
+    """The calls for a module on GPU 3 and one on the CPU; then a real backward on 2 CPU ranks."""
+    for seen in ranks(_ddp_calls, 2, answer)[::-1]:
+        for kind in seen:
+            _compare_wrapper(seen[kind], "on the CPU" if kind == "cpu" else "on cuda:3")
+        _compare_ids(seen["cpu"]["ids"], seen["cuda"]["ids"])
+        _compare_cap(seen["cuda"]["cap"], seen["cpu"]["cap"])
+    seed = random.randrange(10_000)
+    model = build(seed)
+    run_backward(model, token_batch(seed))
+    for rank, grads in enumerate(ranks(_ddp_gradients, 2, answer, seed)):
+        if not close(grads, gradients_of(model)):
+            raise Wrong(
+                f"rank {rank} of 2: the gradients are not those of one process",
+                "an option keeps torch from sending the state or the gradients round",
+                "give device_ids and bucket_cap_mb, and leave all else as it is",
+            )
 
 
-def _state_after(answer, seed: int) -> dict:
-    model = _build(seed + dist.get_rank())
-    before = {name: id(param) for name, param in model.named_parameters()}
-    flags = {name: param.requires_grad for name, param in model.named_parameters()}
-    answer(model)
-    return {
-        "state": model.state_dict(),
-        "same objects": before == {name: id(param) for name, param in model.named_parameters()},
-        "same flags": flags == {name: p.requires_grad for name, p in model.named_parameters()},
-    }
+class _OnGpu3(nn.Module):
+    """A module whose one parameter says that it is on cuda:3, also where there is no GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with FakeTensorMode():
+            self.weight = nn.Parameter(torch.empty(2, 2, device="cuda:3"))
 
 
-def _compare_state(seen: dict, wanted: dict, own: dict, rank: int, world_size: int) -> None:
-    state = seen["state"]
-    wrong = [name for name in wanted if not torch.equal(state[name], wanted[name])]
-    case = f"rank {rank} of {world_size}"
-    if not seen["same objects"]:
+def _ddp_calls(answer) -> dict:
+    """What torch is asked for, recorded only: there may be no GPU here, and none is number 3."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch would look for GPU 3 on a node with fewer
+    cases = (("cpu", nn.Linear(2, 2), ()), ("cuda", _OnGpu3(), (7.5,)))
+    calls: list[dict] = []
+    signature = inspect.signature(nn.parallel.DistributedDataParallel.__init__)
+
+    def init(self, *args, **kwargs):
+        nn.Module.__init__(self)
+        calls.append(signature.bind(self, *args, **kwargs).arguments)
+        self.module = calls[-1]["module"]
+
+    nn.parallel.DistributedDataParallel.__init__ = init
+    nn.DataParallel.__init__ = lambda self, *args, **kwargs: nn.Module.__init__(self)
+    nn.Module.to = nn.Module.cuda = lambda self, *args, **kwargs: self
+    # As on a node with GPUs whose process has said which is its own.
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 3, lambda *_: None
+    os.environ["LOCAL_RANK"] = "5"
+    seen = {}
+    for kind, module, given in cases:
+        calls.clear()
+        result = answer(module, *given)
+        call = calls[-1] if calls else {}
+        seen[kind] = {"ids": _plain(call.get("device_ids")), "cap": call.get("bucket_cap_mb")}
+        seen[kind]["result"] = "the module itself" if result is module else type(result).__name__
+        seen[kind]["is ddp"] = isinstance(result, nn.parallel.DistributedDataParallel)
+        if not seen[kind]["is ddp"]:
+            break
+    return seen
+
+
+def _plain(ids) -> object:
+    """Device ids as numbers, where they can be: 1, torch.device('cuda:1') and 'cuda:1' are one."""
+    if not isinstance(ids, list | tuple):
+        return None if ids is None else repr(ids)
+    return [i if isinstance(i, int) else torch.device(i).index for i in ids] or None
+
+
+def _compare_wrapper(seen: dict, where: str) -> None:
+    if seen["is ddp"]:
+        return
+    if seen["result"] == "DataParallel":
+        smell = "DataParallel is one process with a thread a GPU, and has no ranks"
+    elif seen["result"] == "the module itself":
+        smell = "a bare module does not average: the wrapper does, during backward"
+    else:
+        smell = "the answer is torch's own class"
+    raise Wrong(
+        f"for a module {where} you return {seen['result']}",
+        smell,
+        "return DistributedDataParallel(module, ...)",
+    )
+
+
+def _compare_ids(on_cpu, on_gpu) -> None:
+    if on_cpu is not None:
         raise Wrong(
-            f"{case}: the model holds new parameters",
-            "an optimizer that was made before still updates the old ones",
-            "overwrite in place: broadcast into the tensor, or copy_() into it",
+            f"for a module on the CPU device_ids is {on_cpu}",
+            "device_ids are numbers of GPUs; what counts is where the module is, not what the "
+            "machine has",
+            "None where next(module.parameters()).device.type is not 'cuda'",
         )
-    if not seen["same flags"]:
-        raise Wrong(f"{case}: requires_grad has changed", "", "broadcast tensor.detach() instead")
-    if wrong:
-        _name_wrong_state(wrong, wanted, own, rank, case)
+    if on_gpu == [3]:
+        return
+    smell = "DDP copies inputs to that GPU, so it has to be the one that holds the module"
+    if on_gpu in ([0], [1]):
+        smell = "that is 0 or this rank's number; the module is on another GPU. A rank counts over "
+        smell += "the whole job, GPUs on each node"
+    elif on_gpu == [5]:
+        smell = "that is LOCAL_RANK; ask the module, which says where it is"
+    elif isinstance(on_gpu, str):
+        smell = "device_ids is a list"
+    elif on_gpu and len(on_gpu) > 1:
+        smell = "a process of DDP drives one GPU"
+    elif on_gpu is None:
+        smell = "without it the inputs are left where they are, and a batch on the CPU fails"
+    raise Wrong(f"for a module on cuda:3 device_ids is {on_gpu}", smell, "[device.index]")
 
 
-def _name_wrong_state(wrong: list[str], wanted: dict, own: dict, rank: int, case: str) -> None:
-    parts = ", ".join(wrong[:3])
-    if rank == 0:
-        raise Wrong(
-            f"rank 0's own {parts} changed",
-            "an average, a sum, or another rank's state was sent round",
-            "all ranks take rank 0's values: dist.broadcast(..., src=0)",
-        )
-    if len(wrong) == len([n for n in wanted if not torch.equal(own[n], wanted[n])]):
-        raise Wrong(
-            f"{case} still has its own values",
-            "the received values never reached the model (a copy was overwritten, or the name was "
-            "bound to a new tensor)",
-            "broadcast the tensor itself, or copy_() the result into it",
-        )
-    if all(name.startswith("norm.") and not name.endswith(("weight", "bias")) for name in wrong):
-        raise Wrong(
-            f"{case}: the buffers {parts} differ from rank 0's",
-            "parameters() leaves out buffers, such as the running statistics of batch norm",
-            "go through module.buffers() as well",
-        )
-    if all(name.startswith("frozen") for name in wrong):
-        raise Wrong(
-            f"{case}: the frozen {parts} differ from rank 0's",
-            "frozen parameters need no gradient, but they are part of the model",
-            "do not filter by requires_grad",
-        )
-    raise Wrong(f"{case}: {parts} differ from rank 0's", "", "all parameters and all buffers")
+def _compare_cap(asked, default) -> None:
+    told = f"torch_ddp(module, 7.5) asks torch for bucket_cap_mb={asked}"
+    if asked is None:
+        raise Wrong(told, "bucket_mb is not passed on: torch takes 25", "bucket_cap_mb=bucket_mb")
+    if not 7 < asked < 8:
+        smell = "torch counts in MB here, not in bytes" if asked > 1e5 else ""
+        raise Wrong(told, smell, "bucket_cap_mb=bucket_mb")
+    if default is not None and not 23 < default < 27:
+        raise Wrong(f"torch_ddp(module) asks for {default} MB", "25 MB is the default", "bucket_mb")
+
+
+def _ddp_gradients(answer, seed: int) -> dict:
+    model = build(seed + dist.get_rank())
+    run_backward(answer(model, 1e-4), token_batch(seed)[:, dist.get_rank() :: 2])
+    return gradients_of(model)
 
 
 # ---- 6.5 ------------------------------------------------------------------------------------
@@ -576,383 +581,6 @@ def _name_wrong_state(wrong: list[str], wanted: dict, own: dict, rank: int, case
 
 @lesson.exercise(
     "6.5",
-    "dist.all_reduce(tensor) leaves the sum over all ranks in `tensor`, on every rank.",
-    "The mean is the sum divided by dist.get_world_size(group).",
-    "Frozen parameters have .grad None: skip those.",
-)
-def average_gradients(answer) -> None:
-    """Gradients of one batch cut over 2 and 3 ranks against one process on the whole batch."""
-    for world_size in (2, 3):
-        seed = random.randrange(10_000)
-        model = _build(seed)
-        _backward(model, _batch(seed))
-        results = ranks(_average_seen, world_size, answer, seed)
-        own = [result["own"] for result in results]
-        truth = _gradients(model)
-        for rank, seen in reversed(list(enumerate(results))):
-            if rank and not _close(seen["grads"], truth) and _close(results[0]["grads"], truth):
-                raise Wrong(
-                    f"rank 0 of {world_size} holds the mean, rank {rank} does not",
-                    "dist.reduce gives the sum to one rank only",
-                    "all_reduce gives it to all",
-                )
-            _compare_gradients(seen, truth, own, rank)
-    _check_group(answer, _group_of_average)
-
-
-def _average_seen(answer, seed: int) -> dict:
-    model = _build(seed)
-    _backward(model, _batch(seed)[:, dist.get_rank() :: dist.get_world_size()])
-    own = _copies(model)
-    # Averaging equal weights changes nothing, so look at what is sent, not at what changes.
-    names = {param.data_ptr(): name for name, param in model.named_parameters()}
-    weights: list[str] = []
-    original = dist.all_reduce
-
-    def all_reduce(tensor, *args, **kwargs):
-        weights.extend([names[tensor.data_ptr()]] if tensor.data_ptr() in names else [])
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = all_reduce
-    try:
-        answer(model)
-    except (TypeError, AttributeError) as error:
-        if "NoneType" in str(error):
-            reason = (
-                "a frozen parameter has .grad None: skip it; and all_reduce returns None: it works"
-            )
-            error.args = (f"{error} ({reason} in place)",)
-        raise
-    return {"grads": _gradients(model), "own": own, "weights": weights}
-
-
-def _compare_gradients(seen: dict, truth: dict, own: list[dict], rank: int) -> None:
-    """Raise Wrong with the mistake that these gradients show; `own` is each rank's before."""
-    world_size, grads = len(own), seen["grads"]
-    case = f"rank {rank} of {world_size}"
-    if seen["weights"]:
-        raise Wrong(
-            f"{case}: {seen['weights'][0]} itself was all-reduced",
-            "the weights were averaged, not the gradients",
-            "all-reduce param.grad",
-        )
-    if _close(grads, truth):
-        return
-    filled = [name for name in truth if truth[name] is None and grads[name] is not None]
-    if filled:
-        raise Wrong(f"{case}: frozen {filled[0]} has got a gradient", "", "skip .grad None")
-    raise _known_gradient(grads, truth, own, rank) or _known_factor(grads, truth, own, rank)
-
-
-def _known_gradient(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong | None:
-    """Gradients that somebody had before, or the largest of them."""
-    world_size, case = len(own), f"rank {rank} of {len(own)}"
-    number = f"{_norm(grads):.4f} against {_norm(truth):.4f} of one process"
-    if _close(grads, own[rank]):
-        only_0 = " (or only rank 0 got the result, as with dist.reduce)" if rank else ""
-        return Wrong(
-            f"{case} still has its own gradient (norm {number})",
-            f"the average never reached param.grad: a new tensor was made and dropped{only_0}",
-            "change it in place, or assign it to param.grad",
-        )
-    if _close(grads, own[0]):
-        return Wrong(f"{case} holds rank 0's gradient", "a broadcast, no average", "all_reduce")
-    if _close(grads, own[rank], 1 / world_size):
-        return Wrong(
-            f"{case} holds its own gradient / {world_size}",
-            "nothing was added up on this rank: an async message is not through before wait()",
-            "wait for the message before the gradient is used",
-        )
-    largest = {
-        n: g if g is None else torch.stack([o[n] for o in own]).amax(0) for n, g in truth.items()
-    }
-    if _close(grads, largest):
-        return Wrong(
-            f"{case} holds the largest of the gradients", "ReduceOp.MAX", "the default, SUM"
-        )
-    return None
-
-
-def _known_factor(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong:
-    """The truth times a number, or the truth in a few parameters only."""
-    world_size, case = len(own), f"rank {rank} of {len(own)}"
-    number = f"{_norm(grads):.4f} against {_norm(truth):.4f} of one process"
-    for factor, smell, try_this in (
-        (world_size, "the sum over the ranks", "divide by the world size"),
-        (1 / world_size, "the mean divided by the world size once more", "divide once"),
-        (world_size / 12, "a sum divided by the batch", "divide by the number of ranks"),
-    ):
-        if _close(grads, truth, factor):
-            return Wrong(f"{case}: the gradient's norm is {number}", f"that is {smell}", try_this)
-    right = [name for name in truth if _close({name: grads[name]}, {name: truth[name]})]
-    left = [name for name in truth if name not in right]
-    if right != [name for name in truth if truth[name] is None] and left:
-        return Wrong(
-            f"{case}: {left[0]} is not averaged, but {len(right)} others are",
-            "a loop that ends early, or takes some kinds of parameters only",
-            "go through all of module.parameters()",
-        )
-    return Wrong(f"{case}: the gradient's norm is {number}", "not the mean over the ranks", "")
-
-
-def _norm(grads: dict) -> float:
-    return sum(float(grad.pow(2).sum()) for grad in grads.values() if grad is not None) ** 0.5
-
-
-# ---- 6.6 ------------------------------------------------------------------------------------
-
-
-@lesson.exercise(
-    "6.6",
-    "_on_grad_ready: count the parameter in; as long as the next bucket in order is full, start "
-    "it. When all have started, finish.",
-    "_start: torch.cat(the flattened gradients, out=self.flats[index]), then all-reduce that with "
-    "async_op=True, and keep the work in self.in_flight.",
-    "_finish: work.wait() first, then flat.split([p.numel() for p in bucket]); each part, divided "
-    "by the world size, goes into its .grad. At the end clear in_flight, set the counts to 0.",
-)
-def BucketedDDP(answer) -> None:
-    """Two steps on 2 and 3 ranks against one process; what is sent, when, and who waits when."""
-    for kind, world_size, bucket_mb in (
-        (Probe, 2, 1e-4),
-        (Probe, 3, 25),
-        (Crossed, 2, 1e-4),
-    ):
-        seed = random.randrange(10_000)
-        model, truths = _build(seed, kind), []
-        for step in range(2):
-            model.zero_grad()
-            _backward(model, _batch(seed + step))
-            truths.append(_copies(model))
-        results = ranks(_bucketed_seen, world_size, answer, kind, seed, bucket_mb)
-        for rank, seen in enumerate(results):
-            for step, truth in enumerate(truths):
-                own = [result["steps"][step]["own"] for result in results]
-                _compare_step(seen, step, truth, own, rank, kind)
-            _compare_messages(seen, rank, overlaps=kind is Probe)
-    _compare_no_sync(ranks(_no_sync_seen, 2, answer))
-    _check_group(answer, _group_of_ddp)
-
-
-def _bucketed_seen(answer, kind: type, seed: int, bucket_mb: float) -> dict:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if isinstance(answer, type) and issubclass(answer, nn.parallel.DistributedDataParallel):
-        raise TypeError("this is torch's DistributedDataParallel; the exercise is to build it")
-    log: list[str] = []
-    inner, reference = _build(seed + 7 * rank, kind), _build(seed, kind)
-    for param in inner.parameters():  # before the wrapper's own hooks, so these run first
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(lambda _: log.append("gradient"))
-    model = answer(inner, bucket_mb=bucket_mb)
-    _log_all_reduces(log)
-    steps = []
-    for step in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        batch = _batch(seed + step)[:, rank::size]
-        _backward(reference, batch)
-        time.sleep(0.05 * (rank == 0))  # a late partner: who does not wait reads too early
-        raised = ""
-        try:
-            _backward(model, batch)
-        except Exception as error:
-            if isinstance(error, NotImplementedError) or (step == 0 and kind is Probe):
-                raise
-            raised = f"{type(error).__name__}: {error}"
-        steps.append({"grads": _copies(inner), "own": _copies(reference), "weights": []})
-        steps[-1].update(log=log[:], raised=raised)
-        log.clear()
-    return {"steps": steps, "num_buckets": len(model.buckets)}
-
-
-class Watched:
-    """A message on its way that writes down when somebody waits for it."""
-
-    def __init__(self, work: dist.Work, log: list[str]) -> None:
-        self.work, self.log = work, log
-
-    def wait(self, *args: object) -> bool:
-        """Wait, as torch's Work does."""
-        self.log.append("waited")
-        return self.work.wait(*args)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.work, name)
-
-
-def _log_all_reduces(log: list[str]) -> None:
-    """Write down every all-reduce of this rank from now on, and every wait for one."""
-    original = dist.all_reduce
-
-    def all_reduce(*args, async_op=False, **kwargs):
-        log.append("sent" if async_op else "sent and waited")
-        work = original(*args, async_op=async_op, **kwargs)
-        return Watched(work, log) if async_op else work
-
-    dist.all_reduce = all_reduce
-
-
-def _copies(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {n: g if g is None else g.clone() for n, g in _gradients(model).items()}
-
-
-def _compare_step(
-    seen: dict, step: int, truth: dict, own: list[dict], rank: int, kind: type
-) -> None:
-    log = seen["steps"][step]["log"]
-    try:
-        if raised := seen["steps"][step]["raised"]:
-            raise Wrong(f"rank {rank} raised {raised}")
-        _compare_gradients(seen["steps"][step], truth, own, rank)
-    except Wrong as wrong:
-        told = f"step {step + 1}, {wrong.seen}"
-        if not any("sent" in what for what in seen["steps"][0]["log"]):
-            reason = "no all-reduce was ever called", "start every bucket that is full"
-        elif step == 1 and not any("sent" in what for what in log):
-            reason = (
-                "the second backward sends nothing: the first one's counts still stand",
-                "reset num_ready and clear in_flight in _finish",
-            )
-        elif kind is Crossed:
-            reason = (
-                "in a model that uses its first layer last, bucket 1 is full before bucket 0: the "
-                "buckets did not start in order 0, 1, ..., or one that had to wait never started",
-                "each time, start buckets in order as long as the next one is full",
-            )
-        elif "still has its own" in wrong.seen and "waited" in log:
-            reason = (
-                "the means are not copied back into param.grad",
-                "split flat and copy_ each part into its gradient",
-            )
-        elif wrong.smell.startswith(("not the mean", "a loop that ends", "nothing was added")) or (
-            "still has its own" in wrong.seen
-        ):
-            reason = (
-                "read too early (is _finish called, and does it wait() before it copies?), a wrong "
-                "divisor, or a mean in the wrong parameter",
-                "after the last bucket has started: wait for each, then copy its parts back",
-            )
-        else:
-            reason = wrong.smell, wrong.hint
-        raise Wrong(told, *reason) from None
-
-
-def _compare_messages(seen: dict, rank: int, overlaps: bool) -> None:
-    for log in (step["log"] for step in seen["steps"]):
-        sent = [what for what in log if "sent" in what]
-        if len(sent) != seen["num_buckets"]:
-            raise Wrong(
-                f"rank {rank} called all_reduce {len(sent)} times in a backward of "
-                f"{seen['num_buckets']} bucket(s)",
-                "every message costs its own waiting time, so a bucket is sent whole, and once",
-                "one all-reduce a bucket, when its last gradient is ready",
-            )
-        if "sent and waited" in sent or (
-            "waited" in log and "gradient" in log[log.index("waited") :]
-        ):
-            raise Wrong(
-                f"rank {rank} waits for a message while gradients are still missing",
-                "backward stands still until the message is through: nothing is hidden",
-                "async_op=True, and wait only in _finish",
-            )
-        if overlaps and len(sent) > 1 and "gradient" not in log[log.index("sent") :]:
-            raise Wrong(
-                f"rank {rank} sends its first bucket after the last gradient is ready",
-                "then no message travels while backward still computes",
-                "start a bucket as soon as its own last gradient is ready",
-            )
-
-
-def _no_sync_seen(answer) -> dict:
-    """A backward inside no_sync(), then one outside; rank r sees batches r and r + 2."""
-    rank, log, raised = dist.get_rank(), [], ""
-    model = answer(_build(1), bucket_mb=1e-4)
-    _log_all_reduces(log)
-    with model.no_sync():
-        _backward(model, _batch(rank))
-    inside = len(log)
-    try:
-        _backward(model, _batch(rank + 2))
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-    return {"inside": inside, "raised": raised, "grads": _copies(model.module)}
-
-
-def _compare_no_sync(results: list[dict]) -> None:
-    reference = _build(1)
-    for number in range(4):
-        _backward(reference, _batch(number))
-    for rank, seen in enumerate(results):
-        if seen["inside"]:
-            raise Wrong(
-                f"rank {rank}: a backward inside no_sync() sent {seen['inside']} message(s)",
-                "self.sync says whether this backward shall average",
-                "return at once from _on_grad_ready when self.sync is False",
-            )
-        if seen["raised"] or not _close(seen["grads"], _gradients(reference), 1 / 2):
-            raise Wrong(
-                f"rank {rank}: after a backward inside no_sync() the next one "
-                + (f"raised {seen['raised']}" if seen["raised"] else "does not average the sums"),
-                "a gradient inside no_sync() was counted",
-                "look at self.sync before you count",
-            )
-
-
-# ---- a group of some ranks -----------------------------------------------------------------
-
-
-def _check_group(answer, in_pairs) -> None:
-    """Four ranks in two groups: what `in_pairs` returns must be that of the rank's own pair."""
-    for rank, (value, wanted) in enumerate(ranks(_run_in_pairs, 4, answer, in_pairs)):
-        if abs(value - wanted) > 1e-5:
-            raise Wrong(
-                f"with group = ranks {rank // 2 * 2} and {rank // 2 * 2 + 1}, rank {rank} gets "
-                f"{value:g}, not {wanted:g}",
-                "`group` is not passed on, so all ranks of the job take part",
-                "give every dist call group=group; group_src=0 is a group's own first rank",
-            )
-
-
-def _run_in_pairs(answer, in_pairs) -> tuple[float, float]:
-    pairs = dist.new_group([0, 1]), dist.new_group([2, 3])
-    rank = dist.get_rank()
-    return in_pairs(answer, pairs[rank // 2], float(rank), rank // 2 * 2.0)
-
-
-def _one_weight(value: float) -> nn.Linear:
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(layer.weight, value)
-    return layer
-
-
-def _group_of_broadcast(answer, group, rank: float, first: float) -> tuple[float, float]:
-    layer = _one_weight(rank)
-    answer(layer, group=group)
-    return layer.weight.item(), first
-
-
-def _group_of_average(answer, group, rank: float, first: float) -> tuple[float, float]:
-    layer = _one_weight(1)
-    layer(torch.full((1, 1), rank)).backward()
-    answer(layer, group=group)
-    return layer.weight.grad.item(), first + 0.5
-
-
-def _group_of_ddp(answer, group, rank: float, first: float) -> tuple[float, float]:
-    model = answer(_one_weight(1), group=group)
-    model(torch.full((1, 1), rank)).backward()
-    return model.module.weight.grad.item(), first + 0.5
-
-
-def _group_of_mean(answer, group, rank: float, first: float) -> tuple[float, float]:
-    return answer(torch.tensor(rank), 1, group=group), first + 0.5
-
-
-# ---- 6.7 ------------------------------------------------------------------------------------
-
-
-@lesson.exercise(
-    "6.7",
     "A mean of means is right only when all ranks hold equally many items.",
     "Put the sum and the count into one float64 tensor of two numbers and all-reduce that.",
     "mean = all sums / all counts; return it as a float on every rank.",
@@ -967,7 +595,7 @@ def mean_over_ranks(answer) -> None:
             items = [torch.rand(count, dtype=torch.float64) + 1e8 for count in case]
             items[0] += 40
             _compare_mean(ranks(_mean_seen, world_size, answer, items), items)
-    _check_group(answer, _group_of_mean)
+    check_group(answer, _group_of_mean)
 
 
 def _mean_seen(answer, items: list[torch.Tensor]):
@@ -1028,11 +656,15 @@ def _why_mean(value: float, items: list, counts: list, means: list, rank: int) -
     return "", "add up sums and counts, then divide once"
 
 
-# ---- 6.8 ------------------------------------------------------------------------------------
+def _group_of_mean(answer, group, rank: float, first: float) -> tuple[float, float]:
+    return answer(torch.tensor(rank), 1, group=group), first + 0.5
+
+
+# ---- 6.6 ------------------------------------------------------------------------------------
 
 
 @lesson.exercise(
-    "6.8",
+    "6.6",
     "Only rank 0 writes and prints; every rank waits at a barrier after the `if`, not inside it.",
     "Write to another name first, then os.replace(partial, path): the file is old or new, never "
     "half.",
@@ -1080,7 +712,7 @@ def _save_seen(answer, folder: str) -> dict:
     torch.save = save
     printed = _Tee()
     with contextlib.redirect_stdout(printed):
-        answer(Wrapper(_build(3)), path)
+        answer(Wrapper(build(3)), path)
     seen = {"saves": len(saves), "lines": printed.text.count("\n"), "exists": path.exists()}
     if seen["exists"]:
         try:
@@ -1156,7 +788,7 @@ def _compare_lines(results: list[dict]) -> None:
 
 def _save_alone(answer, folder: str) -> None:
     """Save where there is no process group at all."""
-    answer(_build(3), Path(folder) / "model.pt")
+    answer(build(3), Path(folder) / "model.pt")
 
 
 def _save_that_fails(answer, folder: str, disk_is_full: bool) -> bool:
@@ -1179,18 +811,18 @@ def _save_that_fails(answer, folder: str, disk_is_full: bool) -> bool:
     else:
         os.replace = os.rename = move
     with contextlib.suppress(OSError):
-        answer(_build(3), path)
+        answer(build(3), path)
     try:
         return "old" in torch.load(path, weights_only=True)
     except Exception:
         return False
 
 
-# ---- 6.9 ------------------------------------------------------------------------------------
+# ---- 6.7 ------------------------------------------------------------------------------------
 
 
 @lesson.exercise(
-    "6.9",
+    "6.7",
     "Six arguments: --nnodes, --nproc-per-node, --rdzv-id, --rdzv-backend, --rdzv-endpoint, "
     "--rdzv-conf. `torchrun --help` explains each.",
     "The endpoint is the same on all nodes: f'{head_node}:{port}', the port made from the job id.",

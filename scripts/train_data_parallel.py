@@ -1,0 +1,152 @@
+"""Train the language model with data parallelism by hand, in each of the ways of lesson 05.
+
+torchrun --standalone --nproc-per-node=3 scripts/train_data_parallel.py --impl server
+bash sbatch/data_parallel.sbatch --impl overlapped --mine     with your own functions in it
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from manyhands import corpus, data_parallel, ddp, loops, mine
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.transformer import Transformer, flops_per_token, total_loss
+from report import write_report
+
+BUCKET_BYTES = 25_000_000
+EXERCISES = {  # of lesson 05, which each --impl is made of
+    "server": ("broadcast_state", "worker_step", "server_step"),
+    "naive": ("broadcast_state", "average_gradients"),
+    "bucketed": ("broadcast_state", "average_buckets"),
+    "overlapped": ("BucketedDDP",),
+}
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+    impl: Literal["server", "naive", "bucketed", "overlapped", "torch"] = "overlapped"
+    """Where gradients meet: at a server on rank 0; after or during backward; in PyTorch's DDP."""
+    mine: bool = False
+    """Train with your own functions of mine/data_parallel.py, where it has them."""
+
+
+class Parts(NamedTuple):
+    """The exercises of lesson 05 that a job can use."""
+
+    broadcast_state: Callable = data_parallel.broadcast_state
+    average_gradients: Callable = data_parallel.average_gradients
+    average_buckets: Callable = data_parallel.average_buckets
+    BucketedDDP: Callable = data_parallel.BucketedDDP
+    worker_step: Callable = loops.worker_step
+    server_step: Callable = loops.server_step
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    if config.mine and config.impl not in EXERCISES:
+        raise BadInput(
+            f"--impl {config.impl} has no function of yours: leave out --mine, or take one of "
+            f"{', '.join(EXERCISES)}"
+        )
+    yours = mine.load("data_parallel", EXERCISES[config.impl]) if config.mine else {}
+    with distributed(config.device, config.seed) as world:
+        if config.impl == "server" and world.world_size == 1:
+            raise BadInput(
+                "--impl server on 1 rank is a server without workers: start 2 ranks or more with "
+                "torchrun --nproc-per-node=2, or take another --impl"
+            )
+        if config.mine:
+            world.print(mine.in_words(yours))
+        return train(config, world, Parts(**yours))
+
+
+def train(config: Config, world: World, parts: Parts) -> float:
+    has_server = config.impl == "server"  # it is rank 0, and as a worker number -1
+    worker, num_workers = world.rank - has_server, world.world_size - has_server
+
+    # Data
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    vocab_size = data.tokenizer.vocab_size
+    flops = flops_per_token(vocab_size, config.block, config.layers)
+    about = (len(data.train), flops, data.entropy_floor)
+    run = Run(config, world, "data_parallel", *about, num_shares=num_workers)
+    sampler, loader, valid = make_loaders(data, config, worker, num_workers)
+
+    # Model
+    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    torch.manual_seed(world.data_seed)
+    model, buckets = replicate(config.impl, parts, model)
+    only_works = has_server and worker >= 0
+    optimizer = None if only_works else torch.optim.AdamW(model.parameters(), fused=True)
+
+    # Training
+    run.resume(model, optimizer)
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for batch in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            if batch:  # a server's is empty
+                loss = model(*batch)
+                loss.backward()
+            update(config.impl, parts, model, optimizer, buckets)
+            model.zero_grad()
+            run.log(loss if batch else None)
+
+    # Result
+    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    save_once(model, run.folder / "model.pt")
+    run.finish(valid_loss)
+    if world.is_main:
+        world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+def replicate(impl: str, parts: Parts, model: nn.Module) -> tuple[nn.Module, list]:
+    """Make the ranks' models equal; returns the model, and its buckets for `update`."""
+    if impl == "torch":
+        return ddp.torch_ddp(model), []
+    if impl == "overlapped":
+        return parts.BucketedDDP(model), []
+    parts.broadcast_state(model)
+    return model, data_parallel.make_buckets(model.parameters(), BUCKET_BYTES)
+
+
+def update(
+    impl: str, parts: Parts, model: nn.Module, optimizer: Optimizer | None, buckets: list
+) -> None:
+    """After backward: bring the gradients together and step, so that all weights stay equal."""
+    if impl == "naive":
+        parts.average_gradients(model)
+    elif impl == "bucketed":
+        parts.average_buckets(buckets)
+    if impl != "server":
+        optimizer.step()
+    elif optimizer:
+        parts.server_step(model, optimizer)
+    else:
+        parts.worker_step(model)
+
+
+def make_loaders(data: corpus.Corpus, config: Config, worker: int, num_workers: int) -> tuple:
+    """A worker's sampler, and its batches for training and validation; a server's are empty."""
+    sampler = corpus.ShardedSampler(len(data.train), worker, num_workers, config.seed)
+    if worker < 0:
+        empty = [()] * (len(data.train) // config.batch)
+        return sampler, DataLoader(data.train, batch_sampler=empty, collate_fn=tuple), []
+    batch = config.batch // num_workers
+    share = range(worker, len(data.valid), num_workers)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+    return sampler, loader, DataLoader(data.valid, batch, sampler=share)
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

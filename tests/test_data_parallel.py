@@ -1,0 +1,370 @@
+"""Data parallelism equals one process: losses, gradients and weights after 10 AdamW steps, with a
+server and three ways of all-reduce; and the bytes on every link are those of the formulas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands import data_parallel, loops
+from manyhands.failures import RankFailed
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls, traffic
+from manyhands.ring import all_reduce_ring
+
+BATCH, STEPS, VOCAB = 12, 10, 40
+
+
+class Model(nn.Module):
+    """Small, with what goes wrong: a tied and a frozen parameter, a buffer, two data types."""
+
+    def __init__(self, narrow=torch.float64):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(16)
+        self.wide = nn.Linear(16, 64)
+        self.narrow = nn.Linear(64, 16, dtype=narrow)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(1))
+
+    def forward(self, tokens):
+        x = self.norm(self.frozen(self.embedding(tokens))) * self.scale  # (B, 16)
+        x = x + self.narrow(torch.relu(self.wide(x)).to(self.narrow.weight.dtype)).float()
+        return self.head(x)  # (B, VOCAB)
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(VOCAB, (2, STEPS, BATCH), generator=generator)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def backward(model, x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss.item()
+
+
+def outcome(losses, model):
+    """Losses, last gradients and final weights."""
+    module = getattr(model, "module", model)
+    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return losses, grads, {n: t.clone() for n, t in module.state_dict().items()}
+
+
+def train(model, inputs, targets, after_backward=lambda model: None):
+    """The loop of one process, with a place for the line that several ranks need."""
+    optimizer, losses = adamw(model), []
+    for x, y in zip(inputs, targets, strict=True):
+        optimizer.zero_grad()
+        losses.append(backward(model, x, y))
+        after_backward(model)
+        optimizer.step()
+    return outcome(losses, model)
+
+
+def truth(**model):
+    """One process on the whole batch, from the model that rank 0 builds."""
+    torch.manual_seed(0)
+    return train(Model(**model), *data())
+
+
+def train_on_rank(wrap, after_backward=lambda model: None):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)  # a forgotten broadcast would show
+    return train(wrap(Model()), *data()[:, :, rank::size], after_backward)
+
+
+def started_equal(model):
+    data_parallel.broadcast_state(model)
+    return model
+
+
+def bucketed(model):
+    data_parallel.average_buckets(data_parallel.make_buckets(model.parameters(), 5000))
+
+
+def overlapped(bucket_mb):
+    return (lambda model: data_parallel.BucketedDDP(model, bucket_mb),)
+
+
+IMPLS = {
+    "naive": (started_equal, data_parallel.average_gradients),
+    "bucketed": (started_equal, bucketed),
+    **{f"overlapped, {mb:g} MB": overlapped(mb) for mb in (0.001, 0.01, 25)},
+}
+
+
+def assert_equal_to(wanted, results):
+    """Every rank's gradients and weights are those of one process, and bit-equal everywhere."""
+    losses, grads, weights = wanted
+    for rank_losses, rank_grads, rank_weights in results:
+        assert rank_grads.keys() == grads.keys()
+        for key, grad in grads.items():
+            torch.testing.assert_close(rank_grads[key], grad, atol=1e-5, rtol=0)
+        for key, weight in weights.items():
+            torch.testing.assert_close(rank_weights[key], weight, atol=1e-5, rtol=0)
+            assert torch.equal(rank_weights[key], results[0][2][key]), key
+        assert len(rank_losses) == STEPS
+    mean = torch.tensor([result[0] for result in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equal_to_one_process(impl, world_size):
+    assert_equal_to(truth(), run_ranks(train_on_rank, world_size, *IMPLS[impl]))
+
+
+def train_with_server(server):
+    """A rank is the server; the others deal the batch out among themselves."""
+    rank, num_workers = dist.get_rank(), dist.get_world_size() - 1
+    torch.manual_seed(rank)
+    model, losses = started_equal(Model(narrow=torch.float32)), []
+    optimizer = adamw(model)
+    for x, y in zip(*data(), strict=True):
+        if rank == server:
+            loops.server_step(model, optimizer)
+            continue
+        model.zero_grad()
+        part = slice(rank - (rank > server), None, num_workers)
+        losses.append(backward(model, x[part], y[part]))
+        loops.worker_step(model, server)
+    return outcome(losses, model)
+
+
+@pytest.mark.parametrize(("num_workers", "server"), [(1, 0), (2, 1), (3, 3), (4, 0)])
+def test_a_server_and_its_workers_equal_one_process(num_workers, server):
+    wanted = losses, grads, weights = truth(narrow=torch.float32)
+    results = run_ranks(train_with_server, num_workers + 1, server)
+    for _, _, rank_weights in results:
+        for key, weight in weights.items():
+            torch.testing.assert_close(rank_weights[key], weight, atol=1e-5, rtol=0)
+            assert torch.equal(rank_weights[key], results[server][2][key]), key
+    assert results[server][1].keys() == grads.keys()  # the frozen ones have none
+    assert_equal_to(wanted, [(losses, *results[server][1:])])
+    workers = [result[0] for rank, result in enumerate(results) if rank != server]
+    mean = torch.tensor(workers).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+
+
+def regression():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        inputs = torch.randn(BATCH, 4, generator=generator)
+        yield inputs, inputs.sum(1, keepdim=True).sin()
+
+
+def test_the_whole_algorithm_equals_one_process_also_in_a_subgroup():
+    def replicas():
+        rank = dist.get_rank()
+        halves = dist.new_group([0, 1, 2]), dist.new_group([3])
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        in_job = loops.train_replicas(model, regression(), 0.01)
+        model.load_state_dict(start)
+        return start, in_job, loops.train_replicas(model, regression(), 0.01, halves[rank // 3])
+
+    def alone(start):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model.load_state_dict(start)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for inputs, targets in regression():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    results = run_ranks(replicas, 4)
+    assert [in_job != {} for _, in_job, _ in results] == [True, False, False, False]
+    assert [in_half != {} for _, _, in_half in results] == [True, False, False, True]
+    torch.testing.assert_close(results[0][1], alone(results[0][0]), atol=1e-5, rtol=0)
+    for rank in (0, 3):
+        start, _, in_half = results[rank]
+        torch.testing.assert_close(in_half, alone(start), atol=1e-5, rtol=0)
+
+
+class Numbers(nn.Module):
+    """840 trainable parameters, which 1 to 8 ranks divide evenly, and some that stay at home."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(20, 40), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.layer(torch.full((1, 20), dist.get_rank() + 1.0)).sum().backward()
+
+
+def messages_on(n):
+    """This rank's messages of a step with a server (rank 0) and n workers, and of a ring of n."""
+    server_group, ring_group = dist.new_group(range(n + 1)), dist.new_group(range(n))
+    rank, model = dist.get_rank(), Numbers()
+    params = list(model.layer.parameters())
+    with Ledger() as server:
+        if rank == 0:
+            loops.server_step(model, adamw(model), server_group)
+        elif rank <= n:
+            loops.worker_step(model, 0, server_group)
+    with Ledger() as ring:
+        if rank < n:
+            vector = data_parallel.pack([param.grad for param in params])
+            all_reduce_ring(vector, "avg", ring_group)
+    return server.entries, ring.entries
+
+
+def test_bytes_are_those_of_the_formulas_for_1_to_8():
+    by_rank = run_ranks(lambda: [messages_on(n) for n in range(1, 9)], 9)
+    size = 4 * 840  # bytes of all gradients, and of all weights
+    for n in range(1, 9):
+        of_server = [entry for mine in by_rank for entry in mine[n - 1][0]]
+        of_ring = [entry for mine in by_rank for entry in mine[n - 1][1]]
+        to_server = {(worker, 0): size for worker in range(1, n + 1)}
+        from_server = {(0, worker): size for worker in range(1, n + 1)}
+        assert traffic(of_server) == to_server | from_server
+        assert sum(traffic(of_server).values()) == 2 * n * size
+        share, rest = divmod(2 * (n - 1) * size, n)
+        assert rest == 0
+        links = {(rank, (rank + 1) % n): share for rank in range(n)} if n > 1 else {}
+        assert traffic(of_ring) == links
+        assert set(calls(of_server)) | set(calls(of_ring)) <= {"send", "recv"}
+
+
+def test_messages_of_all_reduce_are_one_a_parameter_or_one_a_bucket():
+    def count(impl):
+        wrap, *after = IMPLS[impl]
+        model = wrap(Model())
+        with Ledger() as ledger:
+            backward(model, *data()[:, 0])
+            for act in after:
+                act(model)
+        return [(entry.op, entry.nbytes) for entry in ledger.entries]
+
+    buckets = [16 * 8, 64 * 16 * 8, (64 + 64 * 16 + 16 + 16) * 4, VOCAB * 16 * 4]
+    for impl in ("bucketed", "overlapped, 0.01 MB"):
+        (seen,) = run_ranks(count, 1, impl)
+        wanted = buckets if impl == "bucketed" else [sum(buckets[:2]), sum(buckets[2:])]
+        assert seen == [("all_reduce", nbytes) for nbytes in wanted]
+    (seen,) = run_ranks(count, 1, "naive")
+    assert len(seen) == 7 and sum(nbytes for _, nbytes in seen) == sum(buckets)
+
+
+def accumulate(wrap):
+    """A rank's gradient after a backward inside no_sync(), and after the next one outside."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(3, 1))
+    x = torch.arange(12.0).reshape(4, 3)  # ranks take rows 0 2 and 1 3, one at a time
+    with model.no_sync():
+        model(x[rank]).backward()
+    alone = model.module.weight.grad.clone()
+    model(x[rank + 2]).backward()
+    return alone, model.module.weight.grad
+
+
+def assert_sums_are_averaged(wrap):
+    (alone0, grad0), (alone1, grad1) = run_ranks(accumulate, 2, wrap)
+    assert alone0.tolist() == [[0, 1, 2]] and alone1.tolist() == [[3, 4, 5]]
+    assert grad0.tolist() == grad1.tolist() == [[9, 11, 13]]  # (rows 0+2 + rows 1+3) / 2
+
+
+def test_no_sync_adds_up_and_the_next_backward_averages_the_sums():
+    assert_sums_are_averaged(data_parallel.BucketedDDP)
+
+
+def test_a_parameter_that_backward_never_reaches_is_named():
+    def unused():
+        module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        module.forward = lambda x: module["a"](x)
+        model = data_parallel.BucketedDDP(module)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(RankFailed, match=r"no gradient to \['b.weight', 'b.bias'\]"):
+        run_ranks(unused, 2)
+
+
+def test_buckets_are_filled_from_the_last_layer_and_split_by_type():
+    model = Model()
+    buckets = data_parallel.make_buckets(model.parameters(), bucket_bytes=5000)
+    names = {param: name for name, param in model.named_parameters()}
+    assert [[names[p] for p in bucket] for bucket in buckets] == [
+        ["narrow.bias"],
+        ["narrow.weight"],  # 8192 bytes: larger than a bucket
+        ["wide.bias", "wide.weight", "norm.bias", "norm.weight"],
+        ["embedding.weight"],
+    ]
+
+
+def test_pack_and_unpack_are_each_other_s_opposite():
+    tensors = [torch.rand(2, 3), torch.rand(()), torch.rand(4).double().float()[::2]]
+    vector = data_parallel.pack(tensors)
+    assert vector.shape == (9,) and vector[6] == tensors[1]
+    room = torch.empty(9)
+    assert data_parallel.pack(tensors, out=room) is room and torch.equal(room, vector)
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    data_parallel.unpack(vector, copies, divisor=2)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor / 2)
+
+
+def test_a_subgroup_leaves_other_ranks_alone():
+    def in_pairs():
+        pair = dist.new_group([0, 1]), dist.new_group([2, 3])
+        group = pair[dist.get_rank() // 2]
+        found = []
+        for impl in ("overlapped", "naive", "bucketed"):
+            layer = nn.Linear(1, 1, bias=False)
+            nn.init.constant_(layer.weight, dist.get_rank())
+            if impl == "overlapped":
+                layer = data_parallel.BucketedDDP(layer, group=group).module
+            layer(torch.full((1, 1), float(dist.get_rank()))).backward()
+            if impl == "naive":
+                data_parallel.average_gradients(layer, group)
+            elif impl == "bucketed":
+                data_parallel.average_buckets([[layer.weight]], group)
+            found.append((layer.weight.item(), layer.weight.grad.item()))
+        return found
+
+    for rank, found in enumerate(run_ranks(in_pairs, 4)):
+        first = rank // 2 * 2
+        assert found == [(first, first + 0.5), (rank, first + 0.5), (rank, first + 0.5)]
+
+
+def test_tensors_in_another_layout_are_averaged_as_well():
+    """A convolution in channels-last layout, and a buffer that is a column of a matrix."""
+
+    def channels_last(impl):
+        torch.manual_seed(dist.get_rank())
+        layer = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        layer.register_buffer("column", torch.rand(3, 2)[:, 0])
+        data_parallel.broadcast_state(layer)
+        model = data_parallel.BucketedDDP(layer) if impl == "overlapped" else layer
+        model(torch.full((1, 3, 4, 4), dist.get_rank() + 1.0)).sum().backward()
+        if impl == "naive":
+            data_parallel.average_gradients(layer)
+        elif impl == "bucketed":
+            data_parallel.average_buckets(data_parallel.make_buckets(layer.parameters(), 1000))
+        assert layer.weight.grad.stride() == layer.weight.stride() != (12, 4, 2, 1)
+        return layer.state_dict(), layer.weight.grad
+
+    for impl in ("naive", "bucketed", "overlapped"):
+        (state0, grad0), (state1, grad1) = run_ranks(channels_last, 2, impl)
+        assert all(torch.equal(state0[name], state1[name]) for name in state0)
+        assert torch.equal(grad0, grad1) and torch.equal(grad0, torch.full((4, 3, 2, 2), 13.5))
+
+
+def test_every_wrong_step_of_the_exercise_has_a_reason():
+    """The check of steps_that_change takes a step for right that is in none of its lists."""
+    from manyhands.checks.data_parallel import LURES
+
+    right = {"share": "B", "equal": "IL", "mean": "C", "once": "D"}
+    for name in loops.CHANGES:
+        lures = sorted("".join(LURES[name]))
+        assert lures == sorted(set(loops.STEPS) - set(right[name])), name
+        assert loops.steps_that_change()[name] in right[name]

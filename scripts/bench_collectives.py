@@ -315,7 +315,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != COPY)) or [COPY]
     num_cols = min(3, len(kinds))
     num_rows = math.ceil(len(kinds) / num_cols)
-    figure, _ = new_figure(1 + 2.8 * num_cols, 0.7 + 2.3 * num_rows, num_rows, num_cols)
+    figure, _ = new_figure(max(6, 1 + 2.8 * num_cols), 0.7 + 2.3 * num_rows, num_rows, num_cols)
     curves = [one for one in CURVES if any(curve(row) == one for row in rows)]
     for ax in figure.axes[len(kinds) :]:
         ax.remove()

@@ -21,9 +21,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from IPython.display import Image, display
 from torch import Tensor
 
 from manyhands import figures, lab
@@ -69,6 +71,9 @@ run_ranks(first_message, 2)
 # %% [markdown]
 # Both hold 10. The program was the same on both ranks; the `if` made them do different things.
 #
+# The library that carries the messages is called the **backend**. Between CPUs it is gloo, between
+# GPUs it is NCCL. The calls are the same.
+#
 # ### The ledger
 #
 # You will want to know exactly who sent how many bytes to whom. A `Ledger` writes that down, for
@@ -92,8 +97,9 @@ for entries in run_ranks(recorded, 2, first_message):
 #
 # Not every pattern is for all ranks. A **process group** is a list of ranks, and every function of
 # this lesson takes one as its last argument, `group`. `None` means everybody. Inside a group the
-# ranks count from 0 again, so ask for your place with `dist.get_rank(group)`, and name partners by
-# `group_dst` and `group_src`. Here jobs' ranks 3 and 1 form a group, in this order.
+# ranks count from 0 again, so ask for your place with `dist.get_rank(group)` and for the number of
+# ranks with `dist.get_world_size(group)`, and name partners by `group_dst` and `group_src`. Here the
+# ranks 3 and 1 of a job form a group, in this order.
 
 
 # %% tags=["nbval-check-output"]
@@ -296,8 +302,9 @@ except RuntimeError as error:
 #   for "immediately"). Each returns a **work**. `work.wait()` returns when that message is through.
 # - `dist.batch_isend_irecv([...])` starts several at once. It takes a list of
 #   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`, and
-#   returns a list of works. Between GPUs this is the safe way, since NCCL carries two separate
-#   messages of a pair of ranks one after the other.
+#   returns a list of works. Between GPUs this is the safe way: there a send waits for its receive, and
+#   NCCL carries separate messages of two ranks one after the other. Both would stand in their send. A
+#   batch goes all at once.
 #
 # Until the work is through, do not touch a tensor on its way. Wait for each work once: a second `wait`
 # for the same receive can hang.
@@ -347,7 +354,8 @@ check.all_gather_ring(all_gather_ring)
 # The receiving takes time, and so does the combining. With a large chunk in **pieces**, the first
 # piece is combined while the next ones still travel. So: start to receive all pieces and to send all
 # pieces, then wait for one receive after the other, and combine. `tensor.split(size)` cuts a tensor
-# into pieces of `size` numbers, which are views.
+# into pieces of `size` numbers, which are views. What is sent may be a little larger than what is
+# received, and so have a piece more: 10 numbers make two chunks of 3 and two of 2.
 
 # %% exercise="exchange_and_combine" todo="4.8" minutes=15 difficulty=2 points=2
 from manyhands.ring import exchange_and_combine
@@ -452,15 +460,17 @@ if check.ready("4.10"):
 # $$t(s) = \alpha + \beta s$$
 #
 # Which part counts? Measure single messages on this machine: two ranks play ping-pong, and half of
-# a round trip is one message. You will see that ten bytes take nearly as long as ten thousand.
+# a round trip is one message. Each size is tried some times, and the lower quartile is taken: a busy
+# machine makes a message slower, never faster. You will see that ten bytes take nearly as long as
+# ten thousand.
 
 # %%
 SIZES = [2**k for k in range(3, 24, 2)]  # 8 bytes to 8 MB
 
 
 def ping_pong(sizes, repeats=30):
-    """Median time of one message (s) for each size (bytes)."""
-    rank, medians = dist.get_rank(), []
+    """Time of one message (s) for each size (bytes): the lower quartile of some tries."""
+    rank, quartiles = dist.get_rank(), []
     for nbytes in sizes:
         tensor, times = torch.zeros(nbytes // 4), []
         for _ in range(repeats):
@@ -472,8 +482,8 @@ def ping_pong(sizes, repeats=30):
                 dist.recv(tensor, src=0)
                 dist.send(tensor, dst=0)
             times.append((time.perf_counter() - start) / 2)
-        medians.append(sorted(times)[repeats // 2])
-    return medians
+        quartiles.append(sorted(times)[repeats // 4])
+    return quartiles
 
 
 machine_s = run_ranks(ping_pong, 2, SIZES)[0]
@@ -483,7 +493,8 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
     )
 
 # %% [markdown]
-# Two numbers describe this table. Fit them. The times differ by a factor of a hundred, so an
+# (If other programs are busy on your machine, some lines are too long. Run the cell again.) Two
+# numbers describe this table. Fit them. The times differ by a factor of a hundred, so an
 # ordinary least-squares fit would look at the largest message only. Let every message count by its
 # *relative* error.
 
@@ -527,7 +538,7 @@ check.rounds_and_message(rounds_and_message)
 crossing_bytes = None  # your number
 
 # %% answer="true"
-crossing_bytes = 320_000  # 4 (a + b S) = 6 (a + b S/4), so S = 0.8 a / b
+crossing_bytes = 320_000  # 4 (a + b S) = 6 (a + b S/4), so S = 0.8 a / b; a = 4 ms, 1/b = 100 MB/s
 
 # %%
 LATENCY_S, BYTES_PER_S = 4e-3, 100e6
@@ -551,7 +562,7 @@ if check.ready("4.11"):
 
 # %%
 def time_collectives(by_name, sizes, repeats, takes_chunks):
-    """Median time (s) of each collective and size (bytes): that of the slowest rank."""
+    """Time (s) of each collective and size (bytes): of the slowest rank, the lower quartile."""
     found = {}
     for name, fn in by_name.items():
         for nbytes in sizes:
@@ -566,7 +577,7 @@ def time_collectives(by_name, sizes, repeats, takes_chunks):
                 slowest = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 times.append(slowest.item())
-            found[name, nbytes] = sorted(times)[repeats // 2]
+            found[name, nbytes] = sorted(times)[repeats // 4]
     return found
 
 
@@ -622,25 +633,31 @@ if check.ready(*TODOS, "4.11", "4.12"):
     figures.show(figure, "Time of three all-reduces on 4 ranks against size, on the slow network.")
 
 # %% [markdown]
-# The lines are the predictions, and the points are measured. They agree within about a tenth or two: two numbers
-# and a count of messages describe a network well. The naive version loses everywhere. The tree is
-# best for small tensors, the ring for large ones, and the lines cross where the formula says.
+# The lines are the predictions, and the points are measured. On a quiet machine they agree within
+# about a tenth or two: two numbers and a count of messages describe a network well. The naive version
+# is never the best. The tree is best for small tensors, the ring for large ones.
 #
-# A good library knows that, too. NCCL and MPI choose the pattern by the size of the tensor.
+# Where do the lines of tree and ring cross? Set their times equal and solve for the size $S$:
+#
+# $$4\,(\alpha + \beta S) = 6\,(\alpha + \beta S/4) \quad\Rightarrow\quad S = 0.8\,\alpha/\beta$$
 
 # %%
 if check.ready(*TODOS, "4.11", "4.12"):
-    seen = next(
-        (
-            n
-            for n in slow_sizes
-            if on_network["all_reduce_ring", n] < on_network["all_reduce_tree", n]
-        ),
-        slow_sizes[-1],
+    faster = [
+        nbytes
+        for nbytes in slow_sizes
+        if on_network["all_reduce_ring", nbytes] < on_network["all_reduce_tree", nbytes]
+    ]
+    below = max((n for n in slow_sizes if n < min(faster, default=math.inf)), default=0)
+    print(
+        f"ring beats tree: you said from {crossing_bytes} bytes, "
+        f"formula {0.8 * LATENCY_S * BYTES_PER_S:,.0f}, with the fitted numbers "
+        f"{0.8 * slow_alpha_s / slow_beta_s:,.0f}; measured: slower at {below:,}, "
+        f"faster at {min(faster, default=math.nan):,} bytes"
     )
-    formula = 0.8 * slow_alpha_s / slow_beta_s
-    print(f"the first size measured at which the ring is faster: {seen:,} bytes")
-    score("ring beats tree from", crossing_bytes, round(formula), seen, "bytes")
+
+# %% [markdown]
+# A good library knows that, too. NCCL and MPI choose the pattern by the size of the tensor.
 
 # %% [markdown]
 # ### And on this machine, without the slow network?
@@ -706,8 +723,11 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 #
 # The next cell writes your functions to `mine/collectives.py`. The script measures the all-reduces over
 # several sizes, beside the library's and the machine's memory-copy rate. Without `--only` it measures
-# all collectives. On a cluster with GPUs the same file uses NCCL: `sbatch sbatch/collectives.sbatch
-# --impl mine`.
+# all collectives. `RANKS=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
+# sbatch/collectives.sbatch --impl mine`.
+#
+# The line that begins with `yours` names the functions that the script calls; the others of yours work
+# inside them.
 #
 # The column "algorithm" is the tensor's size divided by the time. The column "bus" multiplies it by
 # 2(n-1)/n, the part of the tensor that a rank has to send in any good all-reduce. So it can be
@@ -717,9 +737,18 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 if check.ready(*TODOS):
     check.keep()
     lab.run_job(
-        *("bash", "../sbatch/collectives.sbatch", "--impl", "mine", "--device", "cpu"),
-        *("--only", "all_reduce", "--max-mb", "1"),
+        *("env", "RANKS=4", "bash", "../sbatch/collectives.sbatch", "--impl", "mine"),
+        *("--device", "cpu", "--only", "all_reduce", "--max-mb", "4"),
     )
+
+# %% [markdown]
+# The job has drawn its table. The dashed line is the rate at which this machine copies memory: no
+# message between its ranks can be faster.
+
+# %%
+if check.ready(*TODOS):
+    pictures = sorted(Path("runs").glob("collectives-*/bandwidth.png"), key=os.path.getmtime)
+    display(Image(pictures[-1], alt="Bus bandwidth of the all-reduces against size"))
 
 # %%
 check.summary()

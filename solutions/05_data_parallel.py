@@ -113,7 +113,7 @@ print("after backward:", layer.weight.grad.tolist())
 # 2. the server averages them and takes the step,
 # 3. it sends the new weights back to every worker.
 #
-# ![On the left three workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks in a ring, where every link carries the same small share](figures/data_parallel_server.svg)
+# ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks in a ring, where every link carries the same small share](figures/data_parallel_server.svg)
 #
 # A model has many parameters. One message for each would be slow, so all go as one vector. `pack`
 # and `unpack` are given.

@@ -101,7 +101,10 @@ def reduce_tree(tensor: Tensor, op: str = "sum", root: int = 0, group: Group = N
 
 
 def gather(chunks: Sequence[Tensor], root: int = 0, group: Group = None) -> None:
-    """Fill the root's chunks[r] with rank r's chunks[r], for all r. Chunks may differ in size."""
+    """Fill the root's chunks[r] with rank r's chunks[r], for all r.
+
+    Chunks may differ in size, and need not be in one piece of memory.
+    """
     rank = dist.get_rank(group)
     for source, chunk in enumerate(chunks):
         with flat(chunk) as vector:

@@ -256,7 +256,7 @@ def rounds_overview(states: Sequence[Round]) -> Figure:
     for number, ax in enumerate(figure.axes):
         ax.set_visible(number < len(states))
         if number < len(states):
-            draw_round(ax, states[number], font_size=36 / max(4, len(states[0].held)))
+            draw_round(ax, states[number], font_size=32 / max(4, len(states[0].held)))
             ax.set_title(f"round {number}" if number else "start", fontsize=10, color=BLACK)
             ax.tick_params(labelleft=number % cols == 0)
     return figure

@@ -55,12 +55,13 @@ def exchange_and_combine(
     source: int,
     op: str,
     group: Group = None,
-    piece_bytes: int = 4 << 20,
+    piece_bytes: int = 2 << 20,
 ) -> None:
     """Send `outgoing` to rank `to`, and combine what rank `source` sends into `total`.
 
-    In pieces of at most `piece_bytes`, at least one: while one is added, the next ones travel. The
-    two tensors may differ in size, and so in their number of pieces.
+    In pieces of as many whole numbers as `piece_bytes` holds, but at least one: while one piece is
+    added, the next ones travel. The two tensors may differ in size, and so in their number of
+    pieces, and need not be in one piece of memory.
     """
     with flat(outgoing) as leaving, flat(total) as sums:
         arrived = torch.empty_like(sums)
@@ -83,9 +84,10 @@ def exchange_and_combine(
 
 
 def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
-    """Fill chunks[r] with rank r's chunks[r], for all r, on every rank. Chunks may differ in size.
+    """Fill chunks[r] with rank r's chunks[r], for all r, on every rank.
 
-    In step k rank r sends chunk r - k on: first its own, then always the one that came last.
+    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
+    r - k on: first its own, then always the one that came last.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for step in range(n - 1):
@@ -96,8 +98,9 @@ def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
 def reduce_scatter_ring(chunks: Sequence[Tensor], op: str = "sum", group: Group = None) -> None:
     """Combine all ranks' chunks[r] into rank r's chunks[r], for all r.
 
-    In step k rank r sends chunk r - k - 1: a sum that grows by one rank a step, and arrives at its
-    owner last. Afterwards the other chunks hold parts of sums, of no use.
+    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
+    r - k - 1: a sum that grows by one rank a step, and arrives at its owner last. Afterwards the
+    other chunks hold parts of sums, of no use.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for step in range(n - 1):

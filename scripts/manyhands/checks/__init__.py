@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,15 +109,23 @@ class Lesson:
         return register
 
     def done(self, todo: str) -> bool:
-        """Is this one done?"""
-        return todo in self.exercises and self.exercises[todo].verdict.state == "done"
+        """Is this one done, and still what was checked?"""
+        exercise = self.exercises.get(todo)
+        return exercise is not None and exercise.verdict.state == "done" and not changed(exercise)
 
     def ready(self, *todos: str) -> bool:
         """Are all of these done? Says in one line which ones an experiment still waits for."""
         waits = [str(todo) for todo in todos if not self.done(str(todo))]
         if waits:
             print(f"This cell waits for TODO {', '.join(waits)}: it runs once the check is green.")
+        self.tell_changed(waits)
         return not waits
+
+    def tell_changed(self, todos: Iterable[str]) -> None:
+        """Name those of the exercises that were green, and were written anew after that."""
+        again = [t for t in todos if t in self.exercises and changed(self.exercises[t])]
+        if again:
+            print(f"TODO {', '.join(again)} has changed since its check: run the check again.")
 
     def hint(self, todo: str | None = None) -> None:
         """Print one more hint for a TODO; by default for the first that is not done."""
@@ -136,20 +144,29 @@ class Lesson:
     def keep(self, folder: Path = mine.FOLDER) -> None:
         """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
         passed = {e.name: e.answer for t, e in self.exercises.items() if self.done(t)}
+        self.tell_changed(self.exercises)
         if not passed:
-            print("No check is green yet, so there is nothing to write.")
+            print("No check is green, so there is nothing to write.")
             return
         path = mine.write(self.module, passed, folder)
         print(f"wrote {path.parent.name}/{path.name} in the course's folder: {', '.join(passed)}")
 
     def summary(self) -> None:
         """Print what is done, one line."""
+        self.tell_changed(self.exercises)
         marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]"}
         states = [exercise.verdict.state for exercise in self.exercises.values()]
         line = " ".join(
             f"{marks[e.verdict.state]} {todo} {e.name}" for todo, e in self.exercises.items()
         )
         print(f"{states.count('done')} of {len(states)} done: {line}")
+
+
+def changed(exercise: Exercise) -> bool:
+    """Does the notebook hold another function under this name than the one that passed?"""
+    ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    now = ipython.user_ns.get(exercise.name) if ipython else None
+    return exercise.verdict.state == "done" and now is not None and now is not exercise.answer
 
 
 def score(

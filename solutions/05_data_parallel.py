@@ -113,10 +113,12 @@ print("after backward:", layer.weight.grad.tolist())
 # 2. the server averages them and takes the step,
 # 3. it sends the new weights back to every worker.
 #
-# ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks in a ring, where every link carries the same small share](figures/data_parallel_server.svg)
-#
 # A model has many parameters. One message for each would be slow, so all go as one vector. `pack`
 # and `unpack` are given.
+#
+# `dist.send(vector, group=group, group_dst=server)` sends to a rank of the group, and
+# `dist.recv(vector, group=group, group_src=server)` waits for a message from it and writes it into
+# `vector`. Both count ranks inside the group; `None` for the group means all ranks of the job.
 
 # %% show="true"
 from manyhands.data_parallel import pack, unpack
@@ -282,7 +284,9 @@ if check.ready("5.5", "5.6", "5.7"):
 # are $4P$ bytes, and so are its weights.
 #
 # Predict, for 4 workers and 4P = 3360 bytes: how many bytes pass the server's link in a step, in and
-# out together? How many bytes does one of 4 ranks send in a ring, and how many does it receive?
+# out together? And how many bytes does one of 4 ranks send, when the gradients are added up by the
+# ring all-reduce of lesson 04? (There each rank sends 2 (n-1) chunks, and a chunk is 1/n of the
+# whole.)
 
 # %%
 server_link_bytes, ring_sent_bytes = None, None  # your numbers
@@ -340,7 +344,10 @@ if check.ready("5.3", "5.4"):
     score("sent by a rank of 4 in a ring", ring_sent_bytes, 2 * 3 / 4 * 3360, by_ring, "bytes")
 
 # %% [markdown]
-# Now for n = 2 to 8, in the same unit: bytes at the busiest rank, in and out together.
+# ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks in a ring, where every link carries the same small share](figures/data_parallel_server.svg)
+#
+# Now for n = 2 to 8, in the same unit: bytes at the busiest rank, in and out together. (This starts 14
+# groups of ranks, and takes some seconds.)
 
 # %%
 if check.ready("5.3", "5.4"):
@@ -494,20 +501,21 @@ if check.ready("5.6", "5.8", "5.9"):
 #
 # Two ranks on one machine have a very fast link, and they share its cores with the messages. A
 # network between computers is slower, but carries messages while the cores compute. To see that on
-# one machine, the link is slowed down to 200 MB/s: who waits for a message sleeps until a link of
-# that speed would have brought it. That part is a model; backward and your code are real.
+# one machine, the link is slowed down to 200 MB/s, with 1 ms for each message on top: who waits for
+# a message sleeps until such a link would have brought it. That part is a model; backward and your
+# code are real. Buckets hold two layers here (2.2 MB).
 
 # %%
 from manyhands.timeline import Timeline
 
 
-def record(how, bytes_per_s):
+def record(how, bytes_per_s, latency_s):
     model, after_backward = wrap(how, eight_layers(512), bucket_mb=2.2)
     inputs = torch.randn(512, 512)
     model(inputs).sum().backward()  # the first step also warms up
     after_backward()
     line = Timeline()
-    line.watch_all_reduces(bytes_per_s)
+    line.watch_all_reduces(bytes_per_s, latency_s)
     model.zero_grad()
     dist.barrier()
     with line.span("forward"):
@@ -527,7 +535,7 @@ if check.ready("5.6", "5.8", "5.9"):
     figure, axes = figures.new_figure(height=7.2, rows=3)
     shown = {}
     for ax, how in zip(axes, HOW, strict=True):
-        runs = [run_ranks(record, 2, how, 200e6) for _ in range(3)]
+        runs = [run_ranks(record, 2, how, 200e6, 1e-3) for _ in range(3)]
         runs = [[span for spans in run for span in spans] for run in runs]
         shown[how] = sorted(runs, key=end_ms)[1]  # the median of three
         figures.timeline(ax, sorted(shown[how], key=lambda span: span[1] == "idle"))
@@ -541,9 +549,9 @@ if check.ready("5.6", "5.8", "5.9"):
 # %% [markdown]
 # Each rank has two lanes: its work above, its messages below. Grey means that the rank stands and
 # waits. In the first two figures every message comes after backward, and the rank is idle all the
-# while. Buckets alone make the messages fewer. In the third figure the messages lie under backward.
-# Only the last bucket is left over: the gradients of the first layer are ready last, so nothing is
-# left to hide their message behind.
+# while. Buckets make the messages fewer, so their fixed cost is paid less often. In the third figure
+# most messages lie under backward. The last bucket is left over, always: the gradients of the first
+# layer are ready last, so nothing is left to hide their message behind.
 
 # %% [markdown]
 # ### And without the slow link?
@@ -630,8 +638,10 @@ if check.ready("5.6"):
 # ## 8. Run it as a job, with your functions in it
 #
 # The next cell writes your functions to `mine/data_parallel.py`, and trains a small language model with
-# them on two real processes. In a terminal it is `bash sbatch/data_parallel.sbatch --mine --impl
-# overlapped`. Try `naive`, `bucketed` and `server`, too (with two processes: one server, one worker).
+# your `BucketedDDP` on two real processes. Its report lands in the folder `runs` beside this
+# notebook. In a terminal, in the course's folder, the job is `bash sbatch/data_parallel.sbatch --mine
+# --impl overlapped`; without the other options of the cell it trains longer. `naive`, `bucketed` and
+# `server` (on two processes: one server, one worker) use your other functions.
 
 # %%
 if check.ready("5.5", "5.6", "5.8", "5.9"):
@@ -659,9 +669,9 @@ check.summary()
 #
 # <details><summary>A parameter server with 100 workers and a model of 1 GB. Its link carries 10 GB/s each way. How long does a step take at least?</summary>
 #
-# 100 GB have to come in, and 100 GB have to go out: 10 s each. That was the state of the art in 2012;
-# DistBelief (Dean et al.) split the server over many machines for that reason, and let the
-# workers run ahead of each other.
+# 20 s: 100 GB have to come in, which takes 10 s, and only then can the new weights go out, another
+# 100 GB. DistBelief (Dean et al. 2012) split the server over many machines for that reason, and let
+# the workers run ahead of each other.
 # </details>
 #
 # <details><summary>Why are buckets filled from the last layer on, and not from the first?</summary>

@@ -172,15 +172,16 @@ def _add(
     if isinstance(value, types.ModuleType):
         imports.add(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
         return
+    is_code = inspect.isroutine(value) or isinstance(value, type)
+    if not is_code and (home := _package_module_with(name, value)):
+        imports.add(f"from {home} import {name}")
+        return
     module, origin = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if origin and module and module != "__main__":
         imports.add(f"from {module} import {origin}" + (f" as {name}" if name != origin else ""))
         return
     if origin and (inspect.isfunction(value) or isinstance(value, type)):
         _collect(name, value, imports, definitions)
-        return
-    if home := _package_module_with(name, value):
-        imports.add(f"from {home} import {name}")
         return
     try:
         ast.literal_eval(repr(value))

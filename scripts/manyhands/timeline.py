@@ -29,20 +29,22 @@ class Timeline:
         yield
         self.spans.append((self.rank, role, start_s, time.time()))
 
-    def watch_all_reduces(self, bytes_per_s: float = float("inf")) -> None:
+    def watch_all_reduces(self, bytes_per_s: float = float("inf"), latency_s: float = 0.0) -> None:
         """Record every all-reduce of this rank from now on, from its start to its last byte.
 
         Args:
             bytes_per_s: slows the link down. Messages pass one after the other; whoever waits for
                 one sleeps until a link of this speed would have carried it. The computation goes
                 on meanwhile, as it would beside a slow network.
+            latency_s: what every message takes on top, however small.
         """
         original = dist.all_reduce
 
         def all_reduce(tensor: Tensor, *args, async_op: bool = False, **kwargs):
             start_s = time.time()
             work = original(tensor, *args, async_op=True, **kwargs)
-            self.link_free_s = max(start_s, self.link_free_s) + tensor.nbytes / bytes_per_s
+            carried_s = latency_s + tensor.nbytes / bytes_per_s
+            self.link_free_s = max(start_s, self.link_free_s) + carried_s
             message = Message(self, work, start_s, self.link_free_s)
             if async_op:
                 return message

@@ -10,6 +10,7 @@ in ranks with a limit, also where one rank would do.
 import html
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands import mine
-from manyhands.failures import RankFailed, RanksHung, is_echo, where
+from manyhands.failures import Failure, RankFailed, RanksHung, is_echo, where
 from manyhands.lab import run_ranks
 
 LIMIT_S = 6.0
@@ -148,7 +149,10 @@ class Lesson:
         if not passed:
             print("No check is green, so there is nothing to write.")
             return
-        path = mine.write(self.module, passed, folder)
+        try:
+            path = mine.write(self.module, passed, folder)
+        except ValueError as error:
+            raise NotYet(str(error)) from None
         print(f"wrote {path.parent.name}/{path.name} in the course's folder: {', '.join(passed)}")
 
     def summary(self) -> None:
@@ -190,7 +194,9 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
     try:
         if not callable(answer):
             raise Wrong(
-                f"{name} is {answer!r}, not a function or class: run the cell that defines it"
+                f"{name} is {answer!r}, not a function or class",
+                "",
+                f"run the cell that defines it, and hand over {name} itself, without brackets",
             )
         if "NBGRADER_EXECUTION" in os.environ:
             refuse_the_course_s_own(answer, name)
@@ -199,14 +205,23 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
         return Verdict(todo, name, "not yet", wrong.seen, wrong.smell, wrong.hint)
     except RankFailed as failed:
         if failed.failure.error == "NotImplementedError":
-            return Verdict(todo, name, "not started")
-        return Verdict(todo, name, "not yet", *told(failed))
+            return Verdict(todo, name, "not started", _unwritten(answer))
+        return Verdict(todo, name, "not yet", *told(failed, answer))
     except Exception as error:  # an answer of a form that the check did not think of
         seen = f"the check cannot use what {name} gives: {type(error).__name__}: {error}"
         return Verdict(
             todo, name, "not yet", " ".join(seen.split()), "", "read the docstring again"
         )
     return Verdict(todo, name, "done")
+
+
+def _unwritten(answer: object) -> str:
+    """The methods of a class that still raise NotImplementedError."""
+    codes = {name: getattr(part, "__code__", None) for name, part in vars(answer).items()}
+    left = [n for n, c in codes.items() if c and "NotImplementedError" in c.co_names]
+    if not isinstance(answer, type) or not left:
+        return ""
+    return f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} still to be written"
 
 
 SAME_CALLS = "look for a collective inside an `if` that only some ranks enter"
@@ -232,29 +247,47 @@ KNOWN_ERRORS = {  # words of an error -> what it smells of, what to try
         "there may be no process group at all: then the one process is rank 0",
         "ask dist.is_initialized() first",
     ),
+    "BdbQuit": ("a debugger cannot ask you anything from inside a rank", "use print instead"),
 }
 
 
-def told(failed: RankFailed) -> tuple[str, str, str]:
-    """A failure on a rank as seen, smell, hint."""
+def place(failure: Failure, answer: object = None) -> str:
+    """Where it went wrong: in the answer itself, or else in what it calls."""
+    own = _lines_of(answer)
+    frames = [frame for frame in failure.frames if frame[:2] in own] or failure.frames
+    return f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
+
+
+def _lines_of(answer: object) -> set[tuple[str, int]]:
+    """File and number of every line of a function, or of a class's methods."""
+    kinds = answer.__mro__ if isinstance(answer, type) else ()
+    parts = [part for kind in kinds for part in vars(kind).values()] or [answer]
+    codes = [inspect.unwrap(part).__code__ for part in parts if inspect.isfunction(part)]
+    lines = set()
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        lines |= {(code.co_filename, line) for *_, line in code.co_lines()}
+    return lines
+
+
+def told(failed: RankFailed, answer: object = None) -> tuple[str, str, str]:
+    """A failure on a rank as seen, smell, hint; the line named is one of the answer's own."""
     failure = failed.failure
-    place = (
-        f" in{where(failure.frames[-1]).replace('  line', ' line', 1)}" if failure.frames else ""
-    )
+    at = place(failure, answer)
     if isinstance(failed, RanksHung):
         return _told_of_a_hang(failed)
     if is_echo(failure):
         return (
-            f"rank {failed.rank} waited{place} for a partner that had already finished",
+            f"rank {failed.rank} waited{at} for a partner that had already finished",
             "not every rank makes the same calls",
             SAME_CALLS,
         )
-    message = " ".join(failure.message.split())[:300]
-    smell, hint = next(
-        (known for words, known in KNOWN_ERRORS.items() if words in message), ("", "")
-    )
+    message = re.sub(r" <\S+ object at 0x\w+>", "", " ".join(failure.message.split()))[:300]
+    said = f"{failure.error}: {message}"
+    smell, hint = next((known for words, known in KNOWN_ERRORS.items() if words in said), ("", ""))
     raised = "died" if failure.error == "died" else f"raised {failure.error}"
-    return f"rank {failed.rank} {raised}: {message}{place}", smell, hint
+    return f"rank {failed.rank} {raised}: {message}{at}", smell, hint
 
 
 def _told_of_a_hang(failed: RanksHung) -> tuple[str, str, str]:

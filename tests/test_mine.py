@@ -197,3 +197,20 @@ def test_words_name_the_learners_functions_and_no_imported_one(tmp_path):
     assert list(found) == ["place", "f"]
     assert mine.in_words(found) == "yours: f; the course's: all else"
     assert mine.in_words({"place": found["place"]}) == "yours: none; the course's: all else"
+
+
+def test_an_answer_that_was_changed_after_its_check_is_not_done():
+    cells = [
+        "from manyhands.checks import collectives as check",
+        "from manyhands.collectives import combine\ncheck.combine(combine)",
+        "print(check.ready('4.1'))",
+        "def combine(total, other, op):\n    total -= other",
+        "print(check.ready('4.1'))\ncheck.keep()",
+        "from manyhands.collectives import combine\nprint(check.ready('4.1'))",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    NotebookClient(notebook, timeout=60).execute()
+    before, after, again = ("".join(o.text for o in notebook.cells[i].outputs) for i in (2, 4, 5))
+    assert before == "True\n" and again == "True\n"
+    assert "waits for TODO 4.1" in after and "changed since its check" in after
+    assert "nothing to write" in after

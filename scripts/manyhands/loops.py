@@ -83,8 +83,8 @@ def server_step(
     """Take the gradients of all other ranks, step with their mean, and send the new weights back.
 
     Called on the server, which may be any rank of the group and computes no gradient itself: with
-    n workers the group has n+1 ranks. The messages are those of `worker_step`. One step a call:
-    each trainable parameter's .grad then holds the mean, and nothing of the step before.
+    n workers the group has n+1 ranks. The messages are those of `worker_step`. One step a call,
+    for which each trainable parameter's .grad holds the mean, and nothing of the step before.
     """
     server, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [rank for rank in range(world_size) if rank != server]
@@ -110,9 +110,10 @@ def train_replicas(
     """Train by all-reduce data parallelism with AdamW and the mean squared error.
 
     Before: the process group is there; the ranks' models may differ, and rank 0's counts. For each
-    batch of B samples (B is a multiple of N): take this rank's B/N samples, the ones numbered rank,
-    rank + N, ...; forward; loss; backward; average the gradients; update. After: rank 0 returns
-    its weights, copied to the CPU, ready to be saved; the other ranks return {}.
+    batch of B samples (B is a multiple of N): take this rank's B/N samples (no two ranks the same,
+    such as those numbered rank, rank + N, ...); forward; loss; backward; average the gradients;
+    update. After: rank 0 returns the trained weights under the model's names, copied to the CPU,
+    ready to be saved; the other ranks return {}.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     broadcast_state(model, group)

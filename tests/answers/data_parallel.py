@@ -1,6 +1,8 @@
 """Answers to lesson 05 as students give them: RIGHT ones differ from the course's own, and WRONG
 ones come with words that the verdict must hold. A name is the exercise, then what is done."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,6 +83,7 @@ WRONG["5.2"] += [
     (changed(once="A"), "waits for nobody"),
     (changed(once="N"), "needs no printed loss"),
     (changed(mean="c"), "capital letters"),
+    (changed(mean=5), "'mean' has 5 - give one letter"),
     (changed(equal="LI"), "only the first of the steps"),
     (changed(equal=["L", "I"]), "only the first of the steps"),
     (lambda: {"share": "B", "equal": "L", "mean": "C"}, "the four names of CHANGES"),
@@ -178,7 +181,52 @@ def worker_divides(module, server=0, group=None):
     worker_with(lambda params: [p.grad / num_workers for p in params])(module, server, group)
 
 
-@wrong("5.3", "that rank is not in the group")
+@wrong("5.3", "frozen parameters have no gradient")
+def worker_packs_frozen(module, server=0, group=None):
+    worker_with(outgoing=lambda _: gradients(module.parameters()))(module, server, group)
+
+
+@wrong("5.3", "in worker_keeps_what_recv_returns:  unpack(weights, params) - dist.recv fills")
+def worker_keeps_what_recv_returns(module, server=0, group=None):
+    params = trainable(module)
+    dist.send(pack(gradients(params)), group=group, group_dst=server)
+    weights = dist.recv(pack(params), group=group, group_src=server)
+    unpack(weights, params)
+
+
+@wrong("5.3", "a generator can be gone through only once")
+def worker_with_a_generator(module, server=0, group=None):
+    params = (param for param in module.parameters() if param.requires_grad)
+    dist.send(pack([param.grad for param in params]), group=group, group_dst=server)
+    weights = pack([*params])
+    dist.recv(weights, group=group, group_src=server)
+
+
+@wrong("5.3", "waits for none of its messages")
+def worker_never_waits(module, server=0, group=None):
+    params = trainable(module)
+    dist.isend(pack(gradients(params)), group=group, group_dst=server)
+    weights = pack(params)
+    dist.irecv(weights, group=group, group_src=server)
+    unpack(weights, params)
+
+
+@wrong("5.3", "need no such number")
+def worker_translates_none(module, server=0, group=None):
+    there = dist.get_global_rank(group, server)
+    dist.send(pack(gradients(trainable(module))), there, group=group)
+
+
+@wrong("5.3", "inside `with torch.no_grad():`")
+def worker_writes_under_autograd(module, server=0, group=None):
+    def take(weights, params):
+        for param, part in zip(params, weights.split([p.numel() for p in params]), strict=True):
+            param.copy_(part.view_as(param))
+
+    worker_with(take=take)(module, server, group)
+
+
+@wrong("5.3", "group_dst=server to send")
 def worker_counts_over_the_job(module, server=0, group=None):
     params = trainable(module)
     dist.send(pack(gradients(params)), dst=server, group=group)
@@ -402,14 +450,28 @@ def server_with_an_optimizer_of_its_own(module, optimizer, group=None):
     server_with()(module, new, group)
 
 
-@wrong("5.4", "rank 2 of the job, not")
+@wrong("5.4", "cleared again before the step")
+def server_clears_before_the_step(module, optimizer, group=None):
+    server_with(step=lambda o: (o.zero_grad(), o.step()))(module, optimizer, group)
+
+
+@wrong("5.4", "and dist.get_rank(group)")
+def server_counts_over_the_whole_job(module, optimizer, group=None):
+    if group is None:
+        return server_with()(module, optimizer)
+    arrived = pack(trainable(module))
+    for worker in [r for r in range(dist.get_world_size()) if r != dist.get_rank()]:
+        dist.recv(arrived, group=group, group_src=worker)
+
+
+@wrong("5.4", "the server is no worker")
 def server_counts_itself_in(module, optimizer, group=None):
     arrived = pack(trainable(module))
     for worker in range(dist.get_world_size(group)):
         dist.recv(arrived, group=group, group_src=worker)
 
 
-@wrong("5.4", "not [0, 1, 3]")
+@wrong("5.4", "itself: rank 2, not [0, 1, 3]")
 def server_thinks_it_is_rank_0(module, optimizer, group=None):
     arrived = pack(trainable(module))
     for worker in range(1, dist.get_world_size(group)):
@@ -474,19 +536,65 @@ def server_unpacks_into_none(module, optimizer, group=None):
 # ---- 5.5 broadcast_state --------------------------------------------------------------------
 
 
+def parameters_and_buffers(module):
+    return [*module.parameters(), *module.buffers()]
+
+
 @right("5.5")
 def broadcast_data_directly(module, group=None):
     with torch.no_grad():
-        for tensor in module.state_dict().values():
-            dist.broadcast(tensor, group=group, group_src=0)
+        for tensor in parameters_and_buffers(module):
+            dist.broadcast(tensor.data, group=group, group_src=0)
 
 
 @right("5.5")
 def broadcast_as_objects(module, group=None):
-    box = [module.state_dict()]
+    box = [parameters_and_buffers(module)]
     first = dist.get_global_rank(group or dist.group.WORLD, 0)
     dist.broadcast_object_list(box, src=first, group=group)
-    module.load_state_dict(box[0])
+    for tensor, new in zip(parameters_and_buffers(module), box[0], strict=True):
+        tensor.data.copy_(new)
+
+
+@right("5.5")
+def broadcast_all_at_once(module, group=None):
+    tensors = [tensor.detach() for tensor in parameters_and_buffers(module)]
+    works = [dist.broadcast(t, group=group, group_src=0, async_op=True) for t in tensors]
+    for work in works:
+        work.wait()
+
+
+@wrong("5.5", "registered with persistent=False")
+def broadcast_state_dict(module, group=None):
+    for tensor in module.state_dict().values():
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+@wrong("5.5", "a set has none")
+def broadcast_a_set(module, group=None):
+    for tensor in {*module.parameters(), *module.buffers()}:
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+
+@wrong("5.5", "here are several types")
+def broadcast_packed(module, group=None):
+    vector = pack(parameters_and_buffers(module))
+    dist.broadcast(vector, group=group, group_src=0)
+    unpack(vector, parameters_and_buffers(module))
+
+
+@wrong("5.5", "before the message is through")
+def broadcast_without_wait(module, group=None):
+    for tensor in parameters_and_buffers(module):
+        dist.broadcast(tensor.detach(), group=group, group_src=0, async_op=True)
+
+
+@wrong("5.5", "inside `with torch.no_grad():`")
+def broadcast_under_autograd(module, group=None):
+    for tensor in parameters_and_buffers(module):
+        new = tensor.detach().clone()
+        dist.broadcast(new, group=group, group_src=0)
+        tensor.copy_(new)
 
 
 @wrong("5.5", "group_src=0 names the group's first rank")
@@ -560,7 +668,7 @@ def broadcast_from_the_last(module, group=None):
         dist.broadcast(tensor.detach(), src=last, group=group)
 
 
-@wrong("5.5", "still has its own values")
+@wrong("5.5", "sent nothing")
 def broadcast_nothing(module, group=None):
     return None
 
@@ -585,6 +693,62 @@ def average_flat(module, group=None):
     dist.all_reduce(flat, group=group)
     for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         param.grad = part.view_as(param).clone()
+
+
+@wrong("5.6", "divide on every rank")
+def average_divided_on_rank_0(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group=group)
+        if dist.get_rank(group) == 0:
+            param.grad /= dist.get_world_size(group)
+
+
+@wrong("5.6", "names a tied parameter once")
+def average_tied_twice(module, group=None):
+    for _, param in module.named_parameters(remove_duplicate=False):
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= dist.get_world_size(group)
+
+
+@wrong("5.6", "has no gradient any more")
+def average_that_drops(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group=group)
+        param.grad = None
+
+
+@wrong("5.6", "sys.exit()")
+def average_that_leaves(module, group=None):
+    raise SystemExit
+
+
+@wrong("5.6", "use print instead")
+def average_in_a_debugger(module, group=None):
+    breakpoint()
+
+
+@wrong("5.6", "no collective was called")
+def average_of_data(module, group=None):
+    for param in module.parameters():
+        if param.data.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+
+
+@wrong("5.6", "// rounds down")
+def average_rounded(module, group=None):
+    for param in with_gradients(module):
+        dist.all_reduce(param.grad, group=group)
+        param.grad //= dist.get_world_size(group)
+
+
+@wrong("5.6", "nobody gets to send")
+def average_receives_first(module, group=None):
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for param in with_gradients(module):
+        other = torch.empty_like(param.grad)
+        dist.recv(other, group=group, group_src=(rank - 1) % world_size)
+        dist.send(param.grad, group=group, group_dst=(rank + 1) % world_size)
 
 
 @wrong("5.6", "a broadcast, no average")
@@ -717,6 +881,17 @@ def replicas_with_flat_gradients(model, batches, learning_rate, group=None):
     return {name: p.detach().cpu() for name, p in model.named_parameters()} if rank == 0 else {}
 
 
+@right("5.7")
+def replicas_of_a_copy(model, batches, learning_rate, group=None):
+    return replicas_with()(copy.deepcopy(model), batches, learning_rate, group)
+
+
+@wrong("5.7", "from another model than the one that was trained")
+def replicas_that_return_the_original(model, batches, learning_rate, group=None):
+    trained = replicas_with()(copy.deepcopy(model), batches, learning_rate, group)
+    return model.state_dict() if trained else {}
+
+
 def replicas_with(
     start=broadcast_state,
     part=lambda rank, n: slice(rank, None, n),
@@ -764,7 +939,7 @@ WRONG["5.7"] += [
     (replicas_with(order="clear backward step average"), "are not averaged before the step"),
     (replicas_with(order="clear average backward step"), "are not averaged before the step"),
     (replicas_with(order="backward average step"), "backward adds to .grad"),
-    (replicas_with(order="backward average clear step"), "cleared between backward and the step"),
+    (replicas_with(order="backward average clear step"), "cleared again before the step"),
     (replicas_with(part=lambda rank, n: slice(None)), "every rank computes the whole batch"),
     (replicas_with(part=lambda rank, n: slice(0, None, n)), "is read twice"),
     (replicas_with(part=lambda rank, n: slice(rank, rank + 1)), "nobody reads sample"),
@@ -779,7 +954,16 @@ WRONG["5.7"] += [
         replicas_with(loss_of=lambda a, b: nn.functional.mse_loss(a, b) / dist.get_world_size()),
         "divided once more",
     ),
+    (
+        replicas_with(loss_of=lambda a, b: nn.functional.mse_loss(a, b, reduction="sum")),
+        "a sum over the samples",
+    ),
     (replicas_with(optimizer_of=torch.optim.SGD), "the optimizer is SGD"),
+    (
+        replicas_with(optimizer_of=lambda ps, lr: torch.optim.AdamW(ps, lr, weight_decay=0)),
+        "AdamW with weight_decay 0",
+    ),
+    (replicas_with(optimizer_of=lambda ps, lr: torch.optim.AdamW(ps)), "AdamW's own default"),
     (replicas_with(scale=1), "nothing is to be scaled"),
     (replicas_with(group_of=lambda group: None), "dist.get_rank(group)"),
     (replicas_with(num_batches=1), "nobody reads batch 2, 3, 4"),
@@ -884,6 +1068,8 @@ WRONG["5.8"] += [
     (buckets_with(divisor=lambda group: dist.get_world_size(group) ** 2), "divide once"),
     (buckets_with(into=list), "write into param.grad"),
     (buckets_with(outgoing=list), "pack [param.grad for param in bucket]"),
+    (buckets_with(outgoing=list, into=list), "pack [param.grad for param in bucket]"),
+    (buckets_with(reduce=lambda v, g: None), "nothing was sent"),
     (buckets_with(into=lambda bucket: [p.grad.clone() for p in bucket]), "own gradient"),
     (buckets_with(reduce=lambda vector, _: dist.all_reduce(vector)), "`group` is not passed on"),
     (buckets_with(reduce=lambda vector, group: None), "nothing was sent"),
@@ -892,11 +1078,26 @@ WRONG["5.8"] += [
     (buckets_with(sorted_as=lambda buckets: buckets[:1]), "put together, or left out"),
     (
         buckets_with(sorted_as=lambda buckets: buckets[:: 1 - 2 * (dist.get_rank() % 2)]),
-        "tensors of different size or type",
+        "go through one list, in the same order",
     ),
     (buckets_with(outgoing=lambda b: gradients(b[::-1]), into=gradients), "not in their places"),
     (buckets_with(reduce=lambda v, g: dist.broadcast(v, group=g, group_src=0)), "a broadcast"),
 ]
+
+
+@wrong("5.8", "divided by 1 and 4")
+def buckets_divided_by_their_length(buckets, group=None):
+    for bucket in buckets:
+        vector = pack(gradients(bucket))
+        dist.all_reduce(vector, group=group)
+        unpack(vector, gradients(bucket), len(bucket))
+
+
+@wrong("5.8", "unpack the vector that was all-reduced")
+def buckets_of_the_return_value(buckets, group=None):
+    for bucket in buckets:
+        vector = dist.all_reduce(pack(gradients(bucket)), group=group)
+        unpack(vector, gradients(bucket), dist.get_world_size(group))
 
 
 @wrong("5.8", "a bucket is sent whole, and once")
@@ -1027,6 +1228,68 @@ class DDPWithoutGroup(data_parallel.BucketedDDP):
 class DDPThatOnlyCounts(data_parallel.BucketedDDP):
     def _on_grad_ready(self, param):
         self.num_ready[self.bucket_of[param]] += 1
+
+
+@wrong("5.9", "keep each work in self.in_flight")
+class DDPThatKeepsNothing(data_parallel.BucketedDDP):
+    def _start(self, index):
+        pack(gradients(self.buckets[index]), out=self.flats[index])
+        dist.all_reduce(self.flats[index], group=self.group)
+
+
+@wrong("5.9", "_finish ran before all buckets had started")
+class DDPThatFinishesEachBucket(data_parallel.BucketedDDP):
+    def _on_grad_ready(self, param):
+        if not self.sync:
+            return
+        self.num_ready[self.bucket_of[param]] += 1
+        index = len(self.in_flight)
+        if self.num_ready[index] == len(self.buckets[index]):
+            self._start(index)
+            self._finish()
+
+
+@wrong("5.9", "_finish ran before all buckets had started")
+class DDPThatFinishesEachBucketLoosely(DDPThatFinishesEachBucket):
+    def forward(self, *args):
+        return self.module(*args)
+
+    def _finish(self):
+        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=False):
+            work.wait()
+            unpack(flat, gradients(bucket), dist.get_world_size(self.group))
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
+
+
+@wrong("5.9", "the bucket was started too early")
+class DDPThatStartsAtEachGradient(data_parallel.BucketedDDP):
+    def _on_grad_ready(self, param):
+        self.num_ready[self.bucket_of[param]] += 1
+        self._start(self.bucket_of[param])
+
+
+@wrong("5.9", "is the number of its bucket")
+class DDPThatLooksIntoBuckets(data_parallel.BucketedDDP):
+    def _on_grad_ready(self, param):
+        for index, bucket in enumerate(self.buckets):
+            if param in bucket:
+                self.num_ready[index] += 1
+
+
+@wrong("5.9", "by bucket, not by parameter")
+class DDPThatCountsByParameter(data_parallel.BucketedDDP):
+    def _on_grad_ready(self, param):
+        self.num_ready[param] += 1
+
+
+@wrong("5.9", "and the loop goes on")
+class DDPWithoutABound(data_parallel.BucketedDDP):
+    def _on_grad_ready(self, param):
+        if self.sync:
+            self.num_ready[self.bucket_of[param]] += 1
+            while self.num_ready[len(self.in_flight)] == len(self.buckets[len(self.in_flight)]):
+                self._start(len(self.in_flight))
 
 
 class Done:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from manyhands.checks import Lesson, Wrong, ranks
+from manyhands.checks import Lesson, Wrong, place, ranks, told
 from manyhands.checks.shared import (
     Probe,
     build,
@@ -24,14 +24,81 @@ from manyhands.checks.shared import (
     log_all_reduces,
     run_backward,
     token_batch,
+    waits,
 )
 from manyhands.data_parallel import make_buckets
-from manyhands.failures import RankFailed, where
+from manyhands.failures import RankFailed, RanksHung, where
 from manyhands.ledger import Entry, Ledger, calls
 from manyhands.loops import CHANGES, STEPS
 
 lesson = Lesson("data_parallel")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+
+
+# ---- what goes wrong on a rank --------------------------------------------------------------
+
+Reasons = dict[str, tuple[str, str]]  # words of an error -> what it smells of, what to try
+REASONS: Reasons = {
+    "two ranks called the same collective with tensors of different": (
+        "the ranks send their tensors in different order (a set has none), or other tensors",
+        "go through one list, in the same order on every rank",
+    ),
+    "expected a non-empty list of Tensors": (
+        "there was nothing to pack: a generator can be gone through only once",
+        "make it a list: [... for param in ...]",
+    ),
+    "can't be cast to the desired output type": (
+        "pack puts tensors of one type into a vector; here are several types",
+        "one message for each tensor, or one vector for each type",
+    ),
+    "requires grad is being used in an in-place": (
+        "autograd does not let a parameter be changed under its eyes",
+        "write into param.detach(), or inside `with torch.no_grad():`",
+    ),
+    "'NoneType' object has no attribute 'split'": (
+        "all_reduce works in place and returns None",
+        "unpack the vector that was all-reduced",
+    ),
+}
+
+
+class Refused(Exception):
+    """Stops a rank at a call that nobody would answer; holds seen, smell and hint."""
+
+
+def _stop(*told: str) -> None:
+    raise Refused(" | ".join(told))
+
+
+def _run(fn: Callable, world_size: int, answer, *args: object, **options: object) -> list:
+    """`ranks`; a failure on a rank is told with this lesson's reasons, `reasons` before others."""
+    reasons = {**options.pop("reasons", {}), **REASONS}
+    try:
+        results = ranks(fn, world_size, answer, *args, **options)
+    except RankFailed as failed:
+        if failed.failure.error == "NotImplementedError":
+            raise
+        raise Wrong(*_explained(failed, answer, reasons)) from None
+    if None in [result if result is None else 0 for result in results]:
+        raise Wrong("a rank left by sys.exit()", "", "let the function end, or return")
+    return results
+
+
+def _explained(failed: RankFailed, answer, reasons: Reasons) -> tuple[str, str, str]:
+    if failed.failure.error == "Refused":
+        seen, smell, advice = failed.failure.message.split(" | ")
+        return seen + place(failed.failure, answer), smell, advice
+    seen, smell, advice = told(failed, answer)
+    if isinstance(failed, RanksHung):
+        lines = [where(stack[-1]) for stack in failed.stacks.values() if stack]
+        if failed.world_size == 1:
+            smell, advice = "a loop without an end", "what ends it?"
+        elif lines and not failed.finished and all("recv(" in line for line in lines):
+            smell = "all ranks wait to receive, so nobody gets to send"
+            advice = "start the send first (dist.isend), then receive, then wait"
+        return seen, smell, advice
+    known = [why for words, why in reasons.items() if words in failed.failure.message]
+    return (seen, *known[0]) if known else (seen, smell, advice)
 
 
 # ---- 5.1 ------------------------------------------------------------------------------------
@@ -59,13 +126,14 @@ ORDER = (  # a step, one that has to come later, and why; all other orders are f
 @lesson.exercise(
     "5.1",
     "Start with the program (E) and end with control going back to the loop (N).",
-    "Four groups: get the batch to the GPU; forward and loss; backward; the optimizer.",
+    "Four groups: get the batch to the GPU (B, O, J, F); forward and loss; backward; optimizer. "
+    "Two copies stand beside them: that of the weights, and that of the loss.",
     "Backward runs through the layers in the opposite order of forward. The weights may go to the "
     "GPU at any time before forward, the loss to the CPU at any time after it is computed.",
 )
 def order_of_steps(answer) -> None:
     """All 15 letters, and no step before one that it needs."""
-    (given,) = ranks(_given, 1, answer, join=False)
+    (given,) = _run(_given, 1, answer, join=False)
     if not isinstance(given, str | list | tuple):
         raise Wrong(f"you returned {given!r}", "", 'return the 15 letters as one text: "E..."')
     for letter in given:
@@ -128,7 +196,7 @@ LURES = {  # of a change: wrong steps -> what they smell of; the steps left out 
 )
 def steps_that_change(answer) -> None:
     """One letter for each of the four changes."""
-    (given,) = ranks(_given, 1, answer, join=False)
+    (given,) = _run(_given, 1, answer, join=False)
     if not isinstance(given, dict) or set(given) != set(CHANGES):
         raise Wrong(
             f"you returned {given!r}",
@@ -138,7 +206,10 @@ def steps_that_change(answer) -> None:
     for name, letter in given.items():
         if not isinstance(letter, str) or letter not in STEPS:
             small = isinstance(letter, str) and letter.upper() in STEPS
-            smell = "the letters are capital letters" if small else "only the first of the steps"
+            several = (
+                "only the first of the steps" if isinstance(letter, str | list | tuple) else ""
+            )
+            smell = "the letters are capital letters" if small else several
             raise Wrong(f"{name!r} has {letter!r}", smell, "give one letter, such as 'E'")
         for letters, smell in LURES[name].items():
             if letter in letters:
@@ -153,14 +224,7 @@ def steps_that_change(answer) -> None:
 # ---- messages with a parameter server -------------------------------------------------------
 
 
-class Refused(Exception):
-    """Stops a rank at a call that nobody would answer; holds seen, smell and hint."""
-
-
-def _stop(*told: str) -> None:
-    raise Refused(" | ".join(told))
-
-
+BY_GROUP = "use group_dst=... and group_src=..."
 PLACES = (
     "server and workers are counted inside the group, and the server need not be 0; dst= and src= "
     "count over the whole job"
@@ -187,7 +251,7 @@ class Wire(Ledger):
     ) -> None:
         super().__init__()
         self.partners, self.model, self.log = partners, model, log
-        self.sends_after = sends_after
+        self.sends_after, self.waited = sends_after, waits()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.me = f"rank {dist.get_rank()} (of a group of ranks {list(self.ranks)})"
 
@@ -214,11 +278,16 @@ class Wire(Ledger):
                 "`group` is not passed on",
                 "give every dist call group=group",
             )
+        if entry.peer == dist.get_rank():
+            seen = f"{self.me} {does} itself: rank {entry.peer}, not {sorted(self.partners)}"
+            if len(self.ranks) < dist.get_world_size():
+                _stop(seen, PLACES, f"{BY_GROUP}, and dist.get_rank(group)")
+            _stop(seen, "the server is no worker", "leave out dist.get_rank(group)")
         if entry.peer is not None and entry.peer not in self.partners:
             _stop(
                 f"{self.me} {does} rank {entry.peer} of the job, not {sorted(self.partners)}",
                 PLACES,
-                "use group_dst=... and group_src=...",
+                BY_GROUP,
             )
         if entry.op == "send" and self.sends_after and self.sends_after not in self.log:
             _stop(
@@ -254,6 +323,12 @@ class Wire(Ledger):
     def count(self, num_each: int) -> None:
         """See that so many messages went out and came in, before the partner waits for more."""
         found = calls(self.entries)
+        if self.entries and not self.waited:
+            _stop(
+                f"{self.me} waits for none of its messages",
+                "isend and irecv return before the message is through",
+                "keep what they return, and wait() before the vector is read or dropped",
+            )
         for op, done in (("send", "sent"), ("recv", "received")):
             if found[op] != num_each:
                 _stop(
@@ -264,23 +339,31 @@ class Wire(Ledger):
                 )
 
 
-def _ranks_on_wires(fn: Callable, *args: object) -> list:
-    """`ranks` on 4 ranks; a Refused becomes the verdict, with the learner's line."""
-    try:
-        return ranks(fn, 4, *args)
-    except RankFailed as failed:
-        message = failed.failure.message
-        if "should not be the same as the rank of the current" in message:
-            message = f"rank {failed.rank} sends to itself | {PLACES} | use group_dst=server"
-        elif "'NoneType' object has no attribute" in message:
-            message += " | a `param.grad` is None until something is put there | "
-            message += "param.grad = torch.empty_like(param)"
-        elif failed.failure.error != "Refused":
-            raise
-        seen, smell, advice = message.split(" | ")
-        frames = failed.failure.frames
-        place = f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
-        raise Wrong(seen + place, smell, advice) from None
+TO_SERVER: Reasons = {
+    "'NoneType' object has no attribute": (
+        "frozen parameters have no gradient: their .grad is None",
+        "leave them out: [p for p in module.parameters() if p.requires_grad]",
+    ),
+    "'int' object has no attribute": (
+        "dist.recv fills the tensor that it is given, and returns the sender's number",
+        "weights = pack(params), dist.recv(weights, ...), unpack(weights, params)",
+    ),
+    "should not be the same as the rank of the current": (PLACES, "use group_dst=server"),
+    "not part of group": (PLACES, "use group_dst=server to send, group_src=server to receive"),
+    "is not registered": (
+        "a group of None stands for the whole job, and get_global_rank cannot look that up",
+        "use group_dst=server and group_src=server, which need no such number",
+    ),
+}
+TO_WORKERS: Reasons = {
+    **TO_SERVER,
+    "'NoneType' object has no attribute": (
+        "a `param.grad` is None until something is put there",
+        "param.grad = torch.empty_like(param), for those that are not frozen",
+    ),
+    "should not be the same as the rank of the current": (PLACES, "use group_dst=worker"),
+    "not part of group": (PLACES, "use group_dst=worker to send, group_src=worker to receive"),
+}
 
 
 JOBS = (((0, 1, 2, 3), 2), ((1, 2, 3), 1), ((0, 3), 0))  # ranks of the job, and the server's
@@ -348,15 +431,16 @@ def _one_process(seed: int, num_steps: int) -> list[dict]:
 def worker_step(answer) -> None:
     """Two steps with a server of the check's own, which is not rank 0; 3, 2 and 1 workers."""
     seed = random.randrange(10_000)
-    results = _ranks_on_wires(_in_jobs, answer, seed, _serve_for_workers, _work_as_learner)
+    jobs = seed, _serve_for_workers, _work_as_learner
+    results = _run(_in_jobs, 4, answer, *jobs, reasons=TO_SERVER)
     truths = _one_process(seed, 2)
     for job, (members, server) in enumerate(JOBS):
         others = [rank for rank in members if rank != server]
         for step, truth in enumerate(truths):
-            for place, rank in enumerate(others):
+            for index, rank in enumerate(others):
                 seen = results[rank][job][step]
                 case = f"step {step + 1} with {len(others)} worker(s), rank {rank}"
-                arrived = results[server][job][step]["arrived"][place]
+                arrived = results[server][job][step]["arrived"][index]
                 _compare_sent(arrived, seen, len(others), case)
                 _compare_taken(seen["after"], truth, case)
 
@@ -463,6 +547,11 @@ def _compare_taken(after: dict, truth: dict, case: str) -> None:
 
 # ---- 5.4 ------------------------------------------------------------------------------------
 
+CLEARED = (
+    "the gradients were cleared again before the step",
+    "zero_grad belongs before backward or after the step; on a server, before the mean is written",
+)
+
 
 @lesson.exercise(
     "5.4",
@@ -475,7 +564,8 @@ def _compare_taken(after: dict, truth: dict, case: str) -> None:
 def server_step(answer) -> None:
     """Three steps with 3, 2 and 1 workers of the check's own; gradients, weights, and the order."""
     seed = random.randrange(10_000)
-    results = _ranks_on_wires(_in_jobs, answer, seed, _serve_as_learner, _work_for_server)
+    jobs = seed, _serve_as_learner, _work_for_server
+    results = _run(_in_jobs, 4, answer, *jobs, reasons=TO_WORKERS)
     truths = _one_process(seed, 3)
     for job, (members, server) in enumerate(JOBS):
         num_workers = len(members) - 1
@@ -484,6 +574,9 @@ def server_step(answer) -> None:
             case = f"step {step + 1} with {num_workers} worker(s)"
             own = [results[rank][job][step]["own"] for rank in members if rank != server]
             _compare_serving(seen["log"], num_workers, case)
+            cleared = "clear" in seen["log"][: seen["log"].index("step")][-1:]
+            if cleared and not _norm(seen["grads"]):
+                raise Wrong(f"{case}: the optimizer got no gradient", *CLEARED)
             _compare_mean_of_workers(seen["grads"], truths[: step + 1], own, case)
             for rank in members:
                 if rank != server:
@@ -510,11 +603,14 @@ def _serve_once(answer, model: nn.Module, optimizer: torch.optim.Optimizer, grou
         optimizer.register_step_pre_hook(lambda *_: grads.append(gradients_of(model))),
         optimizer.register_step_post_hook(lambda *_: log.append("step")),
     )
+    clear = optimizer.zero_grad
+    optimizer.zero_grad = lambda *args, **kwargs: (log.append("clear"), clear(*args, **kwargs))[1]
     with wire:
         answer(model, optimizer) if group is None else answer(model, optimizer, group=group)
     wire.count(len(workers))
     for hook in hooks:
         hook.remove()
+    del optimizer.zero_grad
     return {"log": log, "grads": grads[0] if grads else {}, "after": _state(model)}
 
 
@@ -627,19 +723,40 @@ def broadcast_state(answer) -> None:
     """Models from different seeds on 2 and 3 ranks: frozen, tied, buffers; in place."""
     for world_size in (2, 3):
         seed = random.randrange(10_000)
-        wanted = {name: tensor.clone() for name, tensor in build(seed).state_dict().items()}
-        for rank, seen in enumerate(ranks(_state_after, world_size, answer, seed)):
-            _compare_state(seen, wanted, build(seed + rank).state_dict(), rank, world_size)
+        wanted = _whole_state(_with_a_table(seed))
+        for rank, seen in enumerate(_run(_state_after, world_size, answer, seed)):
+            own = _whole_state(_with_a_table(seed + rank))
+            _compare_state(seen, wanted, own, rank, world_size)
     check_group(answer, _group_of_broadcast)
 
 
+def _with_a_table(seed: int) -> nn.Module:
+    model = build(seed)
+    model.register_buffer("table", torch.rand(3), persistent=False)
+    return model
+
+
+def _whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, also of those that state_dict() leaves out."""
+    parts = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in parts}
+
+
 def _state_after(answer, seed: int) -> dict:
-    model = build(seed + dist.get_rank())
+    rank, model = dist.get_rank(), _with_a_table(seed + dist.get_rank())
+    # The order of a set is by chance; here it is another one on each rank.
+    places = {id(t): i for i, t in enumerate([*model.parameters(), *model.buffers()])}
+    Tensor.__hash__ = lambda t: abs(places.get(id(t), id(t)) - 15 * (rank % 2))
     before = {name: id(param) for name, param in model.named_parameters()}
     flags = {name: param.requires_grad for name, param in model.named_parameters()}
-    answer(model)
+    waited = waits()
+    time.sleep(0.02 * (rank == 0))  # a late partner: who does not wait reads too early
+    with Ledger() as ledger:
+        answer(model)
     return {
-        "state": model.state_dict(),
+        "state": _whole_state(model),
+        "sent": len(ledger.entries),
+        "not waited for": len(ledger.entries) > len(waited),
         "same objects": before == {name: id(param) for name, param in model.named_parameters()},
         "same flags": flags == {name: p.requires_grad for name, p in model.named_parameters()},
     }
@@ -658,11 +775,25 @@ def _compare_state(seen: dict, wanted: dict, own: dict, rank: int, world_size: i
     if not seen["same flags"]:
         raise Wrong(f"{case}: requires_grad has changed", "", "broadcast tensor.detach() instead")
     if wrong:
+        if seen["not waited for"] and rank:
+            raise Wrong(
+                f"{case}: {', '.join(wrong[:3])} differ from rank 0's",
+                "a broadcast with async_op=True returns before the message is through",
+                "keep what it returns, and wait() for it",
+            )
+        if not seen["sent"]:
+            raise Wrong(f"{case} sent nothing", "", "dist.broadcast for every tensor")
         _name_wrong_state(wrong, wanted, own, rank, case)
 
 
 def _name_wrong_state(wrong: list[str], wanted: dict, own: dict, rank: int, case: str) -> None:
     parts = ", ".join(wrong[:3])
+    if wrong == ["table"]:
+        raise Wrong(
+            f"{case}: the buffer {parts} differs from rank 0's",
+            "state_dict() leaves out buffers that were registered with persistent=False",
+            "go through module.parameters() and module.buffers()",
+        )
     if rank == 0:
         raise Wrong(
             f"rank 0's own {parts} changed",
@@ -676,7 +807,11 @@ def _name_wrong_state(wrong: list[str], wanted: dict, own: dict, rank: int, case
             "bound to a new tensor)",
             "broadcast the tensor itself, or copy_() the result into it",
         )
-    if all(name.startswith("norm.") and not name.endswith(("weight", "bias")) for name in wrong):
+    if all(
+        name.startswith("norm.") and not name.endswith(("weight", "bias"))
+        for name in wrong
+        if name != "table"
+    ):
         raise Wrong(
             f"{case}: the buffers {parts} differ from rank 0's",
             "parameters() leaves out buffers, such as the running statistics of batch norm",
@@ -706,45 +841,76 @@ def average_gradients(answer) -> None:
         seed = random.randrange(10_000)
         model = build(seed)
         run_backward(model, token_batch(seed))
-        results = ranks(_average_seen, world_size, answer, seed)
+        results = _run(_average_seen, world_size, answer, seed, reasons=AVERAGING)
         own = [result["own"] for result in results]
         truth = gradients_of(model)
         for rank, seen in reversed(list(enumerate(results))):
             if rank and not close(seen["grads"], truth) and close(results[0]["grads"], truth):
+                if close(seen["grads"], truth, world_size):
+                    raise Wrong(
+                        f"rank 0 of {world_size} holds the mean, rank {rank} the sum",
+                        "all_reduce gives the sum to all ranks, and only rank 0 divided it",
+                        "divide on every rank",
+                    )
                 raise Wrong(
                     f"rank 0 of {world_size} holds the mean, rank {rank} does not",
                     "dist.reduce gives the sum to one rank only",
                     "all_reduce gives it to all",
                 )
             _compare_gradients(seen, truth, own, rank)
+            shared = model.embedding.weight  # no other gradient has its size
+            if (times := seen["sizes"].count(shared.nbytes)) > 1:
+                raise Wrong(
+                    f"rank {rank} of {world_size} all-reduces the embedding's gradient {times} "
+                    "times: it is the output layer's weight as well",
+                    "a mean of equal means changes nothing, but costs a message",
+                    "module.parameters() names a tied parameter once",
+                )
     check_group(answer, _group_of_average)
+
+
+AVERAGING: Reasons = {
+    "NoneType": (
+        "a frozen parameter has .grad None: skip it; all_reduce returns None: it works in place",
+        "if param.grad is not None: ...",
+    ),
+}
 
 
 def _average_seen(answer, seed: int) -> dict:
     model = build(seed)
     run_backward(model, token_batch(seed)[:, dist.get_rank() :: dist.get_world_size()])
     own = gradients_of(model)
-    # Averaging equal weights changes nothing, so look at what is sent, not at what changes.
-    names = {param.data_ptr(): name for name, param in model.named_parameters()}
-    weights: list[str] = []
-    original = dist.all_reduce
+    params = dict(model.named_parameters())
+    weights = _weights_sent(params)
+    with Ledger() as ledger:
+        answer(model)
+    return {
+        "grads": gradients_of(model),
+        "own": own,
+        "weights": weights,
+        "params": params,
+        "sent": len(ledger.entries),
+        "sizes": [entry.nbytes for entry in ledger.entries if entry.op == "all_reduce"],
+    }
+
+
+def _weights_sent(vectors: dict[str, Tensor]) -> list[str]:
+    """The names of those of these vectors that are given to an all-reduce from now on.
+
+    Averaging equal weights changes nothing, so this looks at what is sent, not at what changes.
+    """
+    kept = {name: vector.detach().flatten().double().clone() for name, vector in vectors.items()}
+    found, original = [], dist.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
-        weights.extend([names[tensor.data_ptr()]] if tensor.data_ptr() in names else [])
+        numbers = tensor.detach().flatten().double()
+        same = [n for n, vector in kept.items() if vector.any() and torch.equal(vector, numbers)]
+        found.extend(same)
         return original(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
-    try:
-        answer(model)
-    except (TypeError, AttributeError) as error:
-        if "NoneType" in str(error):
-            reason = (
-                "a frozen parameter has .grad None: skip it; and all_reduce returns None: it works"
-            )
-            error.args = (f"{error} ({reason} in place)",)
-        raise
-    params = dict(model.named_parameters())
-    return {"grads": gradients_of(model), "own": own, "weights": weights, "params": params}
+    return found
 
 
 def _compare_gradients(seen: dict, truth: dict, own: list[dict], rank: int) -> None:
@@ -759,15 +925,24 @@ def _compare_gradients(seen: dict, truth: dict, own: list[dict], rank: int) -> N
         )
     if close(grads, truth):
         return
-    if close(grads, {n: w for n, w in seen["params"].items() if truth[n] is not None}):
+    weights = {n: w for n, w in seen["params"].items() if truth[n] is not None}
+    if seen.get("packed") or close(grads, weights):
         raise Wrong(
-            f"{case}: the gradients have become the weights",
+            f"{case}: the weights were sent, not the gradients",
             "the parameters themselves were packed",
             "pack [param.grad for param in bucket]",
         )
-    filled = [name for name in truth if truth[name] is None and grads[name] is not None]
-    if filled:
-        raise Wrong(f"{case}: frozen {filled[0]} has got a gradient", "", "skip .grad None")
+    for name in truth:
+        if truth[name] is None and grads[name] is not None:
+            raise Wrong(f"{case}: frozen {name} has got a gradient", "", "skip .grad None")
+        if truth[name] is not None and grads[name] is None:
+            raise Wrong(f"{case}: {name} has no gradient any more", "", "leave the mean in .grad")
+    if not seen.get("sent", 1) and close(grads, own[rank]):
+        raise Wrong(
+            f"{case} has sent nothing, and still has its own gradient",
+            "no collective was called: is what the `if` asks ever true?",
+            "dist.all_reduce each param.grad that is not None",
+        )
     raise _known_gradient(grads, truth, own, rank) or _known_factor(grads, truth, own, rank)
 
 
@@ -811,6 +986,17 @@ def _known_factor(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong
     ):
         if close(grads, truth, factor):
             return Wrong(f"{case}: the gradient's norm is {number}", f"that is {smell}", try_this)
+    if close(grads, {n: g if g is None else g.floor() for n, g in truth.items()}):
+        return Wrong(f"{case}: the gradients are whole numbers", "// rounds down", "divide with /")
+    divisors = [
+        _divisor({n: grads[n]}, {n: g}, world_size) for n, g in truth.items() if g is not None
+    ]
+    if all(divisors):
+        return Wrong(
+            f"{case}: sums were divided by {' and '.join(map(str, sorted(set(divisors))))}",
+            f"the mean over the ranks is the sum divided by {world_size}",
+            "divide by dist.get_world_size(group)",
+        )
     if torch.allclose(_sorted(grads), _sorted(truth), atol=1e-5):
         smell = (
             "the right numbers, but not in their places: packed in one order, unpacked in another"
@@ -825,6 +1011,11 @@ def _known_factor(grads: dict, truth: dict, own: list[dict], rank: int) -> Wrong
             "go through all of module.parameters()",
         )
     return Wrong(f"{case}: the gradient's norm is {number}", "not the mean over the ranks", "")
+
+
+def _divisor(grads: dict, truth: dict, world_size: int) -> int:
+    """By which whole number the sum over the ranks was divided; 0 if by none."""
+    return next((k for k in range(1, 13) if close(grads, truth, world_size / k)), 0)
 
 
 def _sorted(grads: dict) -> Tensor:
@@ -852,7 +1043,7 @@ def train_replicas(answer) -> None:
     """Four batches on 3, 2 and 1 ranks from models that differ; shares, gradients, weights."""
     seed = random.randrange(10_000)
     truths = _train_alone(seed)
-    results = ranks(_replicas_seen, 3, answer, seed)
+    results = _run(_replicas_seen, 3, answer, seed)
     for job, members in enumerate(((0, 1, 2), (1, 2), (0,))):
         case = f"on {len(members)} rank(s)"
         seen = [results[rank][job] for rank in members]
@@ -883,12 +1074,26 @@ def _regression(seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _noting(model: nn.Module, steps: list[dict]) -> Callable:
-    """A hook that writes down what an optimizer is given at each step."""
+    """A hook that writes down what an optimizer is given at each step.
+
+    It may hold a copy of the model's parameters, which are told apart by their shapes.
+    """
 
     def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        rates = {group["lr"] for group in optimizer.param_groups}
-        steps.append({"rates": rates, "kind": type(optimizer).__name__})
-        steps[-1].update(grads=gradients_of(model), weights=_state(model))
+        groups = optimizer.param_groups
+        held = {param.shape: param for group in groups for param in group["params"]}
+        params = {n: held.get(param.shape, param) for n, param in model.named_parameters()}
+        steps.append(
+            {
+                "rates": {group["lr"] for group in groups},
+                "decay": max(group.get("weight_decay", 0) for group in groups),
+                "kind": type(optimizer).__name__,
+                "grads": {
+                    n: p.grad if p.grad is None else p.grad.clone() for n, p in params.items()
+                },
+                "weights": {n: param.detach().clone() for n, param in params.items()},
+            }
+        )
 
     return note
 
@@ -951,7 +1156,9 @@ def _compare_shares(seen: list[dict], case: str) -> None:
         )
     numbers = {place // 12 for place in together}
     if missing := [str(number + 1) for number in range(4) if number not in numbers]:
-        raise Wrong(f"{case}: nobody reads batch {', '.join(missing)} of 4", "", "the loop ends")
+        raise Wrong(
+            f"{case}: nobody reads batch {', '.join(missing)} of 4", "", "return after the loop"
+        )
     twice = {f"{p % 12} of batch {p // 12 + 1}" for p in together if together.count(p) > 1}
     never = {f"{p % 12} of batch {p // 12 + 1}" for p in range(48) if p not in together}
     told = f"sample {min(twice)} is read twice" if twice else f"nobody reads sample {min(never)}"
@@ -985,13 +1192,16 @@ def _compare_training(steps: list[dict], truths: list[dict], case: str, world_si
         if step["rates"] != {LEARNING_RATE} and step["kind"] == "AdamW":
             raise Wrong(
                 f"{case}: the learning rate is {min(step['rates']):g}, not {LEARNING_RATE:g}",
-                "the mean over the same batch is the same gradient, so nothing is to be scaled",
+                "that is AdamW's own default"
+                if step["rates"] == {1e-3}
+                else "the mean over the same batch is the same gradient: nothing is to be scaled",
                 "AdamW(model.parameters(), learning_rate)",
             )
         if number < len(steps) and not close(steps[number]["weights"], truths[number]["weights"]):
             raise Wrong(
                 f"{case}: after step {number} the weights are not those of one process",
-                "the gradient was right" + f"; the optimizer is {step['kind']}",
+                f"the gradient was right; the optimizer is {step['kind']} with weight_decay "
+                f"{step['decay']:g}",
                 "torch.optim.AdamW with its own defaults, made once, before the loop",
             )
     if len(steps) != len(truths) - 1:
@@ -1001,12 +1211,11 @@ def _compare_training(steps: list[dict], truths: list[dict], case: str, world_si
 def _why_gradient(grads: dict, truths: list[dict], world_size: int, step: int) -> tuple[str, str]:
     truth = truths[-1]["grads"]
     if not _norm(grads):
-        return (
-            "the gradients were cleared between backward and the step",
-            "zero_grad belongs before backward, or after the step",
-        )
+        return CLEARED
     if close(grads, truth, world_size):
         return "that is the sum over the ranks", "average_gradients takes the mean"
+    if close(grads, truth, 12 / world_size):
+        return "the loss is a sum over the samples, not their mean", "reduction='mean'"
     if close(grads, truth, 1 / world_size):
         return "the mean was divided once more", "the loss and average_gradients are both means"
     if step > 1:
@@ -1045,6 +1254,12 @@ def _compare_weights_of(seen: list[dict], truths: list[dict], case: str) -> None
             "a wrapper's own state_dict has 'module.' before each name",
             "return the names of the model that was given",
         )
+    if close(given, truths[0]["weights"]):
+        raise Wrong(
+            f"{case}: the weights that come back are those before the first step",
+            "copied before training was over, or from another model than the one that was trained",
+            "after the loop, return the state of the model whose parameters the optimizer has",
+        )
     if not close(given, wanted):
         raise Wrong(
             f"{case}: the weights that come back are not those of one process after 4 batches",
@@ -1068,7 +1283,7 @@ def average_buckets(answer) -> None:
         seed = random.randrange(10_000)
         model = build(seed, Mixed)
         run_backward(model, token_batch(seed))
-        results = ranks(_buckets_seen, world_size, answer, seed)
+        results = _run(_buckets_seen, world_size, answer, seed)
         own = [result["own"] for result in results]
         for rank, seen in reversed(list(enumerate(results))):
             _compare_buckets(seen, gradients_of(model), own, rank)
@@ -1081,8 +1296,8 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.narrow = nn.Linear(6, 6, dtype=torch.float64)
-        self.head = nn.Linear(6, 11)
+        self.narrow = nn.Linear(6, 6, bias=False, dtype=torch.float64)
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.narrow(self.embedding(tokens).double()).float())  # (B, 11)
@@ -1090,15 +1305,17 @@ class Mixed(nn.Module):
 
 def _buckets_seen(answer, seed: int) -> dict:
     model = build(seed, Mixed)
-    buckets = make_buckets(model.parameters(), 400)
+    buckets = make_buckets(model.parameters(), 500)  # of 4, 1 and 1: no number of ranks
     run_backward(model, token_batch(seed)[:, dist.get_rank() :: dist.get_world_size()])
     own, before = gradients_of(model), _state(model)
+    packed = _weights_sent({f"bucket {i}": _packed(bucket) for i, bucket in enumerate(buckets)})
     time.sleep(0.05 * (dist.get_rank() == 0))  # a late partner: who does not wait reads too early
     with Ledger() as ledger:
         answer(buckets)
     return {
         "grads": gradients_of(model),
         "own": own,
+        "packed": packed,
         **_weights(model, before),
         "entries": [(entry.op, entry.nbytes) for entry in ledger.entries],
         "buckets": [sum(param.nbytes for param in bucket) for bucket in buckets],
@@ -1154,14 +1371,47 @@ def BucketedDDP(answer) -> None:
             model.zero_grad()
             run_backward(model, token_batch(seed + step))
             truths.append(gradients_of(model))
-        results = ranks(_bucketed_seen, world_size, answer, kind, seed, bucket_mb)
+        results = _run(
+            _bucketed_seen, world_size, answer, kind, seed, bucket_mb, reasons=OVERLAPPING
+        )
         for rank, seen in enumerate(results):
             for step, truth in enumerate(truths):
                 own = [result["steps"][step]["own"] for result in results]
                 _compare_step(seen, step, truth, own, rank, kind)
             _compare_messages(seen, rank, overlaps=kind is Probe)
-    _compare_no_sync(ranks(_no_sync_seen, 2, answer))
+    _compare_no_sync([result["no_sync"] for result in results])
     check_group(answer, _group_of_ddp)
+
+
+FINISHED_EARLY = (
+    "_finish ran before all buckets had started",
+    "finish when len(self.in_flight) == len(self.buckets)",
+)
+NOT_THERE = (
+    "a gradient of this bucket is not there yet: the bucket was started too early",
+    "start a bucket when num_ready[index] == len(buckets[index])",
+)
+OVERLAPPING: Reasons = {
+    "'NoneType' object has no attribute 'detach'": NOT_THERE,
+    "'NoneType' object has no attribute 'flatten'": NOT_THERE,
+    "Boolean value of Tensor": (
+        "`in` compares the numbers in tensors",
+        "self.bucket_of[param] is the number of its bucket",
+    ),
+    "converted to an index": (
+        "num_ready counts by bucket, not by parameter",
+        "self.num_ready[self.bucket_of[param]]",
+    ),
+    "list index out of range": (
+        "all buckets have started, and the loop goes on",
+        "while len(self.in_flight) < len(self.buckets)",
+    ),
+    "zip() argument": FINISHED_EARLY,
+    "all-reduces in one backward": (
+        "the loop never moves on: it starts the same bucket again and again",
+        "keep each work in self.in_flight; its length is the number of the next bucket",
+    ),
+}
 
 
 class Crossed(nn.Module):
@@ -1203,7 +1453,9 @@ def _bucketed_seen(answer, kind: type, seed: int, bucket_mb: float) -> dict:
         steps.append({"grads": gradients_of(inner), "own": gradients_of(reference)})
         steps[-1].update(log=log[:], raised=raised, **_weights(inner, _state(reference)))
         log.clear()
-    return {"steps": steps, "num_buckets": len(model.buckets)}
+    whole = kind is Crossed and not any(step["raised"] for step in steps)
+    no_sync = _no_sync_seen(answer) if whole else {}  # in the same ranks, which saves their start
+    return {"steps": steps, "num_buckets": len(model.buckets), "no_sync": no_sync}
 
 
 def _compare_step(
@@ -1216,13 +1468,8 @@ def _compare_step(
         _compare_gradients(seen["steps"][step], truth, own, rank)
     except Wrong as wrong:
         told = f"step {step + 1}, {wrong.seen}"
-        if not any("sent" in what for what in seen["steps"][0]["log"]):
-            reason = "no all-reduce was ever called", "start every bucket that is full"
-        elif step == 1 and not any("sent" in what for what in log):
-            reason = (
-                "the second backward sends nothing: the first one's counts still stand",
-                "reset num_ready and clear in_flight in _finish",
-            )
+        if found := _too_few_messages(seen["steps"], step, seen["num_buckets"]):
+            reason = found
         elif kind is Crossed:
             reason = (
                 "in a model that uses its first layer last, bucket 1 is full before bucket 0: the "
@@ -1245,6 +1492,20 @@ def _compare_step(
         else:
             reason = wrong.smell, wrong.hint
         raise Wrong(told, *reason) from None
+
+
+def _too_few_messages(steps: list[dict], step: int, num_buckets: int) -> tuple[str, str] | None:
+    log, first = steps[step]["log"], steps[0]["log"]
+    num_sent = sum("sent" in what for what in log)
+    if not any("sent" in what for what in first):
+        return "no all-reduce was ever called", "start every bucket that is full"
+    if step == 1 and not num_sent:
+        return (
+            "the second backward sends nothing: the first one's counts still stand",
+            "reset num_ready and clear in_flight in _finish",
+        )
+    early = "waited" in log and log[-1] != "waited"
+    return FINISHED_EARLY if early and num_sent != num_buckets else None
 
 
 def _compare_messages(seen: dict, rank: int, overlaps: bool) -> None:

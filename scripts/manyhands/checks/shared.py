@@ -112,11 +112,29 @@ class Watched:
         return getattr(self.work, name)
 
 
-def log_all_reduces(log: list[str]) -> None:
+def waits() -> dict[int, dist.Work]:
+    """The messages that this rank waits for, or asks about, from now on."""
+    seen: dict[int, dist.Work] = {}  # they stay alive in here, so no two have one id
+
+    def watched(original: Callable) -> Callable:
+        def call(work, *args, **kwargs):
+            seen[id(work)] = work
+            return original(work, *args, **kwargs)
+
+        return call
+
+    for name in ("wait", "is_completed", "synchronize", "get_future"):
+        setattr(dist.Work, name, watched(getattr(dist.Work, name)))
+    return seen
+
+
+def log_all_reduces(log: list[str], limit: int = 50) -> None:
     """Write down every all-reduce of this rank from now on, and every wait for one."""
     original = dist.all_reduce
 
     def all_reduce(*args, async_op=False, **kwargs):
+        if sum("sent" in what for what in log) >= limit:
+            raise RuntimeError(f"more than {limit} all-reduces in one backward")
         log.append("sent" if async_op else "sent and waited")
         work = original(*args, async_op=async_op, **kwargs)
         return Watched(work, log) if async_op else work

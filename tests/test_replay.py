@@ -61,6 +61,27 @@ def ring_halves(tensor):
     all_gather_ring(chunks)
 
 
+def from_anybody(tensor):
+    """Rank 0 adds up whatever comes first, and sends the sum back."""
+    others = range(1, dist.get_world_size())
+    if dist.get_rank() == 0:
+        coming = torch.empty_like(tensor)
+        for _ in others:
+            dist.recv(coming)
+            tensor += coming
+        for other in others:
+            dist.send(tensor, other)
+    else:
+        dist.send(tensor, 0)
+        dist.recv(tensor, 0)
+
+
+def test_a_receive_from_anybody_takes_what_was_sent_first():
+    states = replay(*zip(*run_ranks(record, 3, from_anybody), strict=True))
+    assert len(states) == 1 + 4 and states[-1].held == everything(3)
+    assert states[1].held[0] == {chunk: {0, 1} for chunk in range(3)}
+
+
 def test_what_ranks_do_between_messages_shows_in_the_end():
     assert replay(*zip(*run_ranks(record, 3, ring_halves), strict=True))[-1].held == everything(3)
     assert replay(*zip(*run_ranks(record, 1, zeroes), strict=True))[-1].held == {0: {0: set()}}

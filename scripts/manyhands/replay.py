@@ -142,12 +142,20 @@ def _events(entries_by_rank: Sequence[Sequence[Entry]], sends: list[dict]) -> li
         events: list[_Event] = []
         for entry in mine:
             if entry.op in ("send", "recv"):
-                queue = going if entry.op == "send" else coming[entry.peer, rank]
+                queue = going if entry.op == "send" else _queue(coming, entry)
                 number, parts = queue.popleft()
                 number = max(number, events[-1].round if events else 0)
                 events.append(_Event(number, entry.op == "send", parts))
         found.append(events)
     return found
+
+
+def _queue(coming: dict[tuple[int, int], deque], entry: Entry) -> deque:
+    """The messages of which a recv takes the first; from anybody, those of who was first."""
+    if entry.peer is not None:
+        return coming[entry.peer, entry.rank]
+    mine = [queue for (_, receiver), queue in coming.items() if receiver == entry.rank and queue]
+    return min(mine, key=lambda queue: queue[0][0])
 
 
 def _states(

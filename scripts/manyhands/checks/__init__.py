@@ -217,9 +217,10 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
 
 def _unwritten(answer: object) -> str:
     """The methods of a class that still raise NotImplementedError."""
-    codes = {name: getattr(part, "__code__", None) for name, part in vars(answer).items()}
+    parts = vars(answer) if isinstance(answer, type) else {}
+    codes = {name: getattr(part, "__code__", None) for name, part in parts.items()}
     left = [n for n, c in codes.items() if c and "NotImplementedError" in c.co_names]
-    if not isinstance(answer, type) or not left:
+    if not left:
         return ""
     return f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} still to be written"
 

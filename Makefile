@@ -3,7 +3,9 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 DATA ?= embedded
+KILLS ?=
 ONLY ?=
+NODES ?=
 RUN ?=
 
 BIN := .venv/bin
@@ -13,7 +15,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
-.PHONY: help lab job report test bench notebooks lint
+.PHONY: help lab job report test bench notebooks lint solutions chaos
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -32,10 +34,16 @@ report: .venv/ready ## write a run's report.html again: the newest run, or RUN=r
 
 test: lint ## lint, look for stale notebooks, run every test
 	$(BIN)/python scripts/build_notebooks.py --check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+chaos: .venv/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KILLS=3; nothing is lost
+	$(BIN)/python tests/chaos.py $(if $(KILLS),--kills "$(KILLS)")
 
 bench: .venv/ready ## measure this machine into bench.json; ONLY=name measures one thing
 	$(BIN)/python scripts/bench.py $(if $(ONLY),--only "$(ONLY)")
+
+solutions: .venv/ready-dev ## run every lesson's solution and its job, in Slurm or here, for one table
+	$(BIN)/python scripts/run_solutions.py --only "$(ONLY)" --nodes "$(or $(NODES),0)"
 
 notebooks: .venv/ready-dev ## build the notebooks and the course map from solutions/*.py
 	$(BIN)/python scripts/build_notebooks.py $(if $(ONLY),--only "$(ONLY)")

@@ -1,27 +1,98 @@
 #!/bin/bash
-# Start a script's ranks on all nodes of this Slurm job, or on this machine where there is no Slurm.
+# Start a script's ranks: on the nodes of this batch job, or else on this machine.
 #
 #   bash sbatch/launch.sh scripts/train_ddp.py --steps 100
 #
-# RANKS is the number of ranks a node (default: one a GPU, else 2).
+# RANKS is the number of ranks a node; by default one a GPU, or 2 where there is no GPU.
+#
+# A job file calls this with JOB_FILE=$0, which tells where it runs: Slurm starts its own copy of a
+# batch job's file, and calls it slurm_script. A job's run has the folder runs/NAME-ID. When Slurm
+# sends SIGUSR1 (--signal in the job file), the ranks save and the job queues again, to go on there.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
-if [ -f "$here/site.env" ]; then
-    # shellcheck source=/dev/null
-    . "$here/site.env"
-fi
+job_file=${JOB_FILE:-}
+unset JOB_FILE MANYHANDS_BATCH
+# shellcheck source=sbatch/site.sh
+. "$here/site.sh"
 python=${PYTHON:-$root/.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
-if [ -f "$root/$1" ]; then
-    set -- "$root/$1" "${@:2}"
+script=$1
+[ ! -f "$root/$script" ] || script=$root/$script
+flags=("${@:2}")
+
+# Variables that were inherited, from a job that a JupyterHub session runs in or from the job that
+# submitted this one, look like this job's own. srun asks the controller and sets them anew.
+is_batch='' needed='^SLURM_CONF$'
+if [[ $job_file == */slurm_script ]]; then
+    is_batch=1 needed='^SLURM_(CONF|JOB_ID|JOB_NAME)$'
+fi
+nodes=${SLURM_JOB_NUM_NODES:-1} cpus=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
+hosts=${SLURM_JOB_NODELIST:-}
+for name in "${!SLURM_@}" "${!SRUN_@}" "${!SBATCH_@}"; do
+    [[ $name =~ $needed ]] || unset "$name"
+done
+
+if [ -z "$is_batch" ]; then
+    exec "$python" "$root/scripts/launch.py" "$script" "${@:2}"
 fi
 
-if [ "${SLURM_NNODES:-1}" -gt 1 ]; then
-    NODES=$SLURM_NNODES
-    HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)${HEAD_SUFFIX:-}
-    export NODES HEAD_NODE
-    export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" "$root/scripts/launch.py" "$@"
+# ---- a batch job -------------------------------------------------------------------------------
+
+say() { echo "launch.sh: $*"; }
+out=
+for index in "${!flags[@]}"; do
+    case ${flags[index]} in
+    --out) out=${flags[index + 1]:-} ;;
+    --out=*) out=${flags[index]#--out=} ;;
+    esac
+done
+if [ -z "$out" ]; then
+    out=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
+    flags+=(--out "$out")
 fi
-exec "$python" "$root/scripts/launch.py" "$@"
+
+job=$(scontrol show job "$SLURM_JOB_ID")
+[[ $job =~ Restarts=([0-9]+) ]] && export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
+[[ $job =~ Command=([^$'\n']*) ]] && job_file=${BASH_REMATCH[1]%" ${*:2}"}
+again=$(printf ' %q' "--nodes=$nodes" "${job_file#"$PWD/"}" "${flags[@]}")
+again="${RANKS:+RANKS=$RANKS }sbatch$again"
+read -r HEAD_NODE < <(scontrol show hostnames "$hosts")
+export HEAD_NODE=$HEAD_NODE${HEAD_SUFFIX:-} NODES=$nodes SRUN_CPUS_PER_TASK=$cpus
+export MANYHANDS_BATCH=1 # the SLURM_ variables are this job's
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+# At the end one node leaves first, and the others would each tell of it with fifty lines of C++.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
+status() { cat "$out/status.json" 2>/dev/null || true; }
+before=$(status) saving='' passed_on='' ended=''
+trap 'saving=1' USR1
+trap 'ended=1; say "told to end; if the job does not queue again, go on with: $again"' TERM
+srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    "$python" "$root/scripts/launch.py" "$script" "${flags[@]}" &
+step=$! code=0
+while kill -0 "$step" 2>/dev/null; do
+    # The signal would kill ranks that have not begun to train.
+    if [[ -n $saving && -z $passed_on && $(status) == *'"state": "running"'* ]] &&
+        [[ $(status) != "$before" ]]; then
+        sleep 1
+        scancel --signal=USR1 "$SLURM_JOB_ID" || true
+        passed_on=1
+    fi
+    sleep 1 # in a longer command, as srun itself would be, bash would not act on a signal in time
+done
+wait "$step" || code=$?
+
+state=$(status)
+if [[ -n $ended || $code = 2 || -z $state || $state == *'"state": "finished"'* ]]; then
+    exit "$code"
+fi
+if [[ -n $saving && $state == *'"state": "stopped"'* ]]; then
+    if refusal=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+        say "job $SLURM_JOB_ID queues again, to go on in $out"
+        exit
+    fi
+    say "job $SLURM_JOB_ID cannot queue again: ${refusal:-no reason given}"
+fi
+say "go on with: $again"
+exit "$code"

@@ -32,9 +32,11 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 import manyhands
 from manyhands import checks, data_parallel, ddp, lab, ring
+from manyhands.meters import SAMPLE_EVERY_S, Sampler, Stopwatch
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import read_json, read_lines
 from manyhands.transformer import Transformer, flops_per_token, num_parameters
@@ -45,6 +47,7 @@ CHAR_SEEDS = (1, 2, 3)
 CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
 IMPORT_ROUNDS = 8
 RING_BYTES = 64_000_000
+METER_TIMES = 10  # meters run that many times over, since once is less than the noise
 BUSY_CORES = 0.5  # what other programs may use before a note says so
 
 
@@ -295,6 +298,70 @@ def matmuls(m: int, k: int, n: int, flops: float) -> tuple[Callable[[], None], f
     return work, repeats * 2 * m * k * n
 
 
+def meters_cost(config: Config) -> list[Measured]:
+    """Training with samples of ranks and node over training without; and with stopwatches."""
+    shape, num_rounds = Shape(4, 65, 64, 16), 30
+    measured = []
+    for fn, what in (
+        (time_samples, f"6 steps, samples every {SAMPLE_EVERY_S / METER_TIMES:g} s"),
+        (time_stopwatches, f"a step, {METER_TIMES} stopwatches on the model"),
+    ):
+        metered, plain_s = slowest_rank(lab.run_ranks(fn, 2, shape, num_rounds, timeout_s=400))
+        values = [1 + (ratio - 1) / METER_TIMES for ratio in ratios(metered, plain_s)]
+        times = f"{what} {milliseconds(metered)}, without {milliseconds(plain_s)}"
+        note = f"{times}, and a tenth of the difference; 2 ranks x 1 thread, {shape.words}"
+        measured.append((statistics.median(values), f"{spread(values)}; {note}"))
+    return measured
+
+
+def time_samples(shape: Shape, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of six steps with a sampler, and without."""
+    step, cpu = make_step(*shape.build()), torch.device("cpu")
+
+    def train() -> None:
+        for _ in range(6):
+            step()
+
+    def train_and_sample() -> None:
+        node = Path(folder, "node") if dist.get_rank() == 0 else None
+        sampler = Sampler(Path(folder, "rank"), cpu, node, SAMPLE_EVERY_S / METER_TIMES)
+        train()
+        sampler.stop()
+
+    with tempfile.TemporaryDirectory() as folder:
+        in_turn([train_and_sample, train], 2)
+        return in_turn([train_and_sample, train], num_rounds)
+
+
+def time_stopwatches(shape: Shape, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of a step that is watched many times over, and of one that is not."""
+    works = []
+    for num_watches in (METER_TIMES, 0):
+        model, tokens = shape.build()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        watches = [Stopwatch(torch.device("cpu")) for _ in range(num_watches)]
+        for watch in watches:
+            watch.watch(model, optimizer)
+        works.append(partial(watched_step, model, tokens, optimizer, watches))
+    in_turn(works, 4)
+    return in_turn(works, num_rounds)
+
+
+def watched_step(
+    model: nn.Module, tokens: torch.Tensor, optimizer: Optimizer, watches: Sequence[Stopwatch]
+) -> None:
+    """A training step as `Run` watches it."""
+    for phase in ("data", "forward"):
+        for watch in watches:
+            watch.mark(phase)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for watch in watches:
+        watch.mark("other")
+        watch.split()
+
+
 def start_ranks(config: Config) -> list[Measured]:
     """Seconds of `run_ranks` with four ranks that exchange one number."""
     first_s = time_s(lambda: lab.run_ranks(add_ranks, 4))
@@ -430,6 +497,13 @@ MEASURES = (
     ),
     Measure(weak_scaling, (("weak scaling 1 to 2 ranks", ">= 0.9", "step time / step time"),)),
     Measure(flops_share, (("training flops / matmul flops", ">= 0.6", "FLOP/s / FLOP/s"),)),
+    Measure(
+        meters_cost,
+        (
+            ("samples cost / training", "<= 1.01", "time / time"),
+            ("stopwatch cost / training", "<= 1.01", "step time / step time"),
+        ),
+    ),
     Measure(start_ranks, (("run_ranks 4 ranks warm", "< 0.5", "s"),)),
     Measure(verdicts, (("verdict median warm", "< 1", "s"),)),
     Measure(imports, (("import manyhands", "< 0.5", "s beyond torch's own"),)),

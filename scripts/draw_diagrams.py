@@ -403,6 +403,83 @@ def data_parallel_server(card: Card) -> None:
         card.text(x, 316, ",  ".join(words), BOLD)
 
 
+def first_job_map(card: Card) -> None:
+    """Ranks and devices: two nodes, node1 and node2, with two GPUs each, and one process on each
+    GPU; ranks 0 to 3 make a world of 4, and each node has local ranks 0 and 1, so rank 3 is local
+    rank 1 on node2, device cuda:1. Links inside a node are fast, the network between nodes is slow.
+    """
+    card.text(380, 22, "world size 4: one process a GPU", BOLD)
+    card.line((16, 52), (16, 42), (744, 42), (744, 52), more="")
+    card.line((326, 165), (434, 165), more="")
+    for y, words in ((152, "slow"), (178, "network")):
+        card.text(380, y, words)
+    for node, x in enumerate((16, 434)):
+        card.box(x, 62, 310, 170)
+        card.text(x + 155, 80, f"node{node + 1}", BOLD)
+        card.line((x + 134, 165), (x + 176, 165), more=' stroke-width="8"')
+        for y, words in ((148, "fast"), (182, "links")):
+            card.text(x + 155, y, words)
+        for local_rank, left in enumerate((x + 14, x + 176)):
+            card.box(left, 98, 120, 122)
+            card.text(left + 60, 115, f"GPU cuda:{local_rank}")
+            card.box(left + 6, 132, 108, 80, fill="compute")
+            card.text(left + 60, 158, f"rank {2 * node + local_rank}", BOLD + ' font-size="20"')
+            card.text(left + 60, 190, f"local rank {local_rank}")
+    card.text(600, 262, "rank 3 is local rank 1 on node2, device cuda:1", END)
+    card.line((608, 262), (670, 262), (670, 214))
+
+
+def first_job_cluster(card: Card) -> None:
+    """How a job travels: from your browser or terminal to the login node, where sbatch puts it at
+    the end of Slurm's queue, and from there to the compute nodes, which have GPUs but no internet.
+    On the login node prepare_data.py fetches data from the internet into the shared file system,
+    where both kinds of node read and write the same home folder.
+    """
+    for x, width, name in ((148, 218, "login node"), (390, 172, "Slurm's queue")):
+        card.box(x, 18, width, 168)
+        card.text(x + 12, 36, name, BOLD + START)
+    card.text(354, 36, "has internet", END)
+    card.box(16, 42, 106, 76, "your browser", "(JupyterHub)", "or terminal")
+    card.box(16, 130, 106, 40, "internet", fill="other")
+    card.box(154, 54, 206, 52, fill="compute")
+    card.box(154, 130, 206, 40, fill="data")
+    for y, words in ((71, "sbatch"), (89, "sbatch/first_job.sbatch"), (150, "prepare_data.py")):
+        card.text(257, y, words, MONO)
+    for x, whose, place in ((399, "yours", "3rd"), (452, "other", "2nd"), (505, "other", "1st")):
+        card.box(x, 54, 48, 52, whose, place, fill="compute" if whose == "yours" else "other")
+    for y, words in ((136, "three jobs wait,"), (156, "yours is last")):
+        card.text(476, y, words)
+    card.box(590, 18, 154, 168)
+    card.text(667, 36, "compute nodes", BOLD)
+    for node, y in enumerate((54, 102)):
+        card.box(597, y, 140, 42)
+        card.text(604, y + 21, f"node{node + 1}", START)
+        for x in (653, 694):
+            card.box(x, y + 6, 37, 30, "GPU", fill="compute")
+    card.text(667, 166, "no internet")
+    shared_files(card)
+    for start, stop in ((123, 146), (361, 397), (554, 588)):
+        card.line((start, 80), (stop, 80))
+    card.line((123, 150), (152, 150))
+    card.line((300, 171), (300, 270))
+
+
+def shared_files(card: Card) -> None:
+    """Draw the file system that login node and compute nodes share."""
+    card.box(16, 236, 728, 86)
+    card.text(28, 254, "one shared file system", BOLD + START)
+    card.text(388, 254, "your home: the same on all nodes", START)
+    for x, width, words, fill in (
+        (28, 184, "the course's folder", PAPER),
+        (236, 128, "data", "data"),
+        (388, 344, "runs/: results and reports", "compute"),
+    ):
+        card.box(x, 272, width, 38, words, fill=fill)
+    for x in (200, 667):
+        card.line((x, 188), (x, 234), more=BOTH_TIPS)
+        card.text(x - 10, 211, "read and write", END)
+
+
 def lesson(card: Card) -> None:
     """The rhythm of a lesson: why, build, check, predict and measure, run as a job; a check
     answers not started, not yet or done, and the first two lead back to building.
@@ -434,6 +511,8 @@ def lesson(card: Card) -> None:
 
 HEIGHTS = {
     lesson: 284,
+    first_job_map: 284,
+    first_job_cluster: 340,
     collectives_overview: 578,
     collectives_tree: 376,
     collectives_ring: 324,

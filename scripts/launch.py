@@ -3,7 +3,8 @@
     python scripts/launch.py scripts/train_ddp.py --steps 50     all ranks on this machine
     srun ... python scripts/launch.py scripts/train_ddp.py       a node's agent: sbatch/launch.sh
 
-RANKS sets the number of ranks a node; otherwise it is one a GPU, or 2 on a machine without GPUs.
+RANKS sets the number of ranks a node; otherwise it is one a GPU that torch sees, or 2 where it sees
+none, or 1 where only one core was granted.
 Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input.
 """
 
@@ -11,7 +12,9 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch.distributed import DistNetworkError
@@ -20,14 +23,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from manyhands.meters import machine
 from manyhands.runtime import BadInput, end_with_parent, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 
 
-def torchrun_arguments(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+def torchrun_arguments(environ: Mapping[str, str], num_gpus: int, num_cores: int = 2) -> list[str]:
     """The arguments for this node's agent, from what launch.sh and Slurm have set."""
-    ranks = environ.get("RANKS", str(num_gpus or 2))
+    ranks = environ.get("RANKS", str(num_gpus or min(2, num_cores)))
     if not ranks.isdigit() or int(ranks) < 1:
         raise BadInput(f"RANKS is {ranks!r}: give the number of ranks a node, 1 or more")
     num_nodes = int(environ.get("NODES", 1))
@@ -42,17 +47,40 @@ def torchrun_arguments(environ: Mapping[str, str], num_gpus: int) -> list[str]:
     )
 
 
+def prepare_environment(num_threads: int, one_node: bool) -> None:
+    """Set what the ranks inherit: threads, the network's interface, and folders for caches."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    if one_node:
+        # The interface between the nodes, as site.env names it, may not be there on a login node.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)
+    if "MANYHANDS_BATCH" in os.environ:
+        # A node's own disk: home folders on a cluster are slow, and shared by all nodes.
+        folder = Path(tempfile.gettempdir()) / f"manyhands-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            folder = Path(tempfile.mkdtemp(prefix="manyhands-"))  # code from the cache will be run
+        for name in CACHES:
+            os.environ.setdefault(name, str(folder / name.lower()))
+
+
 def launch(command: list[str]) -> int:
     """Run `command` (a script and its flags) on this node's ranks and return the exit code."""
     if not command or not os.path.isfile(command[0]):
         raise BadInput(f"no script {' '.join(command[:1])}: give one, as scripts/train_ddp.py")
-    arguments = torchrun_arguments(os.environ, torch.cuda.device_count())
+    granted, num_gpus = machine(torch.device("cpu")), torch.cuda.device_count()
+    arguments = torchrun_arguments(os.environ, num_gpus, granted["num_cores"])
     ranks = int(arguments[1].split("=")[1])
-    granted = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(granted) // ranks)))
-    if "--standalone" in arguments:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news are told below
+    prepare_environment(max(1, granted["num_cores"] // ranks), "--standalone" in arguments)
+    if granted["num_gpus"] and not num_gpus and os.environ.get("SLURM_NODEID", "0") == "0":
+        print(
+            f"launch.py: {granted['num_gpus']} GPU(s) were granted on {granted['host']}, but torch "
+            f"{torch.__version__} sees none: the ranks use the CPU. Is this torch made for CUDA?",
+            flush=True,
+        )
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
     if "MANYHANDS_END_WITH_PARENT" in os.environ:
         end_with_parent()  # started by a notebook, not by a scheduler or a person's shell
     # An agent without this option passes on all of them but SIGUSR1.
@@ -78,7 +106,10 @@ def launch(command: list[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(launch(sys.argv[1:]))
+        code = launch(sys.argv[1:])
     except BadInput as problem:
         print(f"launch.py: {problem}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an ordinary exit takes a while, in which srun may end this process by a signal

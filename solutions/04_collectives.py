@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Collectives, minutes: 150, goal: "Build broadcast, reduce, gather and the ring all-reduce from send and recv, count every message, and predict how long each takes"}
+# manyhands: {title: Collectives, minutes: 150, goal: "Build broadcast, reduce, gather and the ring all-reduce from send and recv, count every message, and predict how long each takes", job: {flags: "--only all_reduce --max-mb 4"}}
 # ---
 
 # %% [markdown]
@@ -21,14 +21,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from IPython.display import Image, display
 from torch import Tensor
 
-from manyhands import figures, lab
+from manyhands import figures, lab, watch
 from manyhands.checks import collectives as check
 from manyhands.checks import score
 from manyhands.collectives import Group
@@ -723,8 +722,11 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 #
 # The next cell writes your functions to `mine/collectives.py`. The script measures the all-reduces over
 # several sizes, beside the library's and the machine's memory-copy rate. Without `--only` it measures
-# all collectives. `RANKS=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
+# all collectives. `ranks=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
 # sbatch/collectives.sbatch --impl mine`.
+#
+# While the job runs, the cell shows where it stands and what it printed last. All of its output is
+# in a file in the folder `runs` beside this notebook.
 #
 # The line that begins with `yours` names the functions that the script calls; the others of yours work
 # inside them.
@@ -736,9 +738,10 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 # %%
 if check.ready(*TODOS):
     check.keep()
-    lab.run_job(
-        *("env", "RANKS=4", "bash", "../sbatch/collectives.sbatch", "--impl", "mine"),
-        *("--device", "cpu", "--only", "all_reduce", "--max-mb", "4"),
+    folder = watch.run(
+        *("../sbatch/collectives.sbatch", "--impl", "mine"),
+        *("--only", "all_reduce", "--max-mb", 4),
+        ranks=4,
     )
 
 # %% [markdown]
@@ -749,8 +752,7 @@ if check.ready(*TODOS):
 
 # %%
 if check.ready(*TODOS):
-    pictures = sorted(Path("runs").glob("collectives-*/bandwidth.png"), key=os.path.getmtime)
-    display(Image(pictures[-1], alt="Bus bandwidth of the all-reduces against size"))
+    display(Image(folder / "bandwidth.png", alt="Bus bandwidth of the all-reduces against size"))
 
 # %%
 check.summary()

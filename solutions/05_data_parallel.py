@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Data parallelism, minutes: 150, goal: "Build data parallelism from a parameter server to buckets that travel during backward, equal to one process, and count the bytes on every link", needs: [collectives]}
+# manyhands: {title: Data parallelism, minutes: 150, goal: "Build data parallelism from a parameter server to buckets that travel during backward, equal to one process, and count the bytes on every link", needs: [collectives], job: {flags: "--steps 100 --layers 2 --block 32 --batch 32", loss: [1.43, 1.68]}}
 # ---
 
 # %% [markdown]
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import figures, lab
+from manyhands import figures, lab, watch
 from manyhands.checks import data_parallel as check
 from manyhands.checks import score
 from manyhands.data_parallel import Bucket
@@ -638,17 +638,20 @@ if check.ready("5.6"):
 # ## 8. Run it as a job, with your functions in it
 #
 # The next cell writes your functions to `mine/data_parallel.py`, and trains a small language model with
-# your `BucketedDDP` on two real processes. Its report lands in the folder `runs` beside this
-# notebook. In a terminal, in the course's folder, the job is `bash sbatch/data_parallel.sbatch --mine
-# --impl overlapped`; without the other options of the cell it trains longer. `naive`, `bucketed` and
+# your `BucketedDDP` on real processes: one for each GPU of the job, or two without GPUs. The cell
+# shows its loss while it runs, and its report at the end. The stop button stops it, after a
+# checkpoint. Its files are in the folder `runs` beside this notebook.
+#
+# In a terminal, in the course's folder, the job is `bash sbatch/data_parallel.sbatch --mine --impl
+# overlapped`; without the other options of the cell it trains longer. `naive`, `bucketed` and
 # `server` (on two processes: one server, one worker) use your other functions.
 
 # %%
 if check.ready("5.5", "5.6", "5.8", "5.9"):
     check.keep()
-    lab.run_job(
-        *("bash", "../sbatch/data_parallel.sbatch", "--mine", "--impl", "overlapped"),
-        *("--device", "cpu", "--steps", "40", "--layers", "2", "--block", "32"),
+    watch.run(
+        *("../sbatch/data_parallel.sbatch", "--mine", "--impl", "overlapped"),
+        *("--steps", 40, "--layers", 2, "--block", 32),
     )
 
 # %%

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: DDP, minutes: 120, goal: "Turn one-process training into data-parallel training with DDP, check every part against one process, and run it as a job", needs: [data_parallel]}
+# manyhands: {title: DDP, minutes: 120, goal: "Turn one-process training into data-parallel training with DDP, check every part against one process, and run it as a job", needs: [data_parallel], job: {flags: "--impl scratch --steps 200 --layers 2 --block 32 --batch 32", loss: [0.93, 1.25]}}
 # ---
 
 # %% [markdown]
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
-from manyhands import figures, lab
+from manyhands import figures, lab, watch
 from manyhands.checks import ddp as check
 from manyhands.checks import score
 from manyhands.lab import run_ranks
@@ -770,9 +770,13 @@ print(Path("../sbatch/ddp.sbatch").read_text())
 # %% [markdown]
 # ## 9. Run it as a job, with your functions in it
 #
-# The next cell copies your functions that passed to `mine/ddp.py` and trains with them on two real
-# processes, started by `torchrun`, as on a cluster. In a terminal it is
-# `bash sbatch/ddp.sbatch --impl mine`. You will see a loss fall, and the path of a report.
+# The next cell copies your functions that passed to `mine/ddp.py` and trains with them on real
+# processes, started by `torchrun`, as on a cluster: one for each GPU of the job, or two without
+# GPUs. Where a Slurm answers, the job goes to its queue; `local=True` keeps it on this machine. In
+# a terminal it is `sbatch sbatch/ddp.sbatch --impl mine`, or `bash` in place of `sbatch`.
+#
+# The cell shows where the job stands and its loss, and at the end its report. The stop button stops
+# it, after a checkpoint.
 #
 # The training script uses six of them: `place`, `process_group`, `ShardedSampler`, `torch_ddp`,
 # `mean_over_ranks` and `save_once`. If `mine/data_parallel.py` of lesson 05 is there, your own
@@ -781,14 +785,15 @@ print(Path("../sbatch/ddp.sbatch").read_text())
 # %%
 if check.ready("6.1", "6.2", "6.3", "6.4", "6.5", "6.6"):
     check.keep()
-    lab.run_job(
-        *("bash", "../sbatch/ddp.sbatch", "--impl", "mine", "--device", "cpu"),
-        *("--steps", "40", "--layers", "2", "--block", "32"),
+    watch.run(
+        *("../sbatch/ddp.sbatch", "--impl", "mine"),
+        *("--steps", 40, "--layers", 2, "--block", 32),
     )
 
 # %% [markdown]
-# Open the `report.html` that it named, in the folder `runs` beside this notebook: loss, tokens per second, where the time went, and how busy
-# each rank was. The floor in the loss figure is the entropy of the text: no model can be better.
+# Open the `report.html` that it named, in the folder `runs` beside this notebook: loss, tokens per
+# second, where the time went, and how busy each rank was. The floor in the loss figure is the
+# entropy of the text: no model can be better.
 #
 # On real text: `bash sbatch/ddp.sbatch --impl mine --data FOLDER`, where FOLDER holds `.txt` files.
 

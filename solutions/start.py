@@ -52,6 +52,7 @@ print("everything works")
 #
 # | lesson | what you build |
 # |---|---|
+# | [00_first_job](00_first_job.ipynb) | who is who in a parallel program, a first job, and what it used of what it got |
 # | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
 # | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
 # | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, DDP, evaluation, saving, two nodes |

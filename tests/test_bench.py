@@ -24,7 +24,7 @@ def measured(config: bench.Config) -> dict:
 
 def test_row_names_are_unique_and_complete():
     rows = [row for measure in bench.MEASURES for row in measure.rows]
-    assert len({name for name, *_ in rows}) == len(rows) == 9
+    assert len({name for name, *_ in rows}) == len(rows) == 11
     assert all(name and goal and unit for name, goal, unit in rows)
 
 
@@ -97,7 +97,11 @@ def test_slowest_rank_is_taken_round_by_round():
     assert bench.slowest_rank([rank_0, rank_1]) == [[2.0, 5.0], [9.0, 3.0]]
 
 
-@pytest.mark.parametrize(("fn", "num_works"), [(bench.time_ddp, 2), (bench.time_scaling, 3)])
+@pytest.mark.parametrize(
+    ("fn", "num_works"),
+    [(bench.time_ddp, 2), (bench.time_scaling, 3), (bench.time_samples, 2)]
+    + [(bench.time_stopwatches, 2)],
+)
 def test_steps_run_on_real_ranks(fn, num_works):
     times_s = run_ranks(fn, 2, bench.Shape(layers=1, vocab=9, block=4, batch=2), 3)
     assert all(len(works) == num_works for works in times_s)
@@ -128,6 +132,15 @@ def ledger_calls(work):
     with Ledger() as ledger:
         work()
     return calls(ledger.entries)
+
+
+def test_cost_rows_tell_of_one_meter_where_many_were_timed(tmp_path, monkeypatch):
+    times_s = {"time_samples": [[1.2] * 30, [1.0] * 30], "time_stopwatches": [[2.0] * 30] * 2}
+    monkeypatch.setattr(bench.lab, "run_ranks", lambda fn, *_, **__: [times_s[fn.__name__]] * 2)
+    samples, stopwatch = measured(bench.Config(only="cost", out=str(tmp_path / "b.json")))["rows"]
+    assert samples["name"] == "samples cost / training" and samples["value"] == 1.02
+    assert stopwatch["name"] == "stopwatch cost / training" and stopwatch["value"] == 1.0
+    assert samples["goal"] == stopwatch["goal"] == "<= 1.01" and "30 repeats" in samples["note"]
 
 
 def test_numbers_are_plain():

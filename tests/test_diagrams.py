@@ -14,6 +14,7 @@ from torch import nn
 
 import draw_diagrams
 from draw_diagrams import HEIGHTS, ORDERS, PATTERNS, Config, main
+from manyhands import first_job
 from manyhands.collectives import broadcast_naive, broadcast_tree, gather, reduce_tree
 from manyhands.corpus import ShardedSampler
 from manyhands.lab import run_ranks
@@ -48,6 +49,9 @@ class Area(NamedTuple):
             and self.top < other.bottom
             and other.top < self.bottom
         )
+
+    def contains(self, other: "Area") -> bool:
+        return self.holds(other.left, other.top) and self.holds(other.right, other.bottom)
 
     def holds(self, x: float, y: float) -> bool:
         return self.left <= x <= self.right and self.top <= y <= self.bottom
@@ -175,6 +179,48 @@ def test_rendezvous_picture_shows_the_arguments_that_jobs_use() -> None:
     assert shown == rendezvous_arguments(2, 4, "gpu07", 4711, is_head=True)
     port = shown[4].rpartition(":")[2]
     assert f"port {port}" in [area.words for area in texts(read("ddp_ranks"))]
+
+
+def places_on_two_nodes() -> list[first_job.Place]:
+    rank = dist.get_rank()
+    environ = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % 2}", "LOCAL_WORLD_SIZE": "2"}
+    return first_job.device_map(environ, 2, f"node{rank // 2 + 1}")
+
+
+def test_map_picture_places_the_ranks_as_the_lesson_does() -> None:
+    root = read("first_job_map")
+    words, shown = texts(root), []
+    areas = dict.fromkeys(boxes(root))  # each is drawn twice: paper, then colour
+    for gpu in (box for box in areas if box.right - box.left == 120):
+        (node,) = [box for box in areas if box.contains(gpu) and box != gpu]
+        (host,) = [text.words for text in words if node.contains(text) and "node" in text.words]
+        inside = [text.words.rpartition(" ")[2] for text in words if gpu.contains(text)]
+        device, rank, local_rank = inside
+        shown.append(first_job.Place(int(rank), host, int(local_rank), device))
+    places = run_ranks(places_on_two_nodes, 4)[0]
+    assert shown == places
+    rank, host, local_rank, device = places[-1]
+    sentence = f"rank {rank} is local rank {local_rank} on {host}, device {device}"
+    assert sentence in [text.words for text in words]
+
+
+def test_cluster_picture_sends_data_and_job_the_ways_they_can_go() -> None:
+    root = read("first_job_cluster")
+
+    def near(x: float, y: float) -> tuple[str, ...]:
+        """The words in the smallest box that an arrow touches at (x, y)."""
+        tip = Area(x - 3, y - 3, x + 3, y + 3)
+        touched = [box for box in boxes(root) if box.overlaps(tip)]
+        box = min(touched, key=lambda box: box.size)
+        return tuple(text.words for text in texts(root) if box.contains(text))
+
+    ways = {near(*line[0]): near(*line[-1]) for line in arrows(root)}
+    fetch, (command, file) = ("prepare_data.py",), ("sbatch", "sbatch/first_job.sbatch")
+    assert ways["internet",] == fetch and ways[fetch] == ("data",)
+    assert ways[command, file] == ("yours", "3rd")
+    assert "compute nodes" in ways["other", "1st"]
+    repo = Path(draw_diagrams.__file__).parents[1]
+    assert (repo / "scripts" / fetch[0]).is_file() and (repo / file).is_file()
 
 
 def test_evaluation_picture_adds_up() -> None:

@@ -1,12 +1,14 @@
 """The launcher as Slurm, a person and bad luck treat it: signals, kills, two nodes, bad input."""
 
 import json
+import os
 import random
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch
 
 import train_ddp
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
-from launch import torchrun_arguments
+from launch import prepare_environment, torchrun_arguments
 from manyhands.lab import run_ranks
 from manyhands.runtime import BadInput
 
@@ -161,6 +163,80 @@ def test_two_nodes_train_like_one(clone, tmp_path):
     calm = undisturbed(clone, tmp_path / "calm", **short)
     assert losses(tmp_path / "run") == pytest.approx(losses(calm), abs=1e-6)
     assert not left_behind(tmp_path)
+
+
+# ---- what the ranks get, and what is kept of them ----------------------------------------------
+
+
+def test_number_of_ranks():
+    """A rank a GPU, else two, or one where only one core was granted; RANKS decides."""
+    for environ, num_gpus, num_cores, ranks in (
+        ({}, 3, 16, 3),
+        ({}, 0, 16, 2),
+        ({}, 0, 1, 1),
+        ({"RANKS": "5"}, 4, 1, 5),
+    ):
+        words = torchrun_arguments(environ, num_gpus, num_cores)
+        assert words == ["--standalone", f"--nproc-per-node={ranks}"]
+
+
+def test_caches_of_a_batch_job_lie_on_the_node(tmp_path, monkeypatch):
+    """In a folder of the user's own: code that lies there is run."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": "ib0", "TRITON_CACHE_DIR": "mine"})
+    prepare_environment(3, one_node=True)
+    assert os.environ.pop("GLOO_SOCKET_IFNAME").startswith("lo") and "ib0" not in str(os.environ)
+    assert os.environ == {"TRITON_CACHE_DIR": "mine", "OMP_NUM_THREADS": "3"}
+    folder = tmp_path / f"manyhands-{os.getuid()}"
+    os.environ["MANYHANDS_BATCH"] = "1"
+    prepare_environment(3, one_node=False)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
+    assert os.environ.pop("MPLCONFIGDIR") == str(folder / "mplconfigdir")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rename(tmp_path / "another's")
+    folder.symlink_to(tmp_path / "another's")
+    prepare_environment(3, one_node=False)
+    assert folder != Path(os.environ["MPLCONFIGDIR"]).parent
+    assert folder.resolve() != Path(os.environ["MPLCONFIGDIR"]).parent.resolve()
+
+
+TALKER = """
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+import torch
+from manyhands.runtime import command_line, distributed, keep_output
+
+@dataclass(frozen=True)
+class Config:
+    out: str = ""
+
+def main(config: Config) -> None:
+    with distributed("cpu") as world:
+        print("early", world.rank)
+        keep_output(Path(config.out) / f"rank-{world.rank:05d}.log")
+        print("no end", end="", file=sys.stderr)
+        torch.distributed.barrier()
+        raise ValueError(f"fault of {world.rank}") if world.rank else SystemExit(0)
+
+if __name__ == "__main__":
+    command_line(main, Config)
+"""
+
+
+def test_each_rank_keeps_what_it_prints(clone, tmp_path):
+    """Also what came before its file, and its traceback; the job's own output has all of it."""
+    script = clone / "scripts" / "talk.py"
+    script.write_text(TALKER)
+    words = [sys.executable, clone / "scripts" / "launch.py", script, "--out", tmp_path / "logs"]
+    for life in (1, 2):
+        code, out, err = run(words, tmp_path)
+        logs = [(tmp_path / "logs" / f"rank-0000{rank}.log").read_text() for rank in (0, 1)]
+        assert code == 1 and "early 0\n" in out and "early 1\n" in out
+        assert err.count("no end") == 2 and "ValueError: fault of 1" in err
+        assert logs[0].count("early 0\nno end") == life and "early 1" not in logs[0]
+        assert logs[1].count("early 1\nno end") == life
+        assert logs[1].count("\nValueError: fault of 1\n") == life and "device: " in logs[0]
 
 
 # ---- bad input, on two ranks: exit code 2, one line, and nothing touched -----------------------

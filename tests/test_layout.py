@@ -23,10 +23,15 @@ LAYERS = {
     1: {"runtime", "failures", "lab"},
     2: set(
         "corpus images transformer resnet run storage meters timeline ledger network replay "
-        "figures mine".split()
+        "figures mine gpus record jobs watch".split()
     ),
 }  # layer 3: the lessons; 4: checks/; 5: scripts/*.py
-PARTS = {"ring": "collectives", "alpha_beta": "collectives", "loops": "data_parallel"}  # of lessons
+PARTS = {  # a lesson's second file -> the lesson
+    "power_law": "first_job",
+    "ring": "collectives",
+    "alpha_beta": "collectives",
+    "loops": "data_parallel",
+}
 LAYER = {word: layer for layer, words in LAYERS.items() for word in words} | {"checks": 4}
 
 TOP_LEVEL = set(
@@ -93,7 +98,7 @@ def addresses(root: Path) -> list[str]:
             wanted += [f"sbatch/{word}.sbatch"]
     modules = {path.stem for path in (root / "scripts/manyhands").glob("[a-z]*.py")}
     homeless = modules - set(words) - set(LAYER) - {part for part in PARTS if PARTS[part] in words}
-    homeless |= {path.stem for path in (root / "sbatch").glob("*.sbatch")} - set(words)
+    homeless |= {path.stem for path in (root / "sbatch").glob("*.sbatch")} - {*words, "solution"}
     homeless |= {path.stem for path in (root / "scripts/manyhands/checks").glob("[a-z]*.py")} - {
         *words,
         "shared",

@@ -26,7 +26,8 @@ def notebooks(folder: str) -> list[Path]:
 def environment() -> dict[str, str]:
     """What a kernel needs to import this clone's library, wherever it was installed from."""
     search = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+    here = {"MANYHANDS_LOCAL": "1"}  # where there is a Slurm, a test submits no job to it
+    return os.environ | here | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
 @pytest.fixture(autouse=True)

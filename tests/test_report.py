@@ -4,6 +4,8 @@ import base64
 import html
 import json
 import re
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,8 +15,11 @@ from pathlib import Path
 import pytest
 
 import report
+import report_figures
 from manyhands import figures
 from manyhands.lab import run_ranks
+from manyhands.meters import PHASES
+from manyhands.record import read
 from manyhands.run import TrainConfig
 from manyhands.runtime import BadInput
 from manyhands.storage import read_lines
@@ -67,23 +72,54 @@ def folder(finished, tmp_path) -> Path:
     return copy
 
 
+def rows_of(folder: Path) -> dict[str, str]:
+    """The rows of the job's table, without drawing anything."""
+    return report.summary(read(folder))
+
+
 def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def samples(gpu: int | None, cpu: float = 1.0, count: int = 4) -> str:
-    now = time.time()
-    rows = [
-        {"time_s": now + i / 2, "cpu": cpu, "gpu": gpu, "memory_bytes": 5e6} for i in range(count)
-    ]
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def samples(gpu: int | None, cpu: float = 1.0, count: int = 4, begin_s: float = 1e9) -> list[dict]:
+    """A rank's samples, twice a second."""
+    values = {"cpu": cpu, "gpu": gpu, "memory_bytes": 5e6}
+    return [{"time_s": begin_s + (i + 1) / 2, **values} for i in range(count)]
+
+
+def make_gpu_run(folder: Path, nodes: int, per_node: int, used: int, count: int = 4) -> None:
+    """Turn a run into one on GPUs: `used` of the `per_node` granted ones have a rank, 80% busy."""
+    machine = {"num_gpus": per_node, "num_cores": 8, "num_threads": 8, "memory_bytes": 80e9}
+    machine["name"] = "Graphics & Co 100"
+    hosts = [f"node{n}" for n in range(nodes)]
+    ranks = [machine | {"host": h, "device": f"cuda:{g}"} for h in hosts for g in range(used)]
+    times = {"time_limit_s": 20.0, "restarts": 0, "starts_s": [1e9 - 2]}
+    names = {"scheduler": "slurm", "id": "17", "name": "<i>", "partition": "gpu", "nodes": hosts}
+    change(folder / "config.json", ranks=ranks, job=names | times)
+    change(folder / "status.json", time_s=1e9 + count / 2)
+    for path in [*(folder / "ranks").iterdir(), *(folder / "nodes").iterdir()]:
+        path.unlink()
+    for rank in range(len(ranks)):
+        write_rows(folder / "ranks" / f"rank-{rank:05d}.jsonl", samples(80, count=count))
+    for host in hosts:
+        gpus = [{"percent": 80, "memory_bytes": 40e9, "power_w": 500}] * used
+        gpus += [{"percent": 0, "memory_bytes": 1e9, "power_w": 100}] * (per_node - used)
+        rows = [row | {"gpus": gpus} for row in samples(None, count=count)]
+        write_rows(folder / "nodes" / f"{host}.jsonl", rows)
 
 
 def test_page_of_a_finished_run(folder):
     page = page_of(folder)
     lines = read_lines(folder / "metrics.jsonl")
     assert page.rows["state"] == "finished" and page.rows["steps"] == "3 of 3"
-    assert page.rows["ranks"] == "2 on 1 node" and page.rows["device"] == "2 x cpu"
+    assert page.rows["ranks"] == "2 ranks on 1 node" and page.rows["used"] == "2 CPU threads"
+    assert page.rows["nodes"] == socket.gethostname()
+    assert page.rows["restarts"] == "none" and page.rows["scheduler"] == "none: started by hand"
     last = f"{lines[-1]['loss']:.4f} nats per token (floor 0.5000)"
     assert page.rows["last training loss"] == last
     assert page.rows["validation loss"] == "1.2500 nats per token (floor 0.5000)"
@@ -92,6 +128,7 @@ def test_page_of_a_finished_run(folder):
     assert page.rows["model FLOP/s"] == report.scaled(speeds[1] * 100, "FLOP/s")
     assert page.rows["data"] == "<b>&embedded" and ("b", {}) not in page.tags  # escaped
     assert page.rows["batch"] == "4"
+    assert "core-hours granted" in page.rows["busy"] and "energy" not in page.rows
 
 
 def test_page_needs_nothing_else_and_every_figure_has_words(folder):
@@ -109,6 +146,14 @@ def test_page_needs_nothing_else_and_every_figure_has_words(folder):
     assert all(source.startswith("data:") for source in sources)
     text = (folder / "report.html").read_text()
     assert "url(" not in text and "@import" not in text and "prefers-color-scheme" in text
+    assert "<script" not in text and len(text) < 1_500_000
+
+
+def test_slide_has_the_size_of_a_slide(folder):
+    make_gpu_run(folder, nodes=16, per_node=4, used=4)
+    report.write_report(folder)
+    head = (folder / "report.png").read_bytes()[:24]
+    assert struct.unpack(">II", head[16:]) == (1600, 900)
 
 
 def test_a_run_that_goes_on(folder):
@@ -123,46 +168,239 @@ def test_a_run_that_goes_on(folder):
 
 def test_a_killed_run_is_not_called_running(folder):
     change(folder / "status.json", state="running", time_s=0)
-    for path in (folder / "ranks").iterdir():
+    for path in [*(folder / "ranks").iterdir(), *(folder / "nodes").iterdir()]:
         path.write_text("")
-    assert "probably killed" in page_of(folder).rows["state"]
+    page = page_of(folder)
+    assert "probably killed" in page.rows["state"]
+    assert ("dd", {"class": "running-but"}) in page.tags
+
+
+def test_a_failed_run(folder):
+    change(folder / "status.json", state="failed", valid_loss=None)
+    page = page_of(folder)
+    assert page.rows["state"] == "failed" and ("dd", {"class": "failed"}) in page.tags
 
 
 def test_a_run_before_its_first_step(folder):
     (folder / "metrics.jsonl").unlink()
     (folder / "status.json").unlink()
-    for path in (folder / "ranks").iterdir():
+    for path in [*(folder / "ranks").iterdir(), *(folder / "nodes").iterdir()]:
         path.unlink()
     page = page_of(folder)
     assert page.rows["state"] == "not started" and page.rows["steps"] == "0 of 3"
     assert not [tag for tag, _ in page.tags if tag == "img"]
 
 
-def test_idle_ranks_and_idle_gpus_are_named(folder):
-    machine = {"host": "n1", "device": "cuda:0", "num_gpus": 4, "num_cores": 8}
-    ranks = [{**machine, "device": f"cuda:{rank}"} for rank in range(3)]
-    change(folder / "config.json", ranks=ranks)
+def test_a_run_on_images_without_phases_and_without_a_job(folder):
+    """As a job writes that has a loop of its own, or one of before there were all these fields."""
+    about = json.loads((folder / "config.json").read_text())
+    for name in ("job", "flops_per_token", "tokens_per_step"):
+        del about[name]
+    about["loss_name"] = "error (share of <images>)"
+    for rank in about["ranks"]:
+        del rank["num_threads"], rank["memory_bytes"]
+    (folder / "config.json").write_text(json.dumps(about))
+    kept = [{"step": n, "loss": 0.5 / n, "images_per_s": 1000.0 * n} for n in (1, 2, 3)]
+    write_rows(folder / "metrics.jsonl", kept)
+    for path in (folder / "nodes").iterdir():
+        path.unlink()
+    page = page_of(folder)
+    assert page.rows["speed"] == "2,000 images/s" and "model FLOP/s" not in page.rows
+    assert page.rows["last training loss"].startswith("0.1667 share of <images>")
+    titles = [attrs["alt"].partition(".")[0] for tag, attrs in page.tags if tag == "img"]
+    assert titles == [
+        "How busy each device was",
+        "Memory of each device",
+        "Speed (images/s)",
+        "Loss",
+    ]
+    assert "nats" not in page.text
+
+
+# ---- devices, time and what it cost ------------------------------------------------------------
+
+
+def test_granted_gpus_without_a_rank_are_named_and_drawn(folder):
+    make_gpu_run(folder, nodes=1, per_node=4, used=1)
+    page = page_of(folder)
+    assert (
+        "3 of the 4 GPUs granted on node0 have no rank: start 4 ranks (RANKS=4) or ask for 1."
+        in page.text
+    )
+    assert page.rows["granted"] == "4 GPUs (Graphics & Co 100), 8 cores"
+    assert page.rows["used"] == "1 GPU"
+    assert page.rows["scheduler"] == "<i>, Slurm job 17, partition gpu"
+    record = read(folder)
+    figure, ax = figures.new_figure()
+    report_figures.draw_busy(ax, record)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["GPU 0, rank 0", "GPU 1, no rank", "GPU 2, no rank", "GPU 3, no rank"]
+    assert [text.get_text() for text in ax.texts] == ["80%", "0%", "0%", "0%"]
+    hatched = [area for area in ax.collections if area.get_hatch()]
+    assert len(hatched) == 1 and len(hatched[0].get_paths()) == 3
+
+
+def test_hours_and_energy_are_sums_over_time(folder):
+    make_gpu_run(folder, nodes=1, per_node=4, used=1, count=7200)  # an hour
+    bill = read(folder).bill
+    assert (bill.unit, bill.num_granted, bill.num_told) == ("GPU", 4, 4)
+    assert bill.charged_h == pytest.approx(4 * (3600 + 2) / 3600)  # also before the first sample
+    assert bill.busy_h == pytest.approx(0.8)
+    assert bill.energy_kwh == pytest.approx(0.5 + 3 * 0.1)
+    rows = rows_of(folder)
+    assert rows["busy"].startswith("20%: 0.8 of 4 GPU-hours granted.")
+    assert rows["energy"] == "0.8 kWh"
+
+
+def test_core_hours_of_a_run_on_cpus(folder):
+    machine = {"host": "n1", "device": "cpu", "num_gpus": 0, "num_cores": 8, "num_threads": 2}
+    change(folder / "config.json", ranks=[machine], job={})
+    change(folder / "status.json", time_s=1e9)
+    write_rows(folder / "ranks" / "rank-00000.jsonl", samples(None, cpu=1.5, count=7200))
+    for path in (folder / "nodes").iterdir():
+        path.unlink()
+    record = read(folder)
+    assert record.bill.unit == "core" and record.bill.charged_h == pytest.approx(8)
+    assert record.bill.busy_h == pytest.approx(1.5)
+    assert [(d.name, d.rank, d.num_cores) for d in record.devices] == [
+        ("rank 0", 0, 2),
+        ("6 cores", None, 6),
+    ]
+    (words,) = report.idle_lines(record)
+    assert words.startswith("6 of the 8 cores granted on n1 have no rank")
+    assert rows_of(folder)["granted"] == "8 cores"
+
+
+def test_the_time_asked_is_compared_with_one_life(folder):
+    make_gpu_run(folder, nodes=1, per_node=1, used=1, count=16)
+    assert rows_of(folder)["time used"] == "10.0 s of 20.0 s asked (50%)"
+
+
+def test_a_gap_between_two_lives_is_no_time_of_the_run(folder):
+    make_gpu_run(folder, nodes=1, per_node=1, used=1, count=20)
+    again = samples(80, count=40, begin_s=1e9 + 7200)
+    for path in (folder / "ranks").iterdir():
+        write_rows(path, samples(80, count=20) + again)
+    (folder / "nodes" / "node0.jsonl").unlink()
+    job = {"restarts": 1, "starts_s": [1e9 - 2, 1e9 + 7199]}
+    change(folder / "config.json", job=job)
+    change(folder / "status.json", time_s=1e9 + 7220)
+    record = read(folder)
+    assert record.lives == [(1e9, 1e9 + 10), (1e9 + 7200, 1e9 + 7220)]
+    assert record.paid == [(1e9 - 2, 1e9 + 10), (1e9 + 7199, 1e9 + 7220)]
+    assert record.bill.charged_h * 3600 == pytest.approx(12 + 21)
+    assert record.bill.busy_h * 3600 == pytest.approx(0.8 * 30)
+    rows = rows_of(folder)
+    assert rows["restarts"] == "restarted once; nothing ran for 2 h 0 min in between"
+    assert rows["time used"] == "21.0 s; 33.0 s with the lives before it"
+    figure, ax = figures.new_figure()
+    assert "A dotted line is a restart." in report_figures.draw_busy(ax, record)
+    first, second = (path.get_extents() for path in ax.collections[0].get_paths())
+    assert (first.x0, first.x1) == pytest.approx((0, 10))
+    assert second.x0 > 10 and second.x1 - second.x0 == pytest.approx(20)
+    assert ax.get_xlim()[1] == pytest.approx(second.x1)
+
+
+def test_a_new_life_is_told_by_its_start_or_by_silence(folder):
+    machine = {"host": "n1", "device": "cpu", "num_gpus": 0, "num_cores": 1, "num_threads": 1}
+    for path in (folder / "nodes").iterdir():
+        path.unlink()
+    cases = [(4, [1e9 - 1], 1), (4, [1e9 - 1, 1e9 + 3.5], 2), (20, [], 2)]
+    for pause_s, starts_s, num_lives in cases:
+        rows = samples(None, count=4) + samples(None, count=4, begin_s=1e9 + pause_s)
+        write_rows(folder / "ranks" / "rank-00000.jsonl", rows)
+        change(folder / "config.json", ranks=[machine], job={"starts_s": starts_s})
+        assert len(read(folder).lives) == num_lives
+
+
+def test_a_life_on_another_node_is_told_by_the_rank(folder):
+    make_gpu_run(folder, nodes=1, per_node=1, used=1, count=4)
+    earlier = samples(30, count=4, begin_s=1e9 - 100)
+    write_rows(folder / "ranks" / "rank-00000.jsonl", earlier + samples(80, count=4))
+    (device,) = read(folder).devices
+    assert [value for _, value in device.busy] == pytest.approx([0.3] * 4 + [0.8] * 4)
+
+
+def test_a_gpu_that_nvml_cannot_measure_is_not_called_idle(folder):
+    make_gpu_run(folder, nodes=1, per_node=2, used=2)
+    nothing = {"percent": None, "memory_bytes": None, "power_w": None, "why": "Not Supported <x>"}
+    write_rows(
+        folder / "nodes" / "node0.jsonl", [row | {"gpus": [nothing] * 2} for row in samples(None)]
+    )
+    for path in (folder / "ranks").iterdir():
+        write_rows(path, samples(None))
+    rows = rows_of(folder)
+    assert rows["busy"].startswith("not measured: of 0.0022 GPU-hours granted")
+    assert rows["energy"] == "not known (Not Supported <x>)"
+    assert report.idle_lines(read(folder)) == []
+
+
+def test_granted_gpus_that_no_rank_can_use(folder):
+    """Ranks on the CPU beside granted GPUs: rows for both, and nothing charged is busy."""
+    make_gpu_run(folder, nodes=1, per_node=2, used=1)
+    machine = {"host": "node0", "device": "cpu", "num_gpus": 2, "num_cores": 4, "num_threads": 1}
+    change(folder / "config.json", ranks=[machine])
+    write_rows(folder / "ranks" / "rank-00000.jsonl", samples(None, cpu=0.9))
+    record = read(folder)
+    assert [(device.name, device.rank) for device in record.devices] == [
+        ("GPU 0", None),
+        ("GPU 1", None),
+        ("rank 0", 0),
+    ]
+    assert "train on GPUs or ask for none" in report.idle_lines(record)[0]
+
+
+def test_idle_ranks_are_named(folder):
+    make_gpu_run(folder, nodes=1, per_node=4, used=3)
+    (folder / "nodes" / "node0.jsonl").unlink()  # as a run writes that has no such file
     for rank, gpu in enumerate([90, 3]):
-        (folder / "ranks" / f"rank-{rank:05d}.jsonl").write_text(samples(gpu))
-    words = page_of(folder).text
+        write_rows(folder / "ranks" / f"rank-{rank:05d}.jsonl", samples(gpu))
+    (folder / "ranks" / "rank-00002.jsonl").unlink()
+    words = " ".join(report.idle_lines(read(folder)))
     assert "Rank 1 was idle: 3% busy on average." in words
     assert "Rank 2 wrote no samples." in words
-    assert "1 of the 4 GPUs granted on n1 had no rank." in words
-    assert "Rank 0 was idle" not in words and "No rank was idle" not in words
+    assert "1 of the 4 GPUs granted on node0 has no rank" in words
+    assert "Rank 0 was idle" not in words
 
 
-def test_64_ranks(folder):
-    ranks = [
-        {"host": f"n{rank // 4}", "device": f"cuda:{rank % 4}", "num_gpus": 4, "num_cores": 8}
-        for rank in range(64)
-    ]
-    change(folder / "config.json", ranks=ranks)
-    for rank in range(64):
-        (folder / "ranks" / f"rank-{rank:05d}.jsonl").write_text(samples(0 if rank > 50 else 80))
-    page = page_of(folder)
-    assert page.rows["ranks"] == "64 on 16 nodes"
-    assert "Rank 51 was idle: 0% busy on average." in page.text
-    assert "8 more ranks likewise" in page.text and "GPUs granted" not in page.text
+def test_64_ranks_on_16_nodes(folder):
+    make_gpu_run(folder, nodes=16, per_node=4, used=4)
+    for rank in range(51, 64):
+        write_rows(folder / "ranks" / f"rank-{rank:05d}.jsonl", samples(0))
+    for path in (folder / "nodes").iterdir():
+        path.unlink()
+    assert rows_of(folder)["ranks"] == "64 ranks on 16 nodes"
+    words = report.idle_lines(read(folder))
+    assert words[0] == "Rank 51 was idle: 0% busy on average." and len(words) == 6
+    assert words[-1] == "8 more ranks likewise."
+    figure, ax = figures.new_figure(3.8, 0.8 + 0.2 * 64)
+    report_figures.draw_busy(ax, read(folder))
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert len(names) == 64 and names[4] == "node1  GPU 0, rank 4" and names[5] == "GPU 1, rank 5"
+    figure, ax = figures.new_figure(3.8, 4)  # no room for a name a row
+    report_figures.draw_busy(ax, read(folder))
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"node{n}" for n in range(16)]
+
+
+def test_the_split_names_its_phases_and_leaves_out_what_took_no_time(folder):
+    lines = read_lines(folder / "metrics.jsonl")
+    for line in lines:
+        line |= {f"{phase}_s": 0.0 for phase in PHASES}
+        line |= {"forward_s": 0.02, "communication_s": 0.06, "checkpoint_s": 0.02}
+    write_rows(folder / "metrics.jsonl", lines)
+    figure, ax = figures.new_figure()
+    words = report_figures.draw_split(ax, read(folder))
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["forward", "communication", "checkpoint"]
+    assert words.startswith("Of the time: communication 60.0%, forward 20.0%, checkpoint 20.0%.")
+    colors = [tuple(area.get_facecolor()[0]) for area in ax.collections]
+    assert len(set(colors)) == 3
+
+
+def test_one_name_a_device_and_short_hosts():
+    assert report_figures.short("gpu001.cluster.example") == "gpu001"
+    assert report_figures.short("127.0.77.1") == "127.0.77.1"
+    assert len(report_figures.short("a-very-long-name-of-a-node")) <= 12
 
 
 def test_loss_that_is_not_a_number(folder):

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from manyhands import storage
 from manyhands.lab import RankFailed, run_ranks
-from manyhands.meters import PHASES
+from manyhands.meters import STEP_PHASES
 from manyhands.run import Run, TrainConfig, learning_rate_at, save_once
 from manyhands.runtime import BadInput, World
 from manyhands.storage import read_lines
@@ -151,13 +153,17 @@ def test_folder_of_a_finished_run(config):
     assert [line["loss"] for line in lines] == pytest.approx(mean)
     for line in lines:
         assert line["step_s"] == pytest.approx(
-            sum(line[f"{phase}_s"] for phase in PHASES), abs=1e-5
+            sum(line[f"{phase}_s"] for phase in STEP_PHASES), abs=1e-5
         )
         assert line["tokens_per_s"] == pytest.approx(4 * 64 / line["step_s"], rel=0.05)
         assert line["memory_bytes"] > 1e6
-    assert names(folder) == sorted(
-        ["checkpoints", "config.json", "metrics.jsonl", "model.pt", "ranks", "status.json"]
-    )
+    inside = "checkpoints config.json metrics.jsonl model.pt nodes ranks status.json"
+    assert names(folder) == inside.split()
+    about = json.loads((folder / "config.json").read_text())
+    assert about["job"]["scheduler"] == "none" and about["job"]["restarts"] == 0
+    assert about["loss_name"] == "loss (nats per token)"
+    assert [rank["device"] for rank in about["ranks"]] == ["cpu", "cpu"]
+    assert names(folder / "nodes") == [f"{socket.gethostname()}.jsonl"]  # one rank's of each node
     assert names(folder / "checkpoints") == ["step-00000008", "step-00000012", "step-00000015"]
     for rank in range(2):
         assert read_lines(folder / "ranks" / f"rank-{rank:05d}.jsonl")[0].keys() == {
@@ -353,6 +359,68 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
     assert min(line["backward_s"] for line in lines) >= 0.04
 
 
+def test_a_checkpoint_counts_in_the_line_after_it_and_not_in_the_step(config, monkeypatch):
+    write = storage.write_checkpoint
+
+    def write_slowly(*args: object) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(storage, "write_checkpoint", write_slowly)
+    train(replace(config, steps=5, save_every=2))
+    lines = read_lines(Path(config.out) / "metrics.jsonl")
+    assert [line["checkpoint_s"] > 0.19 for line in lines] == [False, False, True, False, True]
+    for line in lines:
+        assert line["step_s"] == pytest.approx(
+            sum(line[f"{phase}_s"] for phase in STEP_PHASES), abs=1e-5
+        )
+        assert line["tokens_per_s"] == pytest.approx(4 * 64 / line["step_s"], rel=0.05)
+    counted_s = sum(line["step_s"] + line["checkpoint_s"] for line in lines)
+    assert counted_s == pytest.approx(lines[-1]["time_s"], abs=0.1)  # no time is lost
+
+
+def test_a_run_that_goes_on_counts_its_restarts_and_adds_to_its_samples(config):
+    def stop(rank: int, step: int) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train(config, event=stop)
+    (node,) = (Path(config.out) / "nodes").iterdir()
+    before = [node.read_text(), (Path(config.out) / "ranks" / "rank-00000.jsonl").read_text()]
+    train(config)
+    about = json.loads((Path(config.out) / "config.json").read_text())
+    assert about["job"]["restarts"] == 1 and len(about["job"]["starts_s"]) == 2
+    after = [node.read_text(), (Path(config.out) / "ranks" / "rank-00000.jsonl").read_text()]
+    for old, new in zip(before, after, strict=True):
+        assert old and new.startswith(old) and len(new) > len(old)
+
+
+def test_a_run_on_images_says_so(config, capsys):
+    world, model = World(0, 0, 1, torch.device("cpu")), Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    words = {"unit": "images", "loss_name": "error (share of images)", "tokens_per_step": 4}
+    run = Run(replace(config, steps=1), world, "tiny", 40, **words)
+    run.resume(model, optimizer)
+    loader = DataLoader(data(), 4)
+    for _ in run.epochs(loader):
+        for batch in run.batches(loader):
+            run.log(model(*batch))
+    run.finish()
+    (line,) = read_lines(run.folder / "metrics.jsonl")
+    assert line["images_per_s"] == pytest.approx(4 / line["step_s"], rel=0.05)
+    assert "tokens_per_s" not in line and "images/s" in capsys.readouterr().err
+    about = json.loads((run.folder / "config.json").read_text())
+    assert about["loss_name"] == "error (share of images)"
+
+
+def test_granted_gpus_without_a_rank_are_told_at_the_start(config, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    train(replace(config, steps=1))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("idle: ")]
+    assert line.startswith("idle: 4 of the 4 GPUs granted on ") and "have no rank" in line
+
+
 def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(config):
     """Rank 0 has the optimizer and no samples, as a parameter server; a batch of 5 has 1 share."""
     config = replace(config, batch=5, steps=3, save_every=2)
@@ -524,7 +592,9 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_goes_on(copy, stop
     newest = Path(copy.out) / "checkpoints" / "step-00000006"
     content = (newest / "state.pt").read_bytes()
     (newest / "state.pt").write_bytes(content[: len(content) // 2])
+    about = (Path(copy.out) / "config.json").read_text()
     message = refused(copy)
+    assert (Path(copy.out) / "config.json").read_text() == about  # a refused start is no life
     assert "state.pt cannot be read" in message and f"delete {newest}" in message
     shutil.rmtree(newest)
     assert refused(copy) == "accepted"

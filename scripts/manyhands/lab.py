@@ -13,9 +13,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -87,39 +85,6 @@ def warm_up() -> None:
     with _no_main_file():
         _context()
         forkserver.ensure_running()
-
-
-def run_job(*command: str, timeout_s: float = 300) -> None:
-    """Run a command, such as a job file with its flags, and show its output as it comes.
-
-    Raises:
-        RuntimeError: it ended with another exit code than 0; its output says why.
-        TimeoutError: it was still running after `timeout_s` and was ended.
-    """
-    sys.stdout.flush()
-    environ = {**os.environ, "MANYHANDS_END_WITH_PARENT": "1", "PYTHONUNBUFFERED": "1"}
-    environ["PYTHON"] = sys.executable  # the job runs in this notebook's environment
-    job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
-    )
-    limit = threading.Timer(timeout_s, job.terminate)
-    limit.start()
-    started_s = time.monotonic()
-    try:
-        for line in job.stdout:
-            print(line, end="", flush=True)
-        code = job.wait()
-    finally:
-        limit.cancel()
-        job.terminate()
-        try:
-            job.wait(40)  # torchrun gives its ranks 30 s to save and leave
-        except subprocess.TimeoutExpired:
-            job.kill()
-    if time.monotonic() - started_s > timeout_s:
-        raise TimeoutError(f"{command[0]} was still running after {timeout_s:g} s and was ended")
-    if code:
-        raise RuntimeError(f"{command[0]} ended with exit code {code}: see its last lines above")
 
 
 @dataclass(eq=False)

@@ -5,7 +5,9 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
     runs/ddp-001/config.json             settings, ranks and machines
                  status.json             running, stopped, finished or failed
                  metrics.jsonl           one line a step, by rank 0
+                 logs/rank-00000.log     what each rank printed, where that is not a terminal
                  ranks/rank-00000.jsonl  how busy each rank is, twice a second
+                 nodes/<host>.jsonl      how busy each node and its GPUs are, by local rank 0
                  checkpoints/step-00000100/state.pt        model and optimizer, by rank 0
                                            rank-00000.pt   random numbers, by each rank
                  model.pt                the final weights, by `save_once`
@@ -36,8 +38,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from manyhands import storage
-from manyhands.meters import Progress, Sampler, Stopwatch, machine, memory_bytes
-from manyhands.runtime import BadInput, World
+from manyhands.meters import (
+    STEP_PHASES,
+    Progress,
+    Sampler,
+    Stopwatch,
+    idle_words,
+    job,
+    job_before,
+    machine,
+    memory_bytes,
+)
+from manyhands.runtime import BadInput, World, keep_output
 
 KEPT_CHECKPOINTS = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -116,6 +128,8 @@ class Run:
         floor: float | None = None,
         tokens_per_step: int | None = None,
         num_shares: int | None = None,
+        unit: str = "tokens",
+        loss_name: str = "loss (nats per token)",
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -125,23 +139,21 @@ class Run:
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
             num_shares: ranks that share a batch evenly; all ranks where not given.
+            unit, loss_name: where a figure shall say other words than tokens and loss.
 
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
         """
         _check(config, num_shares or world.world_size, num_samples)
-        self.config, self.world = config, world
+        self.config, self.world, self.stopwatch = config, world, Stopwatch(world.device)
         self.tokens_per_step = tokens_per_step or config.batch * config.block
-        self.step = 0
-        self.steps_per_epoch = 0
+        self.unit, self.loss_name, self.step, self.steps_per_epoch = unit, loss_name, 0, 0
         self.module: nn.Module | None = None
-        self.stopwatch = Stopwatch(world.device)
         self._stop_flags = dict.fromkeys(STOP_SIGNALS, 0.0)
         self._unwritten: str | None = None  # a step's numbers that rank 0 could not write
         self._rng: dict | None = None  # of the checkpoint just loaded
         self._epoch_rng: dict = {}
-        self._status = {"state": "running", "step": 0, "steps": config.steps}
-        self._status |= {"valid_loss": None, "floor": floor}
+        self._status = {"state": "running", "steps": config.steps, "floor": floor}
         self._end: Callable[[], object] = lambda: None  # until `_start` there is nothing to end
         self._identity = _identity(config, world, name)
         self.folder = self._open_folder(name, flops_per_token)
@@ -218,6 +230,7 @@ class Run:
         self._write_line(mean, self.stopwatch.split())
         at_end = self.step == self.config.steps
         if self.step % self.config.save_every == 0 or at_end or stop_signal:
+            self.stopwatch.mark("checkpoint")
             self._save()
         if stop_signal and not at_end:
             self._close("stopped")
@@ -255,24 +268,39 @@ class Run:
             "torch": torch.__version__,
             "tokens_per_step": self.tokens_per_step,
             "flops_per_token": flops_per_token,
+            "loss_name": self.loss_name,
             "floor": self._status["floor"],
             "ranks": self._together(lambda: machine(self.world.device)),
         }
-        return self._on_main(lambda: storage.open_folder(self.config.out, name, about))
+
+        def make() -> tuple[Path, list[str]]:
+            now = job(self.config.out)
+            self._about = about | {"job": now}  # written by `_start`: a refused start is no life
+            about["job"] = job_before(self.config.out) or now
+            words = idle_words(about["ranks"], now["nodes"])
+            return storage.open_folder(self.config.out, name, about), words
+
+        folder, words = self._on_main(make)
+        log = folder / "logs" / f"rank-{self.world.rank:05d}.log"
+        self._together(lambda: keep_output(log))
+        for line in words:
+            self.world.print(line)
+        return folder
 
     def _start(self) -> None:
         """Begin to train: metrics, progress, samples and stop signals, each with its end."""
+        self._status |= {"step": self.step, "valid_loss": None}
         ends = ExitStack()  # nothing in it may hold this Run, or it would never be let go
         if self.world.is_main:
             spent_s = self._open_metrics()
             self._progress = Progress(self.step, self.config.steps)
+            storage.write_json(self.folder / "config.json", self._about)
             storage.write_status(self.folder, self._status)
             ends.callback(storage.write_end, self.folder, self._status)  # the last to be called
             ends.callback(self._metrics.close)
             ends.callback(self._progress.bar.close)
             self._start_s = time.time() - spent_s
-        path = self.folder / "ranks" / f"rank-{self.world.rank:05d}.jsonl"
-        self._sampler = Sampler(path, self.world.device)
+        self._sampler = Sampler.in_folder(self.folder, self.world)
         ends.callback(self._sampler.stop)
         if threading.current_thread() is threading.main_thread():
             flags = self._stop_flags
@@ -347,13 +375,13 @@ class Run:
         """On rank 0: write and show the numbers of a step."""
         if not self.world.is_main:
             return
-        step_s = sum(seconds.values())
+        step_s = sum(seconds[phase] for phase in STEP_PHASES)
         line = {
             "step": self.step,
             "epoch": (self.step - 1) // self.steps_per_epoch,
             "loss": loss if math.isfinite(loss) else None,
             "learning_rate": learning_rate_at(self.step - 1, self.config),
-            "tokens_per_s": round(self.tokens_per_step / step_s, 1),
+            f"{self.unit}_per_s": round(self.tokens_per_step / step_s, 1),
             "step_s": round(step_s, 6),
             **{f"{phase}_s": round(spent_s, 6) for phase, spent_s in seconds.items()},
             "memory_bytes": memory_bytes(self.world.device),
@@ -363,7 +391,8 @@ class Run:
             self._metrics.write((json.dumps(line) + "\n").encode())
         except OSError as problem:
             self._unwritten = f"cannot write {self.folder / 'metrics.jsonl'}: {problem}"
-        self._progress.show(self.step, f"loss {loss:.3f}, {line['tokens_per_s']:,.0f} tokens/s")
+        speed = f"{self.tokens_per_step / step_s:,.0f} {self.unit}/s"
+        self._progress.show(self.step, f"loss {loss:.3f}, {speed}")
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

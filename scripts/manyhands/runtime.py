@@ -15,10 +15,13 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, TextIO
 
 import torch
 import torch.distributed as dist
@@ -266,6 +269,9 @@ def command_line(main: Callable, config_class: type) -> None:
     import tyro
 
     config = tyro.cli(config_class, description=sys.modules[main.__module__].__doc__)
+    if not sys.stderr.isatty():
+        log = _Log()
+        sys.stdout, sys.stderr = _Copied(sys.stdout, log), _Copied(sys.stderr, log)
     code = 0
     try:
         main(config)
@@ -285,6 +291,55 @@ def command_line(main: Callable, config_class: type) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit can wait for ever for a process group that has lost a rank
+
+
+def keep_output(path: Path) -> None:
+    """Write to `path` what this process prints, and has printed so far; a run goes on in its file.
+
+    Only where `command_line` has started the process and its standard error is not a terminal. The
+    output stays where it was; `path` has a copy. Libraries that print from C are not in it.
+    """
+    if isinstance(sys.stderr, _Copied):
+        sys.stderr.log.open(path)
+
+
+class _Log:
+    """A file of all that is printed; what came before it was opened is kept till then."""
+
+    def __init__(self) -> None:
+        self.file: BinaryIO | None = None
+        self.early: deque[str] | None = deque(maxlen=1000)
+
+    def open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(path, "ab", buffering=0)  # a killed rank loses nothing
+        early, self.early = self.early or (), None
+        for text in early:
+            self.write(text)
+
+    def write(self, text: str) -> None:
+        if self.early is not None:
+            self.early.append(text)
+        elif self.file:
+            try:
+                self.file.write(text.encode(errors="replace"))
+            except OSError as problem:
+                path, self.file = self.file.name, None
+                print(f"cannot write {path}: {problem}; it ends here", file=sys.__stderr__)
+
+
+class _Copied:
+    """A stream, of which a log gets a copy."""
+
+    def __init__(self, stream: TextIO, log: _Log) -> None:
+        self.stream, self.log = stream, log
+
+    def write(self, text: str) -> int:
+        self.log.write(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
 
 
 def _one_line_of(error: Exception) -> str | None:

@@ -116,7 +116,7 @@ def open_folder(
     Raises:
         BadInput: `out` holds something else, another run, or a finished one.
     """
-    folder = Path(out) if out else _next_free(Path("runs"), name)
+    folder = Path(out) if out else next_free(Path("runs"), name)
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder} is a file: name a folder")
     if (folder / "config.json").exists():
@@ -143,7 +143,7 @@ def write_end(folder: Path, status: dict) -> None:
         write_status(folder, {**status, "state": "failed"})
 
 
-def _next_free(runs: Path, name: str) -> Path:
+def next_free(runs: Path, name: str) -> Path:
     """Make and return the first of `name`-001, `name`-002, ... that is not there yet."""
     runs.mkdir(parents=True, exist_ok=True)
     number = 1

@@ -1,0 +1,428 @@
+"""The job files on a real Slurm: accepted, run, signalled, queued again, and told what is wrong."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_ddp
+from cluster import Cluster
+from jobs import ROOT, environment, flags, losses, make_clone, settings
+from manyhands.lab import run_ranks
+
+JOB_FILES = sorted(path.name for path in (ROOT / "sbatch").glob("*.sbatch"))
+SHORT = {"batch": 6, "steps": 12}
+LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 400, "save_every": 30, "impl": "scratch"}
+ONE_RANK = {"RANKS": "1", "PYTHON": sys.executable}
+ONE_GPU = "--gpus-per-node=1"  # several jobs fit on a node
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("clone"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted, and where it leaves its things."""
+
+    id: str
+    log_file: Path
+    out: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def steps(self) -> int:
+        path = self.out / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def state(self) -> str:
+        return json.loads((self.out / "status.json").read_text())["state"]
+
+
+def submit(
+    slurm: Cluster, clone: Path, word: str, *options: str, ranks: int = 1, env: dict | None = None
+) -> Job:
+    """Submit a job file as a person does from the course's folder; options may hold flags."""
+    ours = {"RANKS": str(ranks), "PYTHON": sys.executable, **(env or {})}
+    names = [option for option in options if option.endswith(".sbatch")]
+    words = options if names else (*options, f"sbatch/{word}.sbatch")
+    job = slurm.sbatch(*words, cwd=clone, env=ours)
+    return Job(job, clone / f"{word}-{job}.out", clone / "runs" / f"{word}-{job}")
+
+
+def ddp(slurm: Cluster, clone: Path, *options: str, ranks: int = 1, **changes: object) -> Job:
+    words = (*options, "sbatch/ddp.sbatch", *flags(clone, **changes))
+    return submit(slurm, clone, "ddp", *words, ranks=ranks)
+
+
+def undisturbed(clone: Path, out: Path, **changes: object) -> Path:
+    """The same run on two ranks of a fork server, without any launcher."""
+    config = train_ddp.Config(**settings(clone, out=str(out), **changes))
+    run_ranks(train_ddp.main, 2, config, join=False, quiet=True, timeout_s=90)
+    return out
+
+
+def assert_same_weights(run: Path, calm: Path) -> None:
+    assert losses(run) == losses(calm)
+    assert (run / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+# ---- the files themselves ----------------------------------------------------------------------
+
+
+def unread_lines(slurm: Cluster, path: Path) -> list[str]:
+    """The lines of a job file that look like Slurm's, and that sbatch did not take as they stand.
+
+    It lists what it took: `gpus-per-node       : 4`.
+    """
+    told = slurm.outcome("sbatch", "-v", "--test-only", path, cwd=path.parent).stderr
+    taken = dict(re.findall(r"^sbatch: ([a-z-]+) +: (\S+)$", told, re.MULTILINE))
+    unread = []
+    for line in path.read_text().splitlines():
+        if not re.match(r"\s*#\s*SBATCH", line):
+            continue
+        name, _, value = line.removeprefix("#SBATCH --").partition("=")
+        # sbatch shortens "append", makes paths whole and says "requeue : requeue".
+        if not taken.get(name, "-").endswith({"append": "a"}.get(value, value)):
+            unread.append(line)
+    return unread
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_slurm_reads_and_accepts_a_job_file(slurm, tmp_path, name):
+    path = ROOT / "sbatch" / name
+    assert unread_lines(slurm, path) == []
+    for num_nodes in (1, 2):
+        slurm.run("sbatch", "--test-only", f"--nodes={num_nodes}", path)
+    assert slurm.outcome("sbatch", "--test-only", "--nodes=4", path).returncode  # of 3 nodes
+
+
+BROKEN = {
+    "# SBATCH --nodes=2": "#SBATCH --nodes=2",
+    "#SBATCH--nodes=2": "#SBATCH --nodes=2",
+    " #SBATCH --nodes=2": "#SBATCH --nodes=2",
+    "hostname\n#SBATCH --nodes=2": "#SBATCH --nodes=2",
+    "#SBATCH --nodes=2\n#SBATCH --nodes=1": "#SBATCH --nodes=2",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_line_that_slurm_does_not_read_is_seen(slurm, tmp_path, line):
+    path = tmp_path / "job.sbatch"
+    path.write_text(f"#!/bin/bash\n{BROKEN[line]}\n")
+    assert unread_lines(slurm, path) == []
+    path.write_text(f"#!/bin/bash\n{line}\n")
+    assert [one.strip() for one in unread_lines(slurm, path)] == [line.split("\n")[-1].strip()] or (
+        unread_lines(slurm, path) == [line.split("\n")[0]]
+    )
+
+
+def test_shell_scripts_please_shellcheck():
+    if shutil.which("shellcheck") is None:
+        reason = "shellcheck is not installed: apt-get install -y shellcheck"
+        (pytest.fail if os.environ.get("MANYHANDS_SLURM") == "required" else pytest.skip)(reason)
+    paths = [*ROOT.glob("*/*.sh"), *ROOT.glob("*/*.sbatch"), ROOT / ".ci" / "run"]
+    assert len(paths) > 6
+    done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- jobs that nothing happens to --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calm_jobs(slurm: Cluster, clone: Path) -> dict[str, Job]:
+    """Several at once: two of two nodes on the same nodes, as an array, and others."""
+    first, second = slurm.nodes[:2]
+    nodes = ("--nodes=2", f"--nodelist={first},{second}", ONE_GPU)
+    array = ddp(slurm, clone, "--array=0-1", *nodes, **SHORT)
+    rows = slurm.run("squeue", "-h", "-r", "-j", array.id, "-o", "%i %A").splitlines()
+    found = {row.split("_")[1].split()[0]: array for row in rows}
+    assert sorted(found) == ["0", "1"]
+    found["one node"] = ddp(slurm, clone, ranks=2, **SHORT)
+    empty = {"XDG_CACHE_HOME": str(clone / "empty")}
+    no_data = ("sbatch/ddp.sbatch", "--data", "wikitext-2")
+    found["no data"] = submit(slurm, clone, "ddp", "--nodes=2", ONE_GPU, *no_data, env=empty)
+    return found
+
+
+def test_array_of_two_jobs_of_two_nodes_side_by_side(slurm, clone, calm_jobs, tmp_path):
+    array, single = calm_jobs["0"], calm_jobs["one node"]
+    assert slurm.wait(array.id, 150) == "COMPLETED", [p.read_text() for p in clone.glob("*.out")]
+    assert slurm.wait(single.id, 150) == "COMPLETED", single.log
+    calm = undisturbed(clone, tmp_path / "calm", **SHORT)
+    ran = slurm.run("scontrol", "-o", "show", "job", array.id)
+    ids = re.findall(r"^JobId=(\d+)", ran, re.MULTILINE)
+    assert len(ids) == 2
+    starts, ends = (re.findall(rf"{name}Time=(\S+)", ran) for name in ("Start", "End"))
+    assert max(starts) < min(ends), "they ran one after the other"
+    for number in ids:
+        job = Job(number, clone / f"ddp-{number}.out", clone / "runs" / f"ddp-{number}")
+        assert "2 rank(s) on cpu" in job.log and job.state() == "finished"
+        assert "frame #" not in job.log  # torch's words about the node that leaves first
+        hosts = [
+            rank["host"] for rank in json.loads((job.out / "config.json").read_text())["ranks"]
+        ]
+        if slurm.mode != "ports":
+            assert hosts == slurm.nodes[:2]
+        # Over the network as on one machine, up to the order in which gloo adds.
+        assert losses(job.out) == pytest.approx(losses(calm), abs=1e-6)
+        for rank in (0, 1):
+            kept = (job.out / "logs" / f"rank-{rank:05d}.log").read_text()
+            assert ("step 12 of 12" in kept) == (rank == 0)
+    assert losses(single.out) == losses(calm)
+
+
+def test_granted_gpus_without_a_rank_are_named(slurm, calm_jobs):
+    single = calm_jobs["one node"]
+    assert slurm.wait(single.id, 150) == "COMPLETED", single.log
+    node = re.escape(slurm.nodes[2]) if slurm.mode != "ports" else r"\S+"
+    if not torch.cuda.device_count():
+        assert re.search(rf"4 GPU\(s\) were granted on {node}, but torch .* sees none", single.log)
+    assert re.search(rf"^idle: 4 of the 4 GPUs granted on {node} have no rank", single.log, re.M)
+
+
+def test_missing_data_is_one_line_and_exit_code_2(slurm, calm_jobs):
+    job = calm_jobs["no data"]
+    assert slurm.wait(job.id, 150) == "FAILED"
+    assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job.id)
+    ours = [line for line in job.log.splitlines() if not line.startswith(("device:", "srun:"))]
+    ours = [line for line in ours if not line.startswith(("slurmstepd", "launch.py:", "idle:"))]
+    assert len(ours) == 1 and "Traceback" not in job.log, job.log
+    assert "scripts/prepare_data.py --data wikitext-2` where there is internet" in ours[0]
+
+
+def test_other_jobs_on_two_nodes(slurm, clone):
+    """At a tiny size; each gets its folder by the job's name and number."""
+    nodes = ("--nodes=2", ONE_GPU)
+    tiny = {
+        "data_parallel": flags(clone, **SHORT),
+        "collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce".split(),
+        "first_job": "--smallest 150 --networks 1 --device cpu".split(),
+    }
+    assert {f"{word}.sbatch" for word in tiny} == {*JOB_FILES} - {"ddp.sbatch", "solution.sbatch"}
+    jobs = {
+        word: submit(slurm, clone, word, *nodes, f"sbatch/{word}.sbatch", *words)
+        for word, words in tiny.items()
+    }
+    for job in jobs.values():
+        assert slurm.wait(job.id, 150) == "COMPLETED", job.log
+        assert "2 rank(s) on cpu" in job.log and (job.out / "config.json").exists()
+
+
+# ---- jobs that something happens to ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calm(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(clone, tmp_path_factory.mktemp("calm") / "run", **LONG)
+
+
+def begun(slurm: Cluster, job: Job, step: int = 20) -> Job:
+    """Wait until the job is in the midst of its run."""
+    slurm.until(lambda: job.steps() >= step, 120)
+    assert job.steps() < LONG["steps"], "it was too quick for this test"
+    return job
+
+
+def again(job: Job) -> list[str]:
+    """The words of the command that the job's log gives to go on with, after `sbatch`."""
+    (found,) = re.findall(r"go on with: RANKS=1 sbatch (.*)", job.log)
+    return found.split()
+
+
+def test_signal_before_the_limit_and_requeue_in_mid_run(slurm, clone, calm):
+    """As --signal does it, and as an administrator does; and a person's scancel is the end."""
+    signalled = ddp(slurm, clone, "--nodes=2", ONE_GPU, **LONG)
+    requeued = ddp(slurm, clone, ONE_GPU, ranks=2, **LONG)
+    slurm.run("scancel", "--batch", "--signal=USR1", begun(slurm, signalled).id)
+    slurm.run("scontrol", "requeue", begun(slurm, requeued).id)
+    cancelled = ddp(slurm, clone, ONE_GPU, **LONG)
+    kept = ddp(slurm, clone, ONE_GPU, "--no-requeue", **LONG)
+    slurm.run("scancel", begun(slurm, cancelled).id)
+    slurm.run("scancel", "--batch", "--signal=USR1", begun(slurm, kept).id)
+    assert slurm.wait(cancelled.id) == "CANCELLED"
+    assert slurm.wait(kept.id) == "COMPLETED"
+    for job in (signalled, requeued):
+        assert slurm.wait(job.id, 150) == "COMPLETED", job.log
+        assert f"resumed runs/ddp-{job.id} at step" in job.log and "Traceback" not in job.log
+        assert "Restarts=1" in slurm.run("scontrol", "show", "job", job.id)
+        assert_same_weights(job.out, calm)
+    line = f"launch.sh: job {signalled.id} queues again, to go on in runs/ddp-{signalled.id}"
+    assert line in signalled.log and "stopped by SIGUSR1" in signalled.log
+    assert "Restarts=0" in slurm.run("scontrol", "show", "job", cancelled.id)
+    for job in (cancelled, kept):
+        assert job.state() == "stopped" and "Traceback" not in job.log, job.log
+        assert again(job)[-2:] == ["--out", f"runs/ddp-{job.id}"]
+    assert f"launch.sh: job {kept.id} cannot queue again: Requested operation" in kept.log
+
+
+def test_lost_node(slurm, clone, calm):
+    """A job that may be requeued goes on on other nodes; the other one names the command."""
+    kept = ddp(slurm, clone, "--nodes=2", ONE_GPU, "--no-requeue", **LONG)
+    requeued = ddp(slurm, clone, "--nodes=2", ONE_GPU, **LONG)
+    for job in (kept, requeued):
+        begun(slurm, job, 70)
+    where = slurm.run("squeue", "-h", "-o", "%N", "-j", f"{kept.id},{requeued.id}").split()
+    both = [slurm.run("scontrol", "show", "hostnames", nodes).split() for nodes in where]
+    assert both == [slurm.nodes[:2]] * 2
+    slurm.crash(slurm.nodes[1])
+    try:
+        assert slurm.wait(kept.id) == "NODE_FAIL"
+        words = again(kept)
+        assert words[-2:] == ["--out", f"runs/ddp-{kept.id}"]
+        resubmitted = slurm.sbatch(ONE_GPU, *words, cwd=clone, env=ONE_RANK)
+        for job, number in ((kept, resubmitted), (requeued, requeued.id)):
+            log = clone / f"ddp-{number}.out"
+            assert slurm.wait(number, 150) == "COMPLETED", log.read_text()
+            assert re.search(
+                rf"resumed runs/ddp-{job.id} at step (60|90|[1-3]\d\d)", log.read_text()
+            )
+            assert_same_weights(job.out, calm)
+    finally:
+        slurm.boot(slurm.nodes[1])
+
+
+# ---- jobs from inside a job --------------------------------------------------------------------
+
+STANDS_IN_FOR_PYTHON = """#!/bin/bash
+env > "$HERE/told-${SLURM_JOB_ID:-here}-${SLURM_NODEID:-0}"
+printf '%s\\n' "$@" > "$HERE/words-${SLURM_JOB_ID:-here}"
+"""
+OUTER = """#!/bin/bash
+srun --ntasks=1 --mem=70 bash -c 'sbatch --parsable --nodes=2 --mem-per-cpu=50 \\
+    sbatch/ddp.sbatch --steps 3 --out "a b" > inner'
+bash sbatch/ddp.sbatch --steps 4
+"""
+
+
+def test_job_from_inside_a_job_gets_what_it_asks_for(slurm, clone, tmp_path):
+    """As from a JupyterHub session that is a job of its own, with another geometry."""
+    (tmp_path / "python").write_text(STANDS_IN_FOR_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "outer.sbatch").write_text(OUTER)
+    env = {"HERE": str(tmp_path), "PYTHON": str(tmp_path / "python")}
+    shape = ("--ntasks=3", "--cpus-per-task=2", "--mem=600", "--gpus=1", "--time=3")
+    outer = slurm.sbatch(
+        *shape, "--hint=nomultithread", tmp_path / "outer.sbatch", cwd=clone, env=env
+    )
+    assert slurm.wait(outer) == "COMPLETED", (clone / f"slurm-{outer}.out").read_text()
+    inner = (clone / "inner").read_text().strip()
+    assert slurm.wait(inner) == "COMPLETED", (clone / f"ddp-{inner}.out").read_text()
+
+    told = {path.name: variables(path) for path in tmp_path.glob("told-*")}
+    assert sorted(told) == [f"told-{inner}-0", f"told-{inner}-1", "told-here-0"]
+    local = told.pop("told-here-0")
+    assert not [name for name in local if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    assert "MANYHANDS_BATCH" not in local
+    assert (tmp_path / "words-here").read_text().splitlines()[1:] == [
+        f"{clone}/scripts/train_ddp.py",
+        "--steps",
+        "4",
+    ]
+    for number in (0, 1):
+        ours = told[f"told-{inner}-{number}"]
+        wanted = {"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "16"}
+        wanted |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_RESTART_COUNT": "0", "NODES": "2"}
+        wanted |= {"MANYHANDS_BATCH": "1", "HEAD_NODE": slurm.nodes[0], "HF_HUB_OFFLINE": "1"}
+        assert {name: ours.get(name) for name in wanted} == wanted
+        assert len(ours["CUDA_VISIBLE_DEVICES"].split(",")) == 4
+    assert (tmp_path / f"words-{inner}").read_text().splitlines()[-2:] == ["--out", "a b"]
+
+
+def variables(path: Path) -> dict[str, str]:
+    return dict(line.partition("=")[::2] for line in path.read_text().splitlines())
+
+
+# ---- the site ----------------------------------------------------------------------------------
+
+
+def check_site(slurm: Cluster, clone: Path, text: str, *job_files: str) -> tuple[int, list[str]]:
+    """Write site.env and check it: exit code and lines."""
+    (clone / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    settings_file = clone / "sbatch" / "site.env"
+    settings_file.write_text(f"export PYTHON={sys.executable}\n{text}")
+    before = slurm.run("squeue", "-h", "-t", "all", "-o", "%i")
+    try:
+        done = slurm.outcome("bash", "sbatch/check_site.sh", *job_files, cwd=clone)
+    finally:
+        settings_file.unlink()
+    assert not done.stderr and slurm.run("squeue", "-h", "-t", "all", "-o", "%i") == before
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_site_where_all_is_wrong(slurm, clone):
+    code, lines = check_site(
+        slurm,
+        clone,
+        "export SBATCH_PARTITION=gpus SBATCH_ACCOUNT=nobody SBATCH_GPUS_PER_NODE=8\n"
+        "module load Nope/1\nexport GLOO_SOCKET_IFNAME=ib9 HEAD_SUFFIX=-fast\n",
+    )
+    problems = [line for line in lines if line.startswith("problem: ")]
+    told = "\n".join(problems)
+    assert code == 2 and lines[-1].startswith(f"{len(problems)} problem(s)")
+    assert "there is no partition gpus: there are batch debug; correct SBATCH_PARTITION" in told
+    assert "the account nobody is refused" in told and "correct SBATCH_ACCOUNT" in told
+    assert "'module load Nope/1'" in told
+    if Path("/etc/profile.d/modules.sh").exists():
+        assert "Unable to locate a modulefile for 'Nope/1'" in told
+    elif os.environ.get("MANYHANDS_SLURM") == "required":
+        pytest.fail("environment-modules is not installed")
+    assert re.search(r"GLOO_SOCKET_IFNAME is ib9, and .* it has .*\blo\b", told)
+    assert f"no {slurm.nodes[0]}-fast is known here" in told
+    assert re.search(r"Slurm would refuse.* ddp.sbatch.*it offers: 3 nodes .*gpu:h100:4", told)
+    assert ("is made for CPUs" in told) == (not (torch.version.cuda or torch.version.hip))
+
+
+def test_site_that_is_right(slurm, clone):
+    text = "export SBATCH_PARTITION=batch SBATCH_ACCOUNT=course SBATCH_GPUS_PER_NODE=0\n"
+    code, lines = check_site(slurm, clone, text + "export GLOO_SOCKET_IFNAME=lo\n")
+    assert code == 0 and all(line.startswith("ok: ") for line in lines[:-1]), lines
+    for name in ("partition batch", "account course", *JOB_FILES, "interface lo", "torch "):
+        assert any(name in line for line in lines), name
+
+
+def test_site_file_that_is_not_filled_in(slurm, clone):
+    text = (ROOT / "sbatch" / "site.env.example").read_text()
+    code, lines = check_site(slurm, clone, text + "export SBATCH_QOS = x\n", "sbatch/ddp.sbatch")
+    told = "\n".join(line for line in lines if line.startswith("problem: "))
+    assert code == 2 and "leaves SBATCH_ACCOUNT empty" in told
+    assert "not a valid identifier" in told
+    code, lines = check_site(slurm, clone, "export X='\n", "sbatch/none.sbatch")
+    told = "\n".join(line for line in lines if line.startswith("problem: "))
+    assert code == 2 and "site.env is no shell text" in told
+    assert "no job file sbatch/none.sbatch; there are: collectives.sbatch" in told
+
+
+def test_site_without_slurm(clone, tmp_path):
+    """Also on a machine without Slurm, with nothing but the plainest commands."""
+    for name in (
+        "bash",
+        "sed",
+        "grep",
+        "mktemp",
+        "rm",
+        "dirname",
+        "sort",
+        "paste",
+        "timeout",
+        "id",
+    ):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = environment(PYTHON=sys.executable) | {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "sbatch/check_site.sh"], cwd=clone, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not done.stderr
+    assert "problem: there is no sbatch on this machine" in done.stdout
+    assert "problem: there is no sbatch/site.env: cp sbatch/site.env.example" in done.stdout

@@ -1,0 +1,133 @@
+"""The job of lesson 00: the same results on any number of ranks, also after a stop or a kill."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import train_first_job
+from jobs import ROOT, environment, left_behind, make_clone
+from manyhands import first_job, mine
+from manyhands.failures import RankFailed
+from manyhands.lab import run_ranks
+from manyhands.storage import read_json, read_lines
+
+SMALL = {"smallest": 160, "networks": 2, "device": "cpu"}  # 4 sizes, 8 trainings
+
+
+def run(out: Path, world_size: int, **changes: object) -> float:
+    """Run the job's main on the ranks of a fork server; returns the exponent."""
+    config = train_first_job.Config(out=str(out), **{**SMALL, **changes})
+    return run_ranks(train_first_job.main, world_size, config, join=False, timeout_s=60)[0]
+
+
+def results(folder: Path) -> list[tuple]:
+    files = sorted((folder / "results").iterdir())
+    return sorted(tuple(line.values()) for file in files for line in read_lines(file))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return folder, run(folder, 1)
+
+
+def test_any_number_of_ranks_finds_the_same(whole, tmp_path, capfd):
+    folder, exponent = whole
+    assert [size for size, *_ in results(folder)] == [160, 160, 320, 320, 640, 640, 1280, 1280]
+    assert exponent > 0.2 and results(folder)[0][2] > results(folder)[-1][2]
+    assert run(tmp_path / "run", 3) == exponent
+    assert results(tmp_path / "run") == results(folder)
+    shares = [len(read_lines(file)) for file in sorted((tmp_path / "run/results").iterdir())]
+    assert shares == [3, 3, 2]
+    status = read_json(tmp_path / "run/status.json")
+    last = [error for size, _, error in results(folder) if size == 1280]
+    assert (status["state"], status["step"]) == ("finished", 8)
+    assert status["valid_loss"] == pytest.approx(sum(last) / 2)
+    assert (tmp_path / "run/power_law.png").stat().st_size > 5000
+    page = (tmp_path / "run/report.html").read_text()
+    assert "share of test images" in page and "8 of 8" in page
+    said = capfd.readouterr().out
+    assert f"** -{exponent:.3f}" in said and "data: embedded digits, 1,297 images" in said
+
+
+def test_what_is_there_is_not_trained_again(whole, tmp_path):
+    """As after a kill: half of the lines are there, one of them is half written."""
+    folder, exponent = whole
+    left = tmp_path / "run"
+    run(left, 2)
+    (left / "status.json").unlink()
+    files = sorted((left / "results").iterdir())
+    files[0].write_bytes(files[0].read_bytes()[:-8])
+    files[1].unlink()
+    kept = files[0].read_bytes().splitlines()[:3]
+    assert run(left, 3) == exponent
+    assert results(left) == results(folder)
+    assert files[0].read_bytes().splitlines()[:3] == kept
+
+
+def test_a_stopped_job_goes_on(whole, tmp_path):
+    clone, out = make_clone(tmp_path / "clone"), tmp_path / "run"
+    flags = ["--out", str(out), "--device", "cpu", "--smallest", "160", "--networks", "40"]
+    command = ["bash", str(clone / "sbatch/first_job.sbatch"), *flags]
+    job = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "Traceback" not in said, said
+    stopped = read_json(out / "status.json")
+    assert stopped["state"] == "stopped" and 0 < stopped["step"] < 160
+    assert f"stopped after {stopped['step']} of 160 networks" in said
+    assert len(results(out)) == stopped["step"] and not left_behind(out)
+
+
+def test_a_share_that_leaves_some_out_is_told(tmp_path, monkeypatch):
+    def my_share(tasks, rank, world_size):
+        each = len(tasks) // world_size
+        return tasks[rank * each : (rank + 1) * each]
+
+    parts = train_first_job.Parts()._asdict() | {"my_share": my_share}
+    monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
+    mine.write("first_job", parts, tmp_path / "mine")
+    with pytest.raises(RankFailed, match="my_share gave 2 of the 8 trainings to no rank"):
+        run(tmp_path / "run", 3, impl="mine")
+    mine.write("first_job", parts | {"my_share": first_job.my_share}, tmp_path / "mine")
+    assert run(tmp_path / "run", 3, impl="mine") > 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"smallest": 1}, "--smallest 1 "),
+        ({"smallest": 649}, "at most half of the 1,297 images"),
+        ({"networks": 0}, "at least 1 network"),
+        ({"data": "nowhere"}, "there is no folder nowhere"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, changes, words):
+    with pytest.raises(RankFailed, match=words):
+        run(tmp_path / "run", 2, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_job_s_folder_is_not_touched(whole, tmp_path):
+    with pytest.raises(RankFailed, match="holds a run with networks=2, not 3"):
+        run(whole[0], 2, networks=3)
+
+
+def test_real_mnist(tmp_path):
+    data = ROOT.parent / "shared/data/mnist"
+    if not data.is_dir():
+        pytest.skip("MNIST's files are not in ../shared/data/mnist")
+    exponent = run(tmp_path / "run", 2, data=str(data), smallest=1280, networks=1)
+    assert 0.2 < exponent < 0.8
+    about = json.loads((tmp_path / "run/config.json").read_text())
+    assert about["config"]["steps"] == 6

@@ -195,8 +195,8 @@ def check_results(kind: str, world: World, parts: Parts) -> None:
         dist.all_reduce(differs)
         if differs:
             raise BadInput(
-                f"{name} gives other numbers than dist.{kind}: mend it in the notebook and run its "
-                "last cell again, or take --impl scratch"
+                f"{name} gives other numbers than dist.{kind}: mend it in the notebook and run "
+                "check.keep() again, or take --impl scratch"
             )
 
 

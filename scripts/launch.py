@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from manyhands.meters import machine
-from manyhands.runtime import BadInput, end_with_parent, first_line, rendezvous_arguments
+from manyhands.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
@@ -81,8 +81,7 @@ def launch(command: list[str]) -> int:
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
-    if "MANYHANDS_END_WITH_PARENT" in os.environ:
-        end_with_parent()  # started by a notebook, not by a scheduler or a person's shell
+    end_with_caller()
     # An agent without this option passes on all of them but SIGUSR1.
     knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
     stops = [f"--signals-to-handle={','.join(STOPS)}"] if knows else []

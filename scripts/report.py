@@ -182,13 +182,13 @@ def whys(record: Record) -> list[str]:
 
 def loss_rows(record: Record) -> dict[str, str]:
     """Training and validation loss, with the floor where there is one."""
-    _, unit = loss_words(record)
+    name, unit = loss_words(record)
     floor = record.about.get("floor")
     known = f" {unit}" + ("" if floor is None else f" (floor {floor:.4f})")
     losses = record.column("loss")
-    rows = {"last training loss": f"{losses[-1][1]:.4f}{known}"} if losses else {}
+    rows = {f"last training {name}": f"{losses[-1][1]:.4f}{known}"} if losses else {}
     if record.status.get("valid_loss") is not None:
-        rows["validation loss"] = f"{record.status['valid_loss']:.4f}{known}"
+        rows[f"validation {name}"] = f"{record.status['valid_loss']:.4f}{known}"
     return rows
 
 

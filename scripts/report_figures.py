@@ -17,15 +17,14 @@ from manyhands.figures import (
     BLUE,
     GREEN,
     GREY,
-    HATCH,
     LIGHT_GREY,
     RED,
-    ROLE,
     SKY,
     label,
     lines,
     new_figure,
     png,
+    stack,
 )
 from manyhands.meters import PHASES, SAMPLE_EVERY_S
 from manyhands.record import Device, Record, Series, Span, mean_busy, split
@@ -67,9 +66,9 @@ def duration(seconds: float) -> str:
 
 
 def loss_words(record: Record) -> tuple[str, str]:
-    """The axis of the loss, and its unit: "loss (nats per token)", "nats per token"."""
-    name = record.about.get("loss_name", "loss (nats per token)")
-    return name, name.partition("(")[2].rstrip(")")
+    """What the loss is called and its unit: "loss", "nats per token"."""
+    name, _, unit = record.about.get("loss_name", "loss (nats per token)").partition("(")
+    return name.strip(), unit.rstrip(")")
 
 
 # ---- the time axis -----------------------------------------------------------------------------
@@ -246,19 +245,19 @@ def draw_memory(ax: Axes, record: Record) -> str:
 
 def draw_loss(ax: Axes, record: Record) -> str:
     """Draw the loss of every step over the floor."""
-    name, _ = loss_words(record)
+    name, unit = loss_words(record)
     series = record.column("loss")
     x, y = [step for step, _ in series], [loss for _, loss in series]
     curves, valid = {"training": (x, y)}, record.status.get("valid_loss")
     if valid is not None and record.steps:
         curves["validation"] = ([record.steps[-1]["step"]], [valid])
     floor = record.about.get("floor")
-    lines(ax, curves, "step", name, floor)
+    lines(ax, curves, "step", f"{name} ({unit})" if unit else name, floor)
     lower_legend(ax)
     words = f"Training: {y[0]:.3f} at step {x[0]}, {y[-1]:.3f} at step {x[-1]}." if y else ""
     broken = [line["step"] for line in record.steps if "loss" in line and line["loss"] is None]
     if broken:
-        words += f" The loss was not a finite number at step {broken[0]}."
+        words += f" The {name} was not a finite number at step {broken[0]}."
     if floor is not None:
         words += f" No model can go below the dotted line at {floor:.3f}."
     return words.strip()
@@ -290,11 +289,7 @@ def draw_split(ax: Axes, record: Record) -> str:
     areas = {}
     for name in parts:
         areas[name] = binned([1e3 * (line.get(f"{name}_s") or 0) for line in record.steps], size)
-    colors = [ROLE.get(name, BLACK) for name in parts]
-    drawn = ax.stackplot(x, *areas.values(), labels=parts, colors=colors)
-    for name, area in zip(parts, drawn, strict=True):
-        area.set(hatch=HATCH.get(name, ""), edgecolor="white", linewidth=0)
-    label(ax, "step", "time of a step (ms)")
+    stack(ax, x, areas, "step", "time of a step (ms)")
     look = {"fontsize": 9, "frameon": False, "ncols": 3, "columnspacing": 1, "handlelength": 1.6}
     ax.legend(loc="upper center", **look)
     lower_legend(ax)
@@ -325,7 +320,7 @@ def plan(record: Record) -> Mapping[str, tuple[str, Callable[[Axes, Record], str
         "devices": ("How busy each device was", draw_busy, has_samples),
         "memory": ("Memory of each device", draw_memory, has_samples),
         "speed": (f"Speed ({record.unit}/s)", draw_speed, record.unit is not None),
-        "loss": ("Loss", draw_loss, bool(record.column("loss"))),
+        "loss": (loss_words(record)[0].capitalize(), draw_loss, bool(record.column("loss"))),
         "split": ("Where the time of a step went", draw_split, bool(phases(record))),
     }
     return {name: (title, draw) for name, (title, draw, possible) in wanted.items() if possible}

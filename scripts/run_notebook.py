@@ -27,7 +27,7 @@ from nbformat import NotebookNode
 from traitlets.config import Config as TraitConfig
 from tyro.conf import Positional
 
-from manyhands.runtime import BadInput, command_line, end_with_parent, first_line
+from manyhands.runtime import BadInput, command_line, end_with_caller, first_line
 from manyhands.storage import replace_file, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,8 +130,7 @@ def page(notebook: NotebookNode, name: str, cwd: Path) -> bytes:
 
 def main(config: Config) -> None:
     """Run one solution, write its page and its verdict, and say it in a line."""
-    if "MANYHANDS_END_WITH_PARENT" in os.environ:
-        end_with_parent()  # started by a program, not by a scheduler or a person's shell
+    end_with_caller()
     source = ROOT / "solutions" / f"{config.lesson}.ipynb"
     if not source.is_file():
         names = ", ".join(sorted(path.stem for path in source.parent.glob("*.ipynb"))) or "none"

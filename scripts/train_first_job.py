@@ -133,7 +133,7 @@ def make_folder(config: Config, world: World, num_tasks: int) -> Path:
         "format": FORMAT,
         "identity": {"job": "first_job", **identity},
         "config": settings | {"steps": num_tasks},
-        "loss_name": "error (share of test images)",
+        "loss_name": "error (share of images)",
         "backend": world.backend,
         "torch": torch.__version__,
         "floor": None,
@@ -268,7 +268,7 @@ def tell(world: World, folder: Path, results: list[Result], a: float, b: float) 
     measured = {"error": tuple(zip(*((r.size, r.error) for r in results), strict=True))}
     fitted = {"error": (list(means), [a * size**-b for size in means])}
     measured_and_predicted(
-        ax, measured, fitted, "images to train on", "error (share of test images)"
+        ax, measured, fitted, "images to train on", "error (share of images)"
     )
     (folder / "power_law.png").write_bytes(png(figure))
 

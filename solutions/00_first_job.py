@@ -32,7 +32,7 @@ from manyhands.power_law import BATCH
 
 lab.warm_up()
 num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-print(f"torch {torch.__version__}, {num_cores} cores; the ranks of this notebook use CPU + gloo")
+print(f"torch {torch.__version__}, {num_cores} cores; the ranks of this notebook use the CPU")
 
 # %% [markdown]
 # ## 1. Why one processor is not enough
@@ -87,11 +87,12 @@ days_on_16384, years_on_8 = 70, 400
 if check.ready("0.1"):
     all_days = days_on_devices(petaflops_days, 16_384, 989, 0.40)
     node_years = days_on_devices(petaflops_days, 8, 989, 0.40) / 365
-    print(f"16,384 GPUs: {all_days:.0f} days (you said {days_on_16384})")
-    print(f"8 GPUs:      {node_years:.0f} years (you said {years_on_8})")
+    print(f"16,384 GPUs: you said {days_on_16384}, the formula says {all_days:.0f} days")
+    print(f"8 GPUs:      you said {years_on_8}, the formula says {node_years:.0f} years")
 
 # %% [markdown]
-# The paper tells of a snapshot of 54 days of that training. So the formula has the right size.
+# The paper looks closely at 54 days of that training, which were not all of it. So the formula has
+# the right size.
 #
 # Time to train matters even where nobody is in a hurry, because deep learning is an experimental
 # science: you try, look, and try again. Whoever waits a day for an answer asks five questions a
@@ -111,11 +112,11 @@ if check.ready("0.1"):
     print(f"16 bits, dense, 40% of peak: {yours:.0f} days")
 
 # %% [markdown]
-# The 32 PF/s count numbers of 8 bits, with half of all weights zero in a given pattern (that is what
-# "with sparsity" on the data sheet means), at the peak. Numbers of 16 bits without zeros have a
-# quarter of that, and real programs reach less than half of the peak. The computer of 2009 was
-# measured with numbers of 64 bits. Ask of every such figure: how many bits, dense or sparse, peak or
-# measured?
+# The 32 PF/s are a peak, for numbers of 8 bits, when half of all weights are zero in a given pattern
+# ("with sparsity", says the data sheet). With 16 bits and without such zeros the peak is a quarter of
+# that, and a training reaches less than half of it. The computer of 2009 was measured, with 64 bits.
+#
+# Ask of every such figure: how many bits? With zeros, or dense? Peak, or measured?
 #
 # **Two ways out.** Either every device holds the whole model and works on its own part of the data:
 # **data parallelism**, lessons 05 to 11, which is faster. Or the model is cut and each device holds
@@ -142,6 +143,9 @@ if check.ready("0.1"):
 # there is a network: 50 GB/s for each GPU there (400 Gbit/s). So it matters which ranks share a
 # node. Let the ranks draw the map themselves. Each knows its own line of it:
 # `Place(rank, host, local_rank, device)`, a named tuple.
+#
+# Messages travel in a **group**: some of the ranks, or all of them, which is what `group=None` means.
+# A function of this course takes the group as an argument and hands it on.
 
 # %% exercise="device_map" todo="0.2" minutes=10 difficulty=2 points=2
 from manyhands.first_job import device_map
@@ -153,6 +157,7 @@ check.device_map(device_map)
 # %% [markdown]
 # Now on four real processes of this machine. `run_ranks(function, 4)` starts four processes, calls
 # the function in each, and returns a list with what each of them returned.
+
 
 # %%
 def who_is_there():
@@ -168,8 +173,8 @@ if check.ready("0.2"):
 # %% [markdown]
 # All four hold the same map, though each knew only its own line: that is what communication is for.
 # Messages that all ranks take part in are called **collectives**; lesson 04 builds them. On GPUs
-# they are carried by NCCL. A slide of another course expands that name to "NVIDIA Common
-# Communications Library"; the middle word is *Collective*.
+# a library called NCCL carries them, on CPUs one called gloo. (NCCL is sometimes expanded to "NVIDIA
+# Common Communications Library", also on slides. The word is *Collective*.)
 
 # %% [markdown]
 # ## 3. A first parallel program: how does the error fall with more data?
@@ -261,13 +266,14 @@ if check.ready("0.3", "0.4"):
     figure, ax = figures.new_figure()
     measured = {"error": tuple(zip(*results, strict=True))}
     fitted = {"error": (sizes, [a * size**-b for size in sizes])}
-    names = ("images to train on", "error (share of test images)")
+    names = ("images to train on", "error (share of images)")
     figures.measured_and_predicted(ax, measured, fitted, *names)
+    ax.get_legend().set_title("points: measured; line: fitted to them", {"size": 9})
     figures.show(figure, f"Error against data size on logarithmic axes: a line of slope -{b:.2f}.")
 
 # %% [markdown]
-# Read it: the points of one size spread, because the networks saw different images; their middle
-# follows the line. A line on these axes says two things. Progress can be **predicted**: from small
+# Read it: the points of one size spread, because the networks saw different images, and they lie
+# around the line. A line on these axes says two things. Progress can be **predicted**: from small
 # trainings you can tell what a large one will reach, before you pay for it. And it is **dear**:
 
 # %%
@@ -295,10 +301,10 @@ if check.ready("0.3", "0.4"):
 # - The **login node** is where you arrive. It has internet, and it is for editing and submitting.
 # - The **compute nodes** have the GPUs. Most of them have no internet. So data has to be fetched
 #   before, on the login node: `python scripts/prepare_data.py`. A job of this course that finds no
-#   data says so, and says what to run where. (Other courses have you put 75 lines into comments,
-#   run, and take them out again.)
-# - All nodes read the same files. So one process writes a log or a checkpoint, rank 0, and not all.
-#   Where each node has a disk of its own, one process of each node, local rank 0, unpacks the data.
+#   data says so, and says what to run where. (One course has you put 75 lines into comments, run the
+#   rest on the login node, and take the comments out again.)
+# - All nodes read the same files. So one process writes what all know, such as a log: rank 0. Where
+#   each node has a disk of its own, one process of each node unpacks the data there: local rank 0.
 #
 # Whoever goes from one node to several takes on three concerns: who gets which resources, the
 # network between the nodes, and where the data lies.
@@ -311,11 +317,16 @@ if check.ready("0.3", "0.4"):
 print(Path("../sbatch/first_job.sbatch").read_text())
 
 # %% [markdown]
-# You hand it in with `sbatch sbatch/first_job.sbatch`, see the queue with `squeue --me`, and take a
-# job back with `scancel NUMBER`.
+# Time is written as hours:minutes:seconds. `%x` stands for the job's name, `%j` for its number. With
+# `--signal` and `--requeue` a job saves before its time is over and queues again (lesson 11). The
+# lines below the `#SBATCH` lines find `launch.sh`, which starts the processes.
+#
+# You hand the file in with `sbatch sbatch/first_job.sbatch`, see the queue with `squeue --me`, and
+# take a job back with `scancel NUMBER`. Inside a job, `srun COMMAND` runs a command on all its nodes.
 #
 # `--ntasks-per-node=1` surprises many. Slurm can start one task for each GPU itself. With torchrun it
-# must not: Slurm starts one torchrun on each node, and torchrun starts a process for each GPU.
+# must not: Slurm starts one torchrun on each node, and torchrun starts a process for each GPU. (One
+# task a node is also what you get where a file does not say.)
 #
 # On several nodes the torchruns have to find each other. `launch.sh` hands them the name of the first
 # node, a port, and the number of the job; in lesson 06 you write that yourself. Now write a job file.
@@ -341,6 +352,9 @@ if check.ready("0.5"):
 print(SITE)
 
 # %% [markdown]
+# - `sbatch` reads variables whose names begin with `SBATCH_`. They win over the lines of a job file.
+# - The nodes of a job meet under the name that the first node has in the fast network. If it differs
+#   from its own name, the difference is the `HEAD_SUFFIX`.
 # - The `*` marks the queue that you get when you name none. It is not part of the name.
 # - **GRES** are a node's special devices: here the kind of GPU, and how many.
 # - `=` in a shell file has no space around it, and `export` hands a variable on to `sbatch`.
@@ -369,8 +383,9 @@ check.site_file(site_file)
 # goes into the queue; here it may just start. `ranks=1` asks for a single process, **whatever the
 # job was granted**.
 #
-# You will see the state of the job, the error so far, and what the rank prints. The stop button ends
-# it tidily.
+# You will see the state of the job and what the rank prints. A step of this job is one whole training,
+# and the curve shows the error of each network. It falls because later networks get more images. The
+# stop button ends the job after the training that goes on; what is done is kept.
 
 # %%
 if check.ready("0.3", "0.4"):
@@ -378,8 +393,9 @@ if check.ready("0.3", "0.4"):
     folder_of_one = watch.run("../sbatch/first_job.sbatch", "--impl", "mine", ranks=1)
 
 # %% [markdown]
-# The last figure is the report, and `report.html` in the same folder has more of it. Look for the
-# line that begins with `idle`.
+# The last figure is the report; `report.html` in the same folder is longer, and `power_law.png` there
+# is the fitted line. At the head of the report, and at the beginning of the job's log, stands which of
+# the granted devices had no rank. In the figure they are hatched.
 #
 # Slurm charges for what was **granted**, used or not. Asking for four GPUs does not use four: that
 # takes four processes. This is the most common waste on shared machines, and no error tells you.
@@ -422,7 +438,9 @@ if check.ready("0.3", "0.4", "0.7"):
         seconds = max(rank[-1][0] for rank in ranks) - min(rank[0][0] for rank in ranks)
         busy = [[min(1.0, cores) for _, cores in rank] for rank in ranks]
         charged, used = device_hours(busy, granted, seconds)
-        score(f"{name}: share of {granted} granted cores", said, len(ranks) / granted, used / charged)
+        score(
+            f"{name}: share of {granted} granted cores", said, len(ranks) / granted, used / charged
+        )
 
 # %%
 if check.ready("0.3", "0.4", "0.7"):
@@ -441,7 +459,8 @@ if check.ready("0.3", "0.4", "0.7"):
 
 # %% [markdown]
 # Each rank keeps about one core busy while it trains. One rank leaves the others idle from the first
-# second to the last; more ranks use them, and the job is over sooner. On a node with four GPUs the
+# second to the last. More ranks use them, and the training is over sooner. (The whole job is not much
+# shorter here: most of its seconds pass while the processes start.) On a node with four GPUs the
 # picture is the same, with GPUs for cores. It is also why the first job of another course (JSC,
 # "Parallelize Training") takes 1 h 32 min on one of the four GPUs that it asked for, and 25 min when
 # all four have a rank.

@@ -113,6 +113,41 @@ def test_an_endless_loop_ends():
     assert "never ended" in repr(told) and "forever" in repr(told)
 
 
+def test_an_endless_loop_without_ranks_is_told_without_words_of_messages(monkeypatch):
+    def forever(*args):
+        while True:
+            pass
+
+    monkeypatch.setattr("manyhands.checks.LIMIT_S", 1.0)
+    told = repr(verdict("first_job", "0.3", forever))
+    assert "a call never ended: it is still in line" in told and "a loop without an end" in told
+    assert "rank" not in told and "message" not in told
+
+
+def test_an_error_without_ranks_is_told_with_its_call():
+    def share(tasks, rank, world_size):
+        return [tasks[rank]] + list(tasks[rank + world_size :: world_size])
+
+    told = repr(verdict("first_job", "0.3", share))
+    assert "my_share(3 tasks, rank=3, world_size=7) raised IndexError: list index" in told
+    assert "rank 0" not in told
+
+
+def test_a_raise_that_was_left_below_the_code_is_named():
+    def days(petaflops_days, num_devices, peak_tflops, utilisation):
+        found = petaflops_days / (num_devices * peak_tflops / 1000 * utilisation)
+        raise NotImplementedError(f"TODO 0.1 {found}")
+
+    told = verdict("first_job", "0.1", days)
+    assert told.state == "not started" and "`raise NotImplementedError` still stands" in repr(told)
+
+
+def test_a_check_without_its_answer_is_told():
+    check = importlib.import_module("manyhands.checks.first_job")
+    with pytest.raises(NotYet, match="hand over days_on_devices itself"):
+        check.days_on_devices()
+
+
 # ---- what a learner meets around the verdicts ------------------------------------------------
 
 

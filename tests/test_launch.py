@@ -258,7 +258,7 @@ def test_batch_that_cannot_be_divided(clone, tmp_path):
 
 
 def test_mine_without_a_file(clone, tmp_path):
-    assert "mine/ddp.py is not there: run the last" in refuse(clone, tmp_path, impl="mine")
+    assert "mine/ddp.py is not there: run check.keep()" in refuse(clone, tmp_path, impl="mine")
 
 
 def test_checkpoint_of_another_number_of_ranks(clone, tmp_path):

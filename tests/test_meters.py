@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands import data_parallel, gpus, meters
 from manyhands.gpus import Gpus
 from manyhands.lab import run_ranks
-from manyhands.meters import PHASES, STEP_PHASES, Sampler, Stopwatch, idle_words, job, machine
+from manyhands.meters import (
+    PHASES,
+    STEP_PHASES,
+    Sampler,
+    Stopwatch,
+    idle_words,
+    job,
+    machine,
+    seconds_of,
+)
 from manyhands.network import SlowNetwork
 from manyhands.runtime import BadInput, World
 from manyhands.storage import FORMAT, read_lines
@@ -162,12 +171,14 @@ def test_idle_devices_are_named_node_by_node():
     assert idle_words(ranks_on("node1", ["cuda:0", "cuda:1"], num_gpus=2)) == []
 
 
-def test_idle_cores_are_named_below_half():
+def test_idle_cores_are_named_where_half_of_them_or_more_are_idle():
     (words,) = idle_words(ranks_on("n", ["cpu"] * 3))
     assert words.startswith("idle: 5 of the 8 cores granted on n have no rank: start 8 ranks")
     assert words.endswith("or ask for 3")
-    assert idle_words(ranks_on("n", ["cpu"] * 4)) == []
-    assert idle_words(ranks_on("n", ["cpu"], num_threads=4)) == []
+    assert "4 of the 8 cores" in idle_words(ranks_on("n", ["cpu"] * 4))[0]
+    assert "1 of the 2 cores granted on n has" in idle_words(ranks_on("n", ["cpu"], num_cores=2))[0]
+    assert idle_words(ranks_on("n", ["cpu"] * 5)) == []
+    assert idle_words(ranks_on("n", ["cpu"], num_threads=5)) == []
 
 
 def test_many_idle_nodes_are_counted_and_empty_nodes_are_named():
@@ -414,3 +425,8 @@ def test_a_real_gpu_tells_all():
     sample = Gpus(torch.cuda.device_count()).sample(0)
     assert 0 <= sample["percent"] <= 100 and sample["memory_bytes"] > 1e6, sample
     assert sample["power_w"] > 1, sample
+
+
+def test_time_limits_of_slurm():
+    assert seconds_of("00:20:00") == 1200 and seconds_of("1-02:00:03") == 93603
+    assert seconds_of("UNLIMITED") is seconds_of("Partition_Limit") is None

@@ -206,13 +206,13 @@ def test_a_run_on_images_without_phases_and_without_a_job(folder):
         path.unlink()
     page = page_of(folder)
     assert page.rows["speed"] == "2,000 images/s" and "model FLOP/s" not in page.rows
-    assert page.rows["last training loss"].startswith("0.1667 share of <images>")
+    assert page.rows["last training error"].startswith("0.1667 share of <images>")
     titles = [attrs["alt"].partition(".")[0] for tag, attrs in page.tags if tag == "img"]
     assert titles == [
         "How busy each device was",
         "Memory of each device",
         "Speed (images/s)",
-        "Loss",
+        "Error",
     ]
     assert "nats" not in page.text
 

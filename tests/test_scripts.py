@@ -353,7 +353,7 @@ def folder_mine(clone: Path) -> Path:
 
 
 def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
-    assert "mine/ddp.py is not there: run the last cell" in refuse("ddp", impl="mine")
+    assert "mine/ddp.py is not there: run check.keep()" in refuse("ddp", impl="mine")
     for text, words in BROKEN.items():
         (folder_mine / "ddp.py").write_text(text)
         assert words in refuse("ddp", impl="mine")
@@ -364,7 +364,7 @@ def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
 
 def test_mine_of_lesson_05_without_a_file_or_without_what_is_needed(refuse, folder_mine):
     line = refuse("data_parallel", mine=True)
-    assert "mine/data_parallel.py is not there: run the last cell of the data_parallel no" in line
+    assert "mine/data_parallel.py is not there: run check.keep() in the data_parallel no" in line
     (folder_mine / "data_parallel.py").write_text("def average_gradients(module): pass")
     line = refuse("data_parallel", mine=True, impl="bucketed")
     assert "mine/data_parallel.py defines none of broadcast_state, average_buckets: run" in line

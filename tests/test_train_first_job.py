@@ -49,7 +49,7 @@ def test_any_number_of_ranks_finds_the_same(whole, tmp_path, capfd):
     assert status["valid_loss"] == pytest.approx(sum(last) / 2)
     assert (tmp_path / "run/power_law.png").stat().st_size > 5000
     page = (tmp_path / "run/report.html").read_text()
-    assert "share of test images" in page and "8 of 8" in page
+    assert "share of images" in page and "8 of 8" in page
     said = capfd.readouterr().out
     assert f"** -{exponent:.3f}" in said and "data: embedded digits, 1,297 images" in said
 

@@ -18,7 +18,7 @@ from jupyter_client.manager import start_new_kernel
 from jobs import ROOT, environment, flags, left_behind, losses, make_clone
 from manyhands import watch
 from manyhands.figures import new_figure, png
-from manyhands.jobs import JobRefused, seconds, submit
+from manyhands.jobs import JobRefused, submit
 from manyhands.watch import JobFailed, JobStopped, JobTooLong
 
 # A job in bash that writes what a run writes, until it is told to stop or has taken all its steps.
@@ -220,11 +220,6 @@ def test_a_job_ends_with_the_process_that_submitted_it(folder, clone):
     kernel.kill()
     kernel.wait()
     assert nothing_left(clone)
-
-
-def test_times_of_slurm():
-    assert seconds("00:20:00") == 1200 and seconds("1-02:00:03") == 93603
-    assert seconds("UNLIMITED") is seconds("Partition_Limit") is None
 
 
 # ---- in a notebook -----------------------------------------------------------------------------

@@ -36,6 +36,7 @@ ROLE = {
     "parameters": BLUE,
     "gradients": SKY,
     "activations": PURPLE,
+    "checkpoint": BLACK,
     "other": GREY,
     "idle": LIGHT_GREY,
 }

@@ -76,6 +76,7 @@ def device_map(
         num_gpus: GPUs of this node. A rank's device is "cuda:<local rank>" where the node has a
             GPU for each of its processes, else "cpu".
         host: the name of this node.
+        group: the ranks that take part; None means all.
 
     `dist.all_gather_object(places, mine, group=group)` sends `mine` to all and fills the list
     `places`, which must have one element for each rank of the group.
@@ -92,8 +93,7 @@ def device_map(
 def my_share(tasks: Sequence, rank: int, world_size: int) -> list:
     """The tasks of one rank: those at the positions rank, rank + world_size, rank + 2 world_size...
 
-    A list; `tasks` stays as it is. So each task is done by one rank, no rank has more than one task
-    more than another, and where neighbours take about as long, all ranks have as much to do.
+    A list; `tasks` stays as it is. So each task is done by one rank, and all have as much to do.
     """
     return list(tasks[rank::world_size])
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from manyhands import storage
+from manyhands.meters import seconds_of
 from manyhands.runtime import BadInput
 
 ANSWER_S = 5  # what a controller of Slurm may take to answer
@@ -196,6 +197,7 @@ def submit(
     environ = {"PYTHON": sys.executable} | ({"RANKS": str(ranks)} if ranks else {})
     if local:
         job.process = _start_here(path, words, job.log, environ)
+        job.state = State("running", "on this machine")
     else:
         _queue(job, path, words, nodes, environ)
     return job
@@ -340,7 +342,7 @@ def _ask_slurm(job: Job) -> State | None:
         why = _why_queued(told)
     elif not why:
         why = f"ended by signal {number}" if int(number) else f"on {told['NodeList'][:60]}"
-    time_s, limit_s = seconds(told["RunTime"]), seconds(told["TimeLimit"])
+    time_s, limit_s = seconds_of(told["RunTime"]), seconds_of(told["TimeLimit"])
     return State(word, why, time_s or 0, limit_s, int(code))
 
 
@@ -364,18 +366,6 @@ def _why_queued(told: dict[str, str]) -> str:
     if re.match(r"\d{4}-", told["StartTime"]):
         words.append(f"expected to start at {told['StartTime'].replace('T', ' ')}")
     return ", ".join(words)
-
-
-# ---- times -------------------------------------------------------------------------------------
-
-
-def seconds(told: str) -> float | None:
-    """Seconds of a time as Slurm writes it, such as 1-02:30:00; None for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", told)
-    if match is None:
-        return None
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-    return float(((24 * days + hours) * 60 + minutes) * 60 + rest)
 
 
 def in_words(time_s: float) -> str:

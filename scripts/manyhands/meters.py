@@ -172,11 +172,12 @@ def _idle_on(host: str, ranks: Sequence[Mapping]) -> str:
         )
     cores = max(rank["num_cores"] for rank in ranks)
     busy = sum(rank.get("num_threads", 1) for rank in ranks)
-    if granted or 2 * busy >= cores:
+    if granted or 2 * busy > cores:
         return ""
+    have = "has" if cores - busy == 1 else "have"
     return (
-        f"idle: {cores - busy} of the {cores} cores granted on {host} have no rank: start {cores} "
-        f"ranks (RANKS={cores}), give each more threads (OMP_NUM_THREADS) or ask for {busy}"
+        f"idle: {cores - busy} of the {cores} cores granted on {host} {have} no rank: start "
+        f"{cores} ranks (RANKS={cores}), give each more threads (OMP_NUM_THREADS) or ask for {busy}"
     )
 
 

@@ -35,7 +35,7 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> 
     definitions: dict[str, str] = {}
     for name, answer in answers.items():
         _collect(name, answer, imports, definitions)
-    title = f'"""Written by the last cell of the {lesson} notebook: your own functions."""'
+    title = f'"""Written by check.keep() in the {lesson} notebook: your own functions."""'
     text = (
         "\n\n\n".join([title + "\n\n" + "\n".join(sorted(imports)), *definitions.values()]) + "\n"
     )
@@ -60,7 +60,7 @@ def load(
         if not needed:
             return {}
         raise BadInput(
-            f"{shown} is not there: run the last cell of the {lesson} notebook, which writes it, "
+            f"{shown} is not there: run check.keep() in the {lesson} notebook, which writes it, "
             "or start without your own functions"
         )
     spec = importlib.util.spec_from_file_location(f"mine_{lesson}", path)
@@ -73,12 +73,14 @@ def load(
         where = f", line {line}" if line else ""
         raise BadInput(
             f"{shown} does not run ({type(error).__name__}: {first_line(error)}{where}): mend it "
-            "in the notebook and run its last cell again"
+            "in the notebook and run check.keep() again"
         ) from error
     found = {name: getattr(module, name, None) for name in names}
     found = {name: value for name, value in found.items() if callable(value)}
     if needed and not found:
-        raise BadInput(f"{shown} defines none of {', '.join(names)}: run the notebook's last cell")
+        raise BadInput(
+            f"{shown} defines none of {', '.join(names)}: run check.keep() in the notebook"
+        )
     return found
 
 

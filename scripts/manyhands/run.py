@@ -281,8 +281,6 @@ class Run:
             return storage.open_folder(self.config.out, name, about), words
 
         folder, words = self._on_main(make)
-        log = folder / "logs" / f"rank-{self.world.rank:05d}.log"
-        self._together(lambda: keep_output(log))
         for line in words:
             self.world.print(line)
         return folder
@@ -300,6 +298,7 @@ class Run:
             ends.callback(self._metrics.close)
             ends.callback(self._progress.bar.close)
             self._start_s = time.time() - spent_s
+        keep_output(self.folder / "logs" / f"rank-{self.world.rank:05d}.log")
         self._sampler = Sampler.in_folder(self.folder, self.world)
         ends.callback(self._sampler.stop)
         if threading.current_thread() is threading.main_thread():

@@ -255,6 +255,17 @@ def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
     threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
+def end_with_caller() -> None:
+    """End with the program that started this process for its own use, such as a notebook's kernel.
+
+    It has put its process id into MANYHANDS_END_WITH_PARENT; a scheduler or a shell sets nothing.
+    """
+    if caller := os.environ.get("MANYHANDS_END_WITH_PARENT"):
+        if os.getppid() != int(caller):
+            os._exit(130)  # it has gone meanwhile; importing torch takes seconds
+        end_with_parent()
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without the C++ part that torch adds."""
     return str(error).strip().split("\n")[0].split(" Exception raised from")[0]

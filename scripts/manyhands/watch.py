@@ -100,7 +100,7 @@ def _follow(job: Job, screen: "_Lines | _Panel", limit_s: float) -> None:
 
 def _stop(job: Job, screen: "_Lines | _Panel") -> None:
     """Ask a job to save and end, and wait for that; a second interrupt kills it."""
-    screen.say("stopping, after a checkpoint; a second interrupt kills the job")
+    screen.say("stopping, as soon as it has saved; a second interrupt kills the job")
     for ask, limit_s in ((job.ask_to_stop, SAVE_S), (job.kill, KILL_S)):
         with suppress(KeyboardInterrupt):
             ask()
@@ -120,9 +120,10 @@ def _words_of_saved(job: Job) -> str:
         return f"It has not ended yet: try scancel {job.id}"
     if status.get("state") == "finished":
         return f"It had just finished, in {job.out}"
-    if not saved:
+    step = int(saved[-1].name[5:]) if saved else status.get("step", 0)
+    if not step or not (saved or status.get("state") == "stopped"):
         return "Nothing was saved"
-    step = f"step {int(saved[-1].name[5:])} of {status.get('steps')}"
+    step = f"step {step} of {status.get('steps')}"
     return f'Saved: {step}. To go on from there, run the same call with out="{job.out}"'
 
 
@@ -194,18 +195,24 @@ class _Metrics:
             return ""
         words = [f"step {self.last['step']}" + (f" of {num_steps}" if num_steps else "")]
         if self.last.get("loss") is not None:
-            words.append(f"loss {self.last['loss']:.3f}")
+            words.append(f"{self._loss_name().partition(' (')[0]} {self.last['loss']:.3f}")
         speeds = {name[:-6]: value for name, value in self.last.items() if name.endswith("_per_s")}
         return ", ".join(words + [f"{value:,.0f} {unit}/s" for unit, value in speeds.items()])
 
-    def curve(self, about: dict) -> bytes:
+    def _about(self) -> dict:
+        return storage.read_json(self.path.with_name("config.json"))
+
+    def _loss_name(self) -> str:
+        return self._about().get("loss_name", "loss (nats per token)")
+
+    def curve(self) -> bytes:
         """The loss so far as a small picture of at most 200 points."""
         size = -(-len(self.losses) // 200)
         bins = [self.losses[at : at + size] for at in range(0, len(self.losses), size)]
         x, y = [b[-1][0] for b in bins], [fmean(loss for _, loss in b) for b in bins]
         figure, ax = figures.new_figure(5, 2.2)
-        name = about.get("loss_name", "loss (nats per token)")
-        figures.lines(ax, {"training": (x, y)}, "step", name, about.get("floor"))
+        series = {"training": (x, y)}
+        figures.lines(ax, series, "step", self._loss_name(), self._about().get("floor"))
         return figures.png(figure, dpi=80)
 
 
@@ -269,7 +276,7 @@ class _Panel:
         if start_s < self.next_s and not last:
             return
         if self.metrics.read() and len(self.metrics.losses) > 1:
-            self.curve = self.metrics.curve(storage.read_json(self.job.out / "config.json"))
+            self.curve = self.metrics.curve()
         self.handle.update(self._bundle(last), raw=True)
         # Drawing takes time from a job on the same machine: a tenth of it at most.
         self.next_s = time.monotonic() + max(1, 10 * (time.monotonic() - start_s))

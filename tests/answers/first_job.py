@@ -3,10 +3,9 @@ ones come with words that the verdict must hold. A name is the exercise, then wh
 
 import math
 import os
+import random
 import socket
 import textwrap
-from collections import Counter
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -58,25 +57,18 @@ def days_in_32_bits(petaflops_days, num_devices, peak_tflops, utilisation):
 
 WRONG["0.1"] += [
     (lambda w, n, p, u: w / (n * p * u), "a factor of 1,000: peak_tflops counts 1e12"),
-    (lambda w, n, p, u: w / (n * p / 1e6 * u), "a factor of 1,000: peak_tflops counts 1e12"),
     (lambda w, n, p, u: w * 1e15 / (n * p * 1e12 * u) / 86400, "already the work of a whole day"),
-    (lambda w, n, p, u: 24 * w / (n * p / 1000 * u), "a factor of 24: a PF/s-day is already"),
-    (lambda w, n, p, u: w * 1e15 * 86400 / (n * p * 1e12 * u), "a factor of 86,400"),
     (lambda w, n, p, u: w / 24 / (n * p * u), "a PF/s 1e15; and a factor of 24"),
+    (lambda w, n, p, u: w / (n * p / 1024 * u), "count in 1000"),
+    (lambda w, n, p, u: w / n * p / 1000 * u, "the whole speed in brackets"),
     (lambda w, n, p, u: w / (n * p / 1000), "`utilisation` is left out"),
     (lambda w, n, p, u: w / (n * p / 1000) * u, "multiply the speed by it, not the days"),
     (lambda w, n, p, u: w / (n * p / 1000 * u / 100), "not a percentage"),
-    (lambda w, n, p, u: w / (n * p / 1000 * (1 - u)), "1 - utilisation is what is lost"),
     (lambda w, n, p, u: w / (p / 1000 * u), "the devices are left out"),
     (lambda w, n, p, u: w * n / (p / 1000 * u), "divide by num_devices"),
-    (lambda w, n, p, u: n * p / 1000 * u / w, "that is days turned over"),
-    (lambda w, n, p, u: w // (n * p / 1000 * u), "the days were rounded"),
     (lambda w, n, p, u: math.ceil(w / (n * p / 1000 * u)), "the days were rounded"),
     (lambda w, n, p, u: round(w / (n * p / 1000 * u), 2), "the days were rounded"),
     (lambda w, n, p, u: f"{w / (n * p / 1000 * u):.1f} days", "that is no number"),
-    (lambda w, n, p, u: 0.0, "is 0, not "),
-    (lambda w, n, p, u: print(w / (n * p / 1000 * u)), "nothing is returned"),
-    (lambda w, n, p: w / (n * p / 1000), "TypeError"),
 ]
 
 
@@ -184,22 +176,7 @@ def more_gpus_than_processes(environ, num_gpus, host):
     return mine._replace(device=mine.device if enough else "cpu")
 
 
-@wrong("0.2", "not WORLD_SIZE")
-@map_with
-def gpus_for_the_whole_job(environ, num_gpus, host):
-    mine = place_of(environ, num_gpus, host)
-    enough = num_gpus >= int(environ["WORLD_SIZE"])
-    return mine._replace(device=mine.device if enough else "cpu")
-
-
-@wrong("0.2", "4 processes cannot have one each")
-@map_with
-def a_gpu_is_enough(environ, num_gpus, host):
-    mine = place_of(environ, num_gpus, host)
-    return mine._replace(device=f"cuda:{mine.local_rank}" if num_gpus else "cpu")
-
-
-@wrong("0.2", "4 processes cannot have one each")
+@wrong("0.2", "4 processes cannot have a GPU each")
 @map_with
 def some_on_gpus(environ, num_gpus, host):
     mine = place_of(environ, num_gpus, host)
@@ -213,28 +190,6 @@ def all_on_gpu_0(environ, num_gpus, host):
     return mine._replace(device=mine.device.replace(f":{mine.local_rank}", ""))
 
 
-@wrong("0.2", "do not matter")
-@map_with
-def device_as_torch_sees_it(environ, num_gpus, host):
-    mine = place_of(environ, num_gpus, host)
-    lucky = num_gpus == int(environ["LOCAL_WORLD_SIZE"]) or torch.cuda.is_available()
-    return mine._replace(device=mine.device if lucky else "cpu")
-
-
-@wrong("0.2", "torch's name of a GPU is cuda")
-@map_with
-def device_named_gpu(environ, num_gpus, host):
-    mine = place_of(environ, num_gpus, host)
-    return mine._replace(device=mine.device.replace("cuda", "gpu"))
-
-
-@wrong("0.2", "RANK counts over the whole job")
-@map_with
-def ranks_swapped(environ, num_gpus, host):
-    mine = place_of(environ, num_gpus, host)
-    return mine._replace(rank=mine.local_rank)
-
-
 @wrong("0.2", "in the order rank, host, local_rank, device")
 @map_with
 def parts_in_another_order(environ, num_gpus, host):
@@ -242,26 +197,9 @@ def parts_in_another_order(environ, num_gpus, host):
     return Place(mine.rank, mine.local_rank, mine.host, mine.device)
 
 
-@wrong("0.2", "whose parts have names")
-@map_with
-def tuples(environ, num_gpus, host):
-    return tuple(place_of(environ, num_gpus, host))
-
-
 @wrong("0.2", "a rank knows its own environment only")
 def map_of_oneself(environ, num_gpus, host, group=None):
     return [place_of(environ, num_gpus, host)]
-
-
-@wrong("0.2", "return the list of Places")
-def map_of_one_place(environ, num_gpus, host, group=None):
-    return place_of(environ, num_gpus, host)
-
-
-@wrong("0.2", "itself returns None")
-def map_that_is_what_gather_returns(environ, num_gpus, host, group=None):
-    places = [None] * dist.get_world_size(group)
-    return dist.all_gather_object(places, place_of(environ, num_gpus, host), group=group)
 
 
 @wrong("0.2", "ranks 1, 2 and 3 return None")
@@ -269,13 +207,6 @@ def map_on_rank_0(environ, num_gpus, host, group=None):
     places = gathered(place_of(environ, num_gpus, host), group)
     if dist.get_rank(group) == 0:
         return places
-
-
-@wrong("0.2", "the list was never filled")
-def map_never_filled(environ, num_gpus, host, group=None):
-    places = [None] * dist.get_world_size(group)
-    places[dist.get_rank(group)] = place_of(environ, num_gpus, host)
-    return places
 
 
 @wrong("0.2", "sorted by something else")
@@ -287,13 +218,6 @@ def map_by_host(environ, num_gpus, host, group=None):
 @wrong("0.2", "the list is shorter than the group")
 def map_in_an_empty_list(environ, num_gpus, host, group=None):
     places = []
-    dist.all_gather_object(places, place_of(environ, num_gpus, host), group=group)
-    return places
-
-
-@wrong("0.2", "the list is shorter than the group")
-def map_of_one_node(environ, num_gpus, host, group=None):
-    places = [None] * int(environ["LOCAL_WORLD_SIZE"])
     dist.all_gather_object(places, place_of(environ, num_gpus, host), group=group)
     return places
 
@@ -329,16 +253,58 @@ def map_with_a_class_of_ones_own(environ, num_gpus, host, group=None):
     return gathered(Place(), group)
 
 
-@wrong("0.2", "not every rank makes the same calls")
-def map_that_rank_0_alone_gathers(environ, num_gpus, host, group=None):
-    if environ["RANK"] == "0":
-        return gathered(place_of(environ, num_gpus, host), group)
-    return []
-
-
 @wrong("0.2", "what this rank sends")
 def map_that_sends_nothing(environ, num_gpus, host, group=None):
     return dist.all_gather_object(place_of(environ, num_gpus, host), group=group)
+
+
+@wrong("0.2", "4 GPUs are more than enough")
+@map_with
+def as_many_gpus_as_processes(environ, num_gpus, host):
+    mine = place_of(environ, num_gpus, host)
+    same = num_gpus == int(environ["LOCAL_WORLD_SIZE"])
+    return mine._replace(device=f"cuda:{mine.local_rank}" if same else "cpu")
+
+
+@wrong("0.2", "num_gpus does not decide")
+@map_with
+def device_without_num_gpus(environ, num_gpus, host):
+    return place_of(environ, num_gpus, host, device="cpu")  # as torch.cuda says on many machines
+
+
+@wrong("0.2", "nothing of the others was sent")
+def map_of_copies(environ, num_gpus, host, group=None):
+    return [place_of(environ, num_gpus, host)] * dist.get_world_size(group)
+
+
+@wrong("0.2", "nothing of the others was sent")
+def map_that_is_guessed(environ, num_gpus, host, group=None):
+    return [Place(r, host, r, f"cuda:{r}") for r in range(dist.get_world_size(group))]
+
+
+def map_by(send):
+    """A map made by some call with what this rank sends, the list to fill, and the group."""
+
+    def answer(environ, num_gpus, host, group=None):
+        places = [None] * dist.get_world_size(group)
+        send(place_of(environ, num_gpus, host), places, group)
+        return places
+
+    return answer
+
+
+def gather_on_rank_0(mine, places, group):
+    dist.gather_object(mine, None if dist.get_rank() else places, group=group)
+
+
+WRONG["0.2"] += [
+    (map_by(gather_on_rank_0), "gather_object fills a list on one rank only"),
+    (map_by(lambda m, p, g: dist.gather_object(m, p, group=g)), "fills a list on one rank only"),
+    (map_by(lambda m, p, g: dist.all_gather(p, m, group=g)), "all_gather sends tensors"),
+    (map_by(lambda m, p, g: dist.all_gather_object(m, p, group=g)), "the list to fill comes first"),
+    (map_by(lambda m, p, g: dist.init_process_group("gloo")), "leave out init_process_group"),
+    (lambda *call, group=None: print(gathered(place_of(*call), group)), "end with `return places`"),
+]
 
 
 # ---- 0.3 my_share ---------------------------------------------------------------------------
@@ -383,42 +349,30 @@ def padded(tasks, rank, world_size):
     return (tasks + tasks[: -len(tasks) % world_size])[rank::world_size]
 
 
-def shuffled_share(tasks, rank, world_size):
-    order = torch.randperm(len(tasks), generator=torch.Generator().manual_seed(rank)).tolist()
-    return [tasks[index] for index in order][rank::world_size]
-
-
 WRONG["0.3"] += [
     (pieces, "solid pieces"),
-    (
-        lambda t, r, n: list(t[r * len(t) // n : (r + 1) * len(t) // n]),
-        "the last rank gets all the long ones",
-    ),
     (lambda t, r, n: [list(part) for part in np.array_split(t, n)][r], "or an array?"),
-    (lambda t, r, n: list(t[r : r + len(t) // n]), "cut pieces that overlap"),
-    (lambda t, r, n: t[r::n], "a list is asked for"),
+    (lambda t, r, n: list(t[r : r + len(t) // n]), "these pieces overlap"),
     (lambda t, r, n: (task for task in t[r::n]), "generator"),
-    (lambda t, r, n: list(t), "every rank does everything"),
-    (lambda t, r, n: list(range(r, len(t), n)), "those are positions in the list"),
     (lambda t, r, n: list(t[n::r]), "rank and world_size have changed places"),
-    (
-        lambda t, r, n: [task for i, task in enumerate(t) if i % r == n],
-        "rank and world_size have changed places",
-    ),
     (lambda t, r, n: list(t[r + 1 :: n]), "the first task is done by nobody"),
-    (lambda t, r, n: list(t[n - 1 - r :: n]), "rank 0 begins at position 0"),
     (lambda t, r, n: list(t[r::n])[::-1], "the order within the share"),
     (lambda t, r, n: list(t[: len(t) // n * n][r::n]), "the rest of the division was dropped"),
     (padded, "do not pad"),
     (lambda t, r, n: [task for task in t if list(t).index(task) % n == r], "go by the position"),
-    (lambda t, r, n: list(t[r : r + 1]), "the positions are rank, rank + world_size"),
-    (shuffled_share, "times in all"),
     (popped, "the caller's list was changed"),
-    (lambda t, r, n: print(t[r::n]), "nothing is returned"),
-    (lambda t, r, n: t.sort(), "has no attribute 'sort'"),
     (lambda t, r, n: list(t[dist.get_rank() :: n]), "no message is needed"),
     (lambda t, r, n: [t[r::n]], "is there a list in the list"),
-    (lambda t, r, n: [*dict.fromkeys(t)][r::n], "knows only one of them"),
+    (lambda t, r, n: list(t[r:n]), "two colons make steps"),
+    (lambda t, r, n: list(t[r::2]), "the step is 2, and there are "),
+    (lambda t, r, n: [r, r + n, r + 2 * n], "those are positions in the list"),
+    (lambda t, r, n: [t[r], t[r + n], t[r + 2 * n]], "more than three tasks"),
+    (lambda t, r, n: random.sample(list(t), len(t) // n), "in all, and stands once in the list"),
+    (lambda t, r, n: [t[i] for i in torch.arange(r, len(t), n)], "my_share(3 tasks, rank=4, world"),
+    (lambda t, r, n: [t[r + k * n] for k in range(len(t) // n + 1)], "a position beyond the end"),
+    (lambda t, r, n: t[r], "one task, or none, is a list"),
+    (lambda t, r, n: [task for i, task in enumerate(t) if i // n == r], "position % world_size"),
+    (lambda t, r, n: sorted(t)[r::n], "the tasks were sorted"),
 ]
 
 
@@ -428,7 +382,7 @@ WRONG["0.3"] += [
 @right("0.4")
 def fit_with_numpy(sizes, errors):
     slope, intercept = np.polyfit(np.log10(sizes), np.log10(errors), 1)
-    return 10**intercept, -slope
+    return np.array([10**intercept, -slope])
 
 
 @right("0.4")
@@ -483,23 +437,6 @@ def fit_of_means(sizes, errors):
     return fit_with_numpy(list(table), [fmean(found) for found in table.values()])
 
 
-def fit_of_two_points(sizes, errors):
-    low, high = sizes.index(min(sizes)), sizes.index(max(sizes))
-    b = -math.log(errors[high] / errors[low]) / math.log(sizes[high] / sizes[low])
-    return errors[low] * sizes[low] ** b, b
-
-
-def fit_by_neighbours(sizes, errors):
-    pairs = list(zip(sizes, errors, strict=True))
-    slopes = [
-        math.log(f / e) / math.log(t / s)
-        for (s, e), (t, f) in zip(pairs, pairs[1:], strict=False)
-        if s != t
-    ]
-    b = -fmean(slopes)
-    return math.exp(fmean(math.log(e) + b * math.log(s) for s, e in pairs)), b
-
-
 def logs(log, *lists):
     return [[log(value) for value in values] for values in lists]
 
@@ -514,18 +451,39 @@ def through_the_origin(sizes, errors):
     return 1.0, -sum(p * q for p, q in zip(x, y, strict=True)) / sum(p * p for p in x)
 
 
+def moments(sizes, errors, slope_of):
+    """A line through the middle of the points, with some slope."""
+    x, y = torch.tensor(sizes).double().log(), torch.tensor(errors).double().log()
+    slope = slope_of(x, y)
+    return math.exp(y.mean() - slope * x.mean()), -slope.item()
+
+
+def fit_by_a_search(sizes, errors):
+    a, b = fit_with_numpy(sizes, errors)
+    return 1.02 * a, 1.004 * b  # where steps of gradient descent leave it
+
+
+def fit_of_the_first_two(sizes, errors):
+    b = -math.log(errors[1] / errors[0]) / math.log(sizes[1] / sizes[0])
+    return errors[0] * sizes[0] ** b, b
+
+
 WRONG["0.4"] += [
+    (fit_by_a_search, "has not arrived"),
+    (fit_of_the_first_two, " - "),
+    (fit_with(lambda s, i: (math.exp(s), -i)), "np.polyfit gives the slope first"),
+    (lambda s, e: (math.exp(line(s, e)[1]), -line(s, e)[0]), "no logarithm was taken"),
+    (fit_with(lambda s, i: (round(math.exp(i), 2), round(-s, 2))), "a and b were rounded"),
+    (lambda s, e: moments(s, e, lambda x, y: -y.std() / x.std()), "how far y goes with x"),
+    (
+        lambda s, e: moments(s, e, lambda x, y: ((x - x.mean()) * y).mean() / x.var()),
+        "of the other n - 1",
+    ),
+    (lambda s, e: torch.log(s), "torch.log takes a tensor"),
     (fit_with(lambda s, i: (math.exp(i), s)), "a curve that falls has a positive b"),
     (fit_with(lambda s, i: (i, -s)), "that is the logarithm of a"),
-    (fit_with(lambda s, i: (i, s)), "that is the logarithm of a"),
-    (fit_with(lambda s, i: (i, -s), math.log10), "that is the logarithm of a"),
-    (fit_with(lambda s, i: (math.exp(i), -s), math.log10), "undone with another"),
-    (fit_with(lambda s, i: (10**i, -s)), "undone with another"),
     (fit_with(lambda s, i: (math.exp(i), -s), math.log2), "undone with another"),
-    (fit_with(lambda s, i: (2**i, -s)), "undone with another"),
-    (fit_with(lambda s, i: (math.exp(i), abs(s))), "b may be negative"),
     (fit_with(lambda s, i: (-s, math.exp(i))), "a and b have changed places"),
-    (fit_with(lambda s, i: (math.exp(-i), -s)), "the intercept has the wrong sign"),
     (lambda s, e: fit_with_numpy(e, s), "x and y have changed places"),
     (
         lambda s, e: (math.exp(line(s, np.log(e))[1]), -line(s, np.log(e))[0]),
@@ -539,12 +497,7 @@ WRONG["0.4"] += [
     (fit_curve, "where a factor 2 is as far"),
     (fit_with_a_dict, "a dict keeps the last one of a size"),
     (fit_of_means, "without averaging first"),
-    (fit_of_two_points, "lets chance decide"),
-    (fit_by_neighbours, "the least possible is"),
-    (lambda s, e: fit_with_numpy(s, e)[1], "two numbers are asked for"),
-    (lambda s, e: print(fit_with_numpy(s, e)), "nothing is returned"),
-    (lambda s, e: (math.exp(math.log(s)), 0.5), "math.log takes one number"),
-    (lambda s, e: np.polyfit(np.log(s), np.log(e), 1), "two numbers are asked for"),
+    (lambda s, e: np.polyfit(np.log(s), np.log(e), 1), "those are slope and intercept"),
 ]
 
 
@@ -652,67 +605,37 @@ def job_indented(name, nodes, gpus_per_node, minutes, command):
     """
 
 
-def job_written_to_a_file(*call):
-    Path("/dev/null").write_text(first_job.job_file(*call))
-
-
 TIME = "--time={time}"
 WRONG["0.5"] += [
+    (job_with("--nodes", "-nodes"), "two dashes: --nodes=2"),
+    (job_with("%x-%j.out", "<name>-<job number>.out"), "<...> stands for something"),
+    (job_after(lambda text: text.replace("#SBATCH", "##SBATCH")), "'##SBATCH' is a comment"),
+    (job_after(lambda text: text.replace("#SBATCH", "SBATCH")), "'SBATCH' is no option"),
+    (job_after(lambda text: text.replace("\n", "")), "nothing breaks the lines"),
+    (command_with(lambda command: f"exec {command}"), "what to run is for the caller to say"),
     (job_with("#SBATCH --nodes", "# SBATCH --nodes"), "'# SBATCH' is a comment to Slurm"),
-    (job_after(lambda text: text.replace("#SBATCH", "#sbatch")), "no space, capital letters"),
     (job_indented, "begins with a space, so Slurm takes it for a comment"),
     (job_with_the_command_first, "the first command, which is 'set -euo pipefail'"),
     (job_after(lambda text: "\n" + text), "also the line break and the spaces before #!"),
-    (job_after(lambda text: textwrap.indent(text, "    ")), "does not look like a batch script"),
-    (job_after(lambda text: text.split("\n", 1)[1]), "which program reads the rest"),
-    (job_with("#!/bin/bash", "#!/usr/bin/python3"), "bash is asked for"),
     (job_after(lambda text: text.replace("\n", "\r\n")), "lines end with \\r\\n"),
     (job_without_f, "put an f before the quotes"),
     (job_with("ntasks-per-node=1", "ntasks-per-node={gpus}"), "16 processes a node"),
     (job_with("--ntasks-per-node=1", "--ntasks=1"), "a node without a task is not given"),
-    (job_with("--ntasks-per-node=1", "--ntasks-per-node=0"), "no task a node is asked for"),
-    (job_with("--job-name={name}", "--job-name={name} \\\n --nodes=2"), "the first command, which"),
     (job_with("--ntasks-per-node=1", "--ntasks={all}"), "Slurm would start 4 tasks"),
     (job_with("--gpus-per-node={gpus}", "--gpus={all}"), "counts over the whole job"),
     (job_with("--gpus-per-node={gpus}", "--gpus-per-node={all}"), "what all 2 nodes have together"),
-    (job_with("--gpus-per-node={gpus}", "--gres=gpu"), "--gres=gpu asks for 1 on each node"),
-    (job_with("#SBATCH --gpus-per-node={gpus}\n", ""), "a job that asks for no GPU gets none"),
     (job_with("--gpus-per-node", "--gpu-per-node"), "it has no option --gpu-per-node"),
-    (job_with("--gpus-per-node", "--gpus_per_node"), "--gpus-per-node"),
     (job_with("#SBATCH --nodes={nodes}\n", ""), "--nodes is missing"),
-    (job_with("--nodes={nodes}", "--nodes=1-{nodes}"), "Slurm may give any number"),
     (job_with("--nodes={nodes}", "--nodes=$NODES"), "which knows no variables of the shell"),
     (job_with("--nodes={nodes}", "--nodes = {nodes}"), "without spaces around ="),
-    (job_with("--nodes={nodes}", "--nodes={nodes}.0"), "that is no number"),
-    (job_with("--nodes={nodes}", "nodes={nodes}"), "is no option"),
     (job_with(TIME, "--time={hours:02}:{rest:02}"), "two numbers are minutes and seconds"),
-    (job_with(TIME, "--time={minutes}:00:00"), "as many hours"),
     (job_with(TIME, "--time={seconds}"), "that is seconds, but one number is minutes"),
-    (job_with(TIME, "--time={hours}:00:00"), "the minutes beyond whole hours are lost"),
-    (job_with(TIME, "--time=00:{rest:02}:00"), "the whole hours are lost"),
-    (job_with(TIME, "--time={part}:00:00"), "no letters and no decimals"),
-    (job_with(TIME, "--time={minutes}m"), "no letters and no decimals"),
-    (job_with(TIME, "--time=0"), "0 is no limit at all"),
-    (job_with("#SBATCH --time={time}\n", ""), "--time is missing"),
-    (job_with("--job-name={name}", "--job_name={name}"), "it has no option --job_name"),
-    (job_with("#SBATCH --job-name={name}\n", ""), "has the name of the file"),
-    (job_with("#SBATCH --output=%x-%j.out\n", ""), "slurm-<number>.out"),
-    (job_with("%x-%j.out", "{name}.out"), "write to first_job.out, not first_job-4711.out"),
-    (job_with("%x-%j.out", "%x-$SLURM_JOB_ID.out"), "%j is the number"),
     (job_with("%x-%j.out", "logs/%x-%j.out"), "Slurm makes no folders"),
     (job_with("%x-%j.out", "%%x-%%j.out"), "needs no doubling"),
-    (job_with("%x-%j.out", "%j-%x.out"), "not first_job-4711.out"),
-    (job_with("%x-%j.out", "%x-%j.out\n#SBATCH --error=%x-%j.err"), "errors would go to another"),
-    (job_with("%x-%j.out", '"%x-%j.out'), "a quote is not closed"),
     (command_with(lambda command: ""), "no line holds the command"),
     (command_with(lambda command: f"srun {command}"), "it brings its own srun"),
-    (command_with(lambda command: f"{command} &"), "lets the script go on at once"),
-    (command_with(lambda command: f"{command}\n{command}"), "2 times"),
     (command_with(lambda command: f"{command}\necho done"), "it counts as completed"),
-    (command_with(lambda command: f"'{command}'"), "the last line is the command"),
     (job_after(print), "not returned"),
-    (job_written_to_a_file, "not returned"),
-    (job_after(str.encode), "return the text of the file"),
 ]
 
 
@@ -758,60 +681,31 @@ def site_with(old, new):
 PARTITION, GPUS = "SBATCH_PARTITION=gpu", "GPUS_PER_NODE=4"
 LOAD = "module load Python/3.12 CUDA/12.8"
 WRONG["0.6"] += [
+    (site_with("export HEAD", "set HEAD"), "`set` gives bash arguments"),
+    (site_with("export SBATCH_ACC", "#SBATCH --acc\nexport A="), "#SBATCH lines are for job files"),
+    (site_with(GPUS, "GPUS_PER_NODE=h100"), "h100 is the kind of GPU"),
+    (site_with("ib0", "InfiniBand"), "the kind of network"),
+    (site_with("=-ib", "=$(uname -n)-ib"), "one node's whole name"),
     (site_with("COUNT=class", "COUNT = class"), "bash wants no space around ="),
-    (site_with("export SBATCH_ACCOUNT=class", "SBATCH_ACCOUNT = class"), "no space around ="),
     (site_with("COUNT=class", "COUNT= class"), "bash wants no space around it"),
     (site_with("export SBATCH_ACCOUNT", "SBATCH_ACCOUNT"), "only exported variables are handed on"),
-    (site_with("export ", ""), "only exported variables are handed on"),
     (site_with("=class", "=home"), "may use the partition cpu only"),
     (site_with("=class", "=$USER"), "that is your own name"),
-    (site_with("=class", "=gpu"), "that is a partition"),
-    (site_with("=class", "="), "nothing stands right behind ="),
-    (site_with("=class", "=class#of ours"), "a comment needs a space before #"),
-    (site_with("=class", "='class '"), "spaces, quotes and capital letters count"),
     (site_with("=class", "=\u201cclass\u201d"), "such as a curly quote"),
-    (site_with("=class", "=Class"), "spaces, quotes and capital letters count"),
-    (site_with("=class", "='class"), "a quote or a bracket that is not closed"),
     (site_with("SBATCH_ACCOUNT", "SBATCH_ACOUNT"), "there is SBATCH_ACOUNT"),
-    (site_with("SBATCH_ACCOUNT", "ACCOUNT"), "SBATCH_ACCOUNT is not set"),
-    (site_with(PARTITION, "SBATCH_PARTITION='gpu*'"), "no partition has a * in its name"),
-    (site_with(PARTITION, "SBATCH_PARTITION='cpu*'"), "it has no GPU"),
     (site_with(PARTITION, "SBATCH_PARTITION=cpu"), "its GRES are (null)"),
     (site_with(PARTITION, "SBATCH_PARTITION=gpu-test"), "ends every job after 30 minutes"),
-    (site_with(PARTITION, "SBATCH_PARTITION=gpu,gpu-test"), "one queue"),
-    (site_with(GPUS, "GPUS_PER_NODE=48"), "the GPUs of all 12 nodes"),
-    (site_with(GPUS, "GPUS_PER_NODE=12"), "the number of nodes"),
-    (site_with(GPUS, "GPUS_PER_NODE=2"), "what a node of gpu-test has"),
-    (site_with(GPUS, "GPUS_PER_NODE=gpu:h100:4"), "that is the form of --gres"),
     (site_with("ib0", "eth0"), "training would wait for gradients"),
-    (site_with("ib0", "lo"), "leads to no other node"),
     (site_with("ib0", "10.2.0.14"), "an address is another one on every node"),
-    (site_with("ib0", "IB0"), "capital letters count"),
-    (site_with("ib0", "^lo,docker0"), "NCCL_SOCKET_IFNAME is '^lo,docker0'"),
-    (site_with("ib0", "ib0,eth0"), "one network is asked for"),
     (site_with("=-ib", "=ib"), "which is no node's name"),
-    (site_with("=-ib", "=g14-ib"), "only the ending"),
-    (site_with("=-ib", "=i"), "the node is called g14-ib there"),
-    (site_with("=-ib", "=ib0"), "not a name of the node"),
-    (site_with("=-ib", "=.cluster"), "HEAD_SUFFIX is '.cluster'"),
-    (site_with(LOAD, ""), "loaded: nothing; Python/3.12 is missing"),
-    (site_with(LOAD, "module load Python/3.12"), "CUDA/12.8 is missing"),
     (site_with(LOAD, "module load python/3.12 cuda/12.8"), "python/3.12 is not in the list"),
-    (site_with(LOAD, "module load Python/3.11 CUDA/12.8"), "Python/3.11 is not in the list"),
-    (site_with(LOAD, "module Python/3.12 CUDA/12.8"), "module needs a verb"),
-    (site_with(LOAD, "load Python/3.12 CUDA/12.8"), "bash takes the first word for a program"),
     (site_with(LOAD, LOAD + " PyTorch"), "there is no PyTorch"),
     (site_with("export ", "setenv "), "setenv belongs to another shell"),
-    (site_with("export SBATCH_ACCOUNT=", "SBATCH_ACCOUNT: "), "the form of a YAML file"),
-    (site_with("export ", "$ export "), "is the prompt"),
     (site_with("\n", "\r\n"), "lines end with \\r\\n"),
     (site_with("export ", "exit 1; export "), "the file ends the shell"),
-    (site_with(LOAD, LOAD + "\nsleep 60"), "never ends"),
     (site_with(LOAD, LOAD + "\nexport SBATCH_TIMELIMIT=1-0"), "overrules that line"),
     (lambda: {"SBATCH_ACCOUNT": "class"}, "return six lines in quotes"),
-    (lambda: print(first_job.site_file()), "return six lines in quotes"),
-    (lambda: first_job.site_file().split("\n"), "return six lines in quotes"),
-    (lambda: "sbatch/site.env", "first word for a program"),
+    (lambda: print(first_job.site_file()), "printed or written, not returned"),
 ]
 
 
@@ -862,33 +756,37 @@ def nan_mean(busy):
     return sum(torch.tensor(samples).mean().item() for samples in busy)
 
 
+def without_idle_ranks(busy, num_granted, seconds):
+    for samples in busy:
+        if not samples:
+            busy.remove(samples)
+    return num_granted * seconds / 3600, sum(map(fmean, busy)) * seconds / 3600
+
+
+def rounded_hours(busy, num_granted, seconds):
+    return [round(hours, 2) for hours in first_job.device_hours(busy, num_granted, seconds)]
+
+
 WRONG["0.7"] += [
+    (without_idle_ranks, "the caller's list was changed"),
+    (rounded_hours, "it was rounded"),
+    (charged_as(lambda n, g, s: g * (s // 3600)), "// keeps whole hours only"),
+    (lambda b, g, s: (dist.get_world_size() * s / 3600, 0), "use the arguments"),
+    (used_as(lambda b, g, h: torch.tensor(b).mean().item() * h * len(b)), "make no table"),
+    (used_as(lambda b, g, h: torch.stack([torch.tensor(s) for s in b]).mean(1)), "make no table"),
+    (used_as(lambda b, g, h: sum(map(max, filter(len, b))) * h), "a rank's largest sample"),
+    (used_as(lambda b, g, h: sum(fmean(s) if s else 1 for s in b) * h), "its mean is 0, not 1"),
     (charged_as(lambda n, g, s: n * s / 3600), "charged is what was granted, with a rank or not"),
-    (charged_as(lambda n, g, s: s / 3600), "each granted device is charged"),
-    (charged_as(lambda n, g, s: g * s), "those are device-seconds"),
-    (charged_as(lambda n, g, s: g * s / 60), "those are device-minutes"),
     (used_as(lambda b, g, h: (fmean(means_of(b)) if b else 0) * g * h), "worked for 0 hours"),
-    (used_as(lambda b, g, h: fmean(flat(b)) * g * h), "the mean of the ranks there are"),
     (used_as(lambda b, g, h: fmean(flat(b)) * len(b) * h), "a rank with more samples counts more"),
     (used_as(lambda b, g, h: (fmean(means_of(b)) if b else 0) * h), "one device's hours"),
-    (used_as(lambda b, g, h: g * h - sum(means_of(b)) * h), "that is what was idle"),
-    (used_as(lambda b, g, h: sum(means_of(b)) / g), "not "),
-    (used_as(lambda b, g, h: sum(means_of(b))), "those are devices, not hours"),
-    (used_as(lambda b, g, h: fmean(means_of(b) or [0])), "that is a share, not hours"),
     (used_as(lambda b, g, h: sum(means_of(b)) * h * 3600), "those are device-seconds"),
-    (used_as(lambda b, g, h: sum(flat(b)) * h), "samples were added up, not averaged"),
-    (used_as(lambda b, g, h: sum(flat(b)) * 0.5 / 3600), "how far apart samples are is not said"),
-    (used_as(lambda b, g, h: len(b) * h), "a rank is not busy all the time"),
-    (used_as(lambda b, g, h: sum(means_of(b)) * h * 100), "percent were made of a share"),
     (used_as(lambda b, g, h: nan_mean(b) * h), "the mean of nothing"),
     (used_as(lambda b, g, h: sum(sum(s) / len(s) for s in b) * h), "has no mean"),
-    (used_as(lambda b, g, h: sum(fmean(s) for s in b) * h), "has no mean"),
     (
         used_as(lambda b, g, h: len(b) * h * fmean([fmean(s) for s in b if s] or [0])),
         "a rank without samples counts as idle",
     ),
     (lambda b, g, s: (sum(means_of(b)) * s / 3600, g * s / 3600), "they have changed places"),
     (lambda b, g, s: sum(means_of(b)) * s / 3600, "two numbers are asked for"),
-    (lambda b, g, s: print(g * s / 3600), "nothing is returned"),
-    (lambda b, g, s: Counter(charged=g, used=1), "two numbers are asked for"),
 ]

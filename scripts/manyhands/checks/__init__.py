@@ -97,7 +97,7 @@ class Lesson:
             exercise = Exercise(todo, name, check, hints, Verdict(todo, name, "not started"))
             self.exercises[todo] = exercise
 
-            def run(answer: object) -> None:
+            def run(answer: object = None) -> None:
                 exercise.answer, exercise.verdict = answer, judge(exercise, answer)
                 show(exercise.verdict)
                 strict = "NBGRADER_EXECUTION" in os.environ
@@ -126,7 +126,8 @@ class Lesson:
         """Name those of the exercises that were green, and were written anew after that."""
         again = [t for t in todos if t in self.exercises and changed(self.exercises[t])]
         if again:
-            print(f"TODO {', '.join(again)} has changed since its check: run the check again.")
+            have = "has" if len(again) == 1 else "have"
+            print(f"TODO {', '.join(again)} {have} changed since its check: run the check again.")
 
     def hint(self, todo: str | None = None) -> None:
         """Print one more hint for a TODO; by default for the first that is not done."""
@@ -170,7 +171,27 @@ def changed(exercise: Exercise) -> bool:
     """Does the notebook hold another function under this name than the one that passed?"""
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     now = ipython.user_ns.get(exercise.name) if ipython else None
-    return exercise.verdict.state == "done" and now is not None and now is not exercise.answer
+    if exercise.verdict.state != "done" or now is None or now is exercise.answer:
+        return False
+    return as_written(now) != as_written(exercise.answer)
+
+
+def as_written(value: object) -> object:
+    """What two functions or classes have in common when their cell ran twice, unchanged."""
+    if isinstance(value, type):
+        parts = {name: as_written(part) for name, part in vars(value).items()}
+        return [kind.__name__ for kind in value.__mro__], parts
+    if isinstance(value, property):
+        return [as_written(part) for part in (value.fget, value.fset, value.fdel)]
+    value = getattr(value, "__func__", value)
+    if not inspect.isfunction(value):
+        return repr(value)
+    decorated = [
+        as_written(cell.cell_contents)
+        for cell in value.__closure__ or ()
+        if inspect.isfunction(cell.cell_contents) and cell.cell_contents is not value
+    ]
+    return value.__code__, repr((value.__defaults__, value.__kwdefaults__)), decorated
 
 
 def score(
@@ -216,8 +237,12 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
 
 
 def _unwritten(answer: object) -> str:
-    """The methods of a class that still raise NotImplementedError."""
+    """What still raises NotImplementedError: methods of a class, or a function with more in it."""
     parts = vars(answer) if isinstance(answer, type) else {}
+    if inspect.isfunction(answer) and "NotImplementedError" in answer.__code__.co_names:
+        code, given = answer.__code__, len(inspect.signature(answer).parameters)
+        if len(code.co_names) > 1 or code.co_nlocals > given:
+            return "the line `raise NotImplementedError` still stands there: delete it"
     codes = {name: getattr(part, "__code__", None) for name, part in parts.items()}
     left = [n for n, c in codes.items() if c and "NotImplementedError" in c.co_names]
     if not left:
@@ -274,25 +299,33 @@ def _lines_of(answer: object) -> set[tuple[str, int]]:
 
 def told(failed: RankFailed, answer: object = None) -> tuple[str, str, str]:
     """A failure on a rank as seen, smell, hint; the line named is one of the answer's own."""
-    failure = failed.failure
-    at = place(failure, answer)
     if isinstance(failed, RanksHung):
         return _told_of_a_hang(failed)
-    if is_echo(failure):
+    if is_echo(failed.failure):
+        at = place(failed.failure, answer)
         return (
             f"rank {failed.rank} waited{at} for a partner that had already finished",
             "not every rank makes the same calls",
             SAME_CALLS,
         )
+    return raised(f"rank {failed.rank}", failed.failure, answer)
+
+
+def raised(who: str, failure: Failure, answer: object = None) -> tuple[str, str, str]:
+    """An exception, or a death, of a rank or of a call as seen, smell, hint."""
     message = re.sub(r" <\S+ object at 0x\w+>", "", " ".join(failure.message.split()))[:300]
     said = f"{failure.error}: {message}"
     smell, hint = next((known for words, known in KNOWN_ERRORS.items() if words in said), ("", ""))
-    raised = "died" if failure.error == "died" else f"raised {failure.error}"
-    return f"rank {failed.rank} {raised}: {message}{at}", smell, hint
+    did = "died" if failure.error == "died" else f"raised {failure.error}"
+    return f"{who} {did}: {message}{place(failure, answer)}", smell, hint
 
 
 def _told_of_a_hang(failed: RanksHung) -> tuple[str, str, str]:
     """Ranks that stand at one line hang for other reasons than ranks that stand apart."""
+    if len(failed.stacks) + len(failed.finished) == 1:
+        lines = [f": it is still in{where(s[-1])[1:]}" for s in failed.stacks.values() if s]
+        seen = f"a call never ended{''.join(lines)}"
+        return seen, "a loop without an end", "see that its condition becomes false at some time"
     lines = [f"rank {r} waits in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
     seen = f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})"
     places = {stack[-1][:2] for stack in failed.stacks.values() if stack}

@@ -4,6 +4,7 @@ Each check runs the learner's code on ranks, brings home what it gave, and then 
 the mistakes that people make most, so that the verdict can name the one at hand.
 """
 
+import copy
 import difflib
 import itertools
 import math
@@ -15,10 +16,10 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, stdev
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands import first_job
-from manyhands.checks import Lesson, Wrong, ranks, told
-from manyhands.failures import RankFailed
+from manyhands.checks import Lesson, Wrong, raised, ranks, told
+from manyhands.failures import Failure, RankFailed, RanksHung
 from manyhands.first_job import Place
 
 lesson = Lesson("first_job")
@@ -39,24 +40,56 @@ hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.k
 Reasons = dict[str, tuple[str, str]]  # words of an error -> what it smells of, what to try
 
 
-def _run(fn: Callable, world_size: int, answer, *args: object, reasons: Reasons, **options) -> list:
-    """`ranks`; a failure on a rank is told with the exercise's own reasons before others."""
+def _because(failure: Failure, reasons: Reasons, seen: str, *otherwise: str) -> Wrong:
+    """The exercise's own reasons for a failure come before others."""
+    said = f"{failure.error}: {failure.message}"
+    return Wrong(seen, *next((why for words, why in reasons.items() if words in said), otherwise))
+
+
+def _alone(
+    answer, cases: list[tuple], tell: Callable, reasons: Reasons, plain: Callable = lambda x: x
+) -> Iterator:
+    """What the answer gives for each case, without ranks; its first failure comes in its turn.
+
+    Args:
+        tell: makes the words for one call of a case.
+        plain: makes of a value what can be compared.
+    """
     try:
-        results = ranks(fn, world_size, answer, *args, **options)
+        (seen,) = ranks(_call_all, 1, answer, cases, plain, join=False)
     except RankFailed as failed:
-        if failed.failure.error == "NotImplementedError":
+        if isinstance(failed, RanksHung) or failed.failure.error == "NotImplementedError":
             raise
-        seen, smell, advice = told(failed, answer)
-        said = f"{failed.failure.error}: {failed.failure.message}"
-        known = [why for words, why in reasons.items() if words in said]
-        raise Wrong(seen, *(known[0] if known else (smell, advice))) from None
-    if any(result is None for result in results):
-        raise Wrong("a rank left by sys.exit()", "", "let the function end, or return")
-    return results
+        raise Wrong(*raised("a call", failed.failure, answer)) from None
+    if seen is None:
+        raise Wrong("a call left by sys.exit()", "", "let the function end, or return")
+    for case, (found, intact) in zip(cases, seen, strict=False):
+        if isinstance(found, Failure):
+            no_ranks = "the arguments hold all that is asked for; no message is needed"
+            reasons = {"process group has not been": (no_ranks, "use the arguments"), **reasons}
+            raise _because(found, reasons, *raised(tell(*case), found, answer))
+        if not intact:
+            raise Wrong(
+                f"after {tell(*case)} the list is another one",
+                "the caller's list was changed, and the caller still needs it",
+                "build a new list, with a slice or a comprehension",
+            )
+        yield found
 
 
-def _call_all(answer, cases: list[tuple]) -> list:
-    return [answer(*case) for case in cases]
+def _call_all(answer, cases: list[tuple], plain: Callable) -> list[tuple]:
+    """Each value, or the failure that ends it; and whether the arguments are as before."""
+    seen = []
+    for case in cases:
+        given = copy.deepcopy(case)
+        try:
+            value = answer(*given)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            return [*seen, (Failure.of(error), True)]
+        seen.append((plain(value), given == case))
+    return seen
 
 
 def _number(value: object, what: str) -> float:
@@ -70,15 +103,26 @@ def _number(value: object, what: str) -> float:
 
 
 def _pair(value: object, what: str, names: tuple[str, str]) -> tuple[float, float]:
+    shown, value = value, value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, tuple | list) or len(value) != 2:
         smell = "nothing is returned" if value is None else "two numbers are asked for"
-        raise Wrong(f"{what} gives {value!r}"[:200], smell, f"return {names[0]}, {names[1]}")
+        raise Wrong(f"{what} gives {shown!r}"[:200], smell, f"return {names[0]}, {names[1]}")
     one, other = (_number(part, f"{what}: {name}") for part, name in zip(value, names, strict=True))
     return one, other
 
 
 def _near(value: float, wanted: float) -> bool:
     return math.isclose(value, wanted, rel_tol=1e-5)
+
+
+def _is_rounded(value: float, wanted: float) -> bool:
+    """Up or down to a whole number, or to some decimals."""
+    whole = {math.floor(wanted), math.ceil(wanted)}
+    return value in whole or any(math.isclose(value, round(wanted, n)) for n in range(5))
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 Mistakes = Iterable[tuple[float, str, str]]  # what it would give, what it smells of, what to try
@@ -115,15 +159,18 @@ def days_on_devices(answer) -> None:
         (round(random.uniform(1, 9), 2), 1, 67, round(random.uniform(0.5, 0.9), 2)),
         (1.0, random.randrange(200, 900), 2250, 0.95),
     ]
-    (seen,) = _run(_call_all, 1, answer, cases, reasons={}, join=False)
-    for case, value in zip(cases, seen, strict=True):
+    for case, value in zip(cases, _alone(answer, cases, _tell_days, {}), strict=True):
         _compare_days(value, *case)
+
+
+def _tell_days(*case: object) -> str:
+    return f"days_on_devices{case}"
 
 
 def _compare_days(
     value: object, work: float, num_devices: int, peak: float, utilisation: float
 ) -> None:
-    case = f"days_on_devices({work}, {num_devices}, {peak}, {utilisation})"
+    case = _tell_days(work, num_devices, peak, utilisation)
     value = _number(value, case)
     wanted = work / (num_devices * peak / 1000 * utilisation)
     if _near(value, wanted):
@@ -145,9 +192,15 @@ def _compare_days(
         (num_devices, "the devices are left out", "they work at the same time: multiply the speed"),
         (num_devices**2, "more devices make the training longer there", "divide by num_devices"),
         (1 / wanted**2, "that is days turned over", "work divided by speed"),
+        (1.024, "a factor of 1024: prefixes of speeds count in 1000", "TFLOP/s / 1000 = PF/s"),
+        (
+            (peak / 1000 * utilisation) ** 2,
+            "a / b * c is (a / b) * c",
+            "put the whole speed in brackets: work / (...)",
+        ),
     ]
     smell, advice = _named(ratio, mistakes, "the speed of all devices in PF/s, then work / speed")
-    if not smell and abs(value - wanted) <= 1.01:
+    if not smell and _is_rounded(value, wanted):
         smell, advice = "the days were rounded", "return the number as it is, with / and not //"
     seen = f"{case} is {value:,.6g}, not {wanted:,.6g}"
     raise Wrong(seen, *(_of_units(ratio) or (smell, advice)))
@@ -190,6 +243,7 @@ class Node(NamedTuple):
 
 
 AS_TEXT = "environment variables are text", "wrap them: int(environ['LOCAL_WORLD_SIZE'])"
+GATHER = "dist.all_gather_object(places, mine, group=group)"
 MAP_REASONS: Reasons = {
     "Can't pickle": (
         "a class that is written in a notebook or a function is not known on the other ranks",
@@ -203,8 +257,17 @@ MAP_REASONS: Reasons = {
     "'str' and 'int'": AS_TEXT,
     "missing 1 required positional argument: 'obj'": (
         "all_gather_object needs a list to fill, and what this rank sends",
-        "dist.all_gather_object(places, mine, group=group)",
+        GATHER,
     ),
+    "does not support item assignment": ("the list to fill comes first, then what is sent", GATHER),
+    "`tensor_list`": ("all_gather sends tensors, and a Place is none", GATHER),
+    "NOT be specified on non-dest": ("gather_object fills a list on one rank only", GATHER),
+    "not part of group": (
+        "src or dst, 0 if it is not given, counts over the whole job, and that rank is not in the "
+        "group (and gather_object fills a list on one rank only)",
+        f"{GATHER} needs neither",
+    ),
+    "process group twice": ("the ranks have met already", "leave out init_process_group"),
 }
 
 
@@ -229,10 +292,29 @@ def device_map(answer) -> None:
         [Node(one, 4, random.randrange(1, 4))],
         [Node(one, 2, 0), Node(two, 2, 2)],
     ]
-    results = _run(_maps_seen, 4, answer, jobs, reasons=MAP_REASONS)
+    try:
+        results = ranks(_maps_seen, 4, answer, jobs)
+    except RankFailed as failed:
+        if failed.failure.error == "NotImplementedError":
+            raise
+        raise _because(failed.failure, MAP_REASONS, *told(failed, answer)) from None
+    if None in results:
+        raise Wrong("a rank left by sys.exit()", "", "let the function end, or return")
+    _compare_devices([maps for seen in results for maps in seen["jobs"]])
     for job, maps in zip(jobs, zip(*(seen["jobs"] for seen in results), strict=True), strict=True):
         _compare_maps(list(maps), job)
     _compare_pairs([seen["pair"] for seen in results], jobs[0])
+
+
+def _compare_devices(maps: list) -> None:
+    """Does any of all maps hold another device than the CPU?"""
+    places = [place for found in maps if isinstance(found, list) for place in found]
+    if places and all(place[0] != 77 and place[3:] == ("cpu",) for place in places):
+        raise Wrong(
+            "the device is 'cpu' in all jobs, also on nodes with a GPU for each process",
+            "num_gpus does not decide; torch.cuda and os.environ know this machine, not the node",
+            "compare num_gpus with LOCAL_WORLD_SIZE",
+        )
 
 
 def _places(job: list[Node]) -> list[tuple[Place, Node]]:
@@ -263,7 +345,8 @@ def _plain(found: object) -> object:
     """A list of places as tuples; what is no list, or no place, as text."""
 
     def form(value: object) -> str:
-        return "None" if value is None else f"{type(value).__name__} {value!r}"[:120]
+        kind, text = type(value).__name__, repr(value)
+        return text[:120] if text.startswith(kind) or value is None else f"{kind} {text}"[:120]
 
     def fields(value: object) -> object:
         whole = all(hasattr(value, name) for name in Place._fields)
@@ -286,6 +369,13 @@ def _compare_maps(maps: list, job: list[Node]) -> None:
     for rank, found in enumerate(maps):
         at = f"{case}: rank {rank}"
         _compare_form(found, at, 4)
+        host = truth[rank][0].host
+        if len(job) > 1 and [place[1] for place in found] == [host] * 4:
+            raise Wrong(
+                f"{at} has all ranks on its own node {host}",
+                "a rank knows its own environment only; nothing of the others was sent to it",
+                GATHER,
+            )
         if found != wanted and Counter(map(repr, found)) == Counter(map(repr, wanted)):
             raise Wrong(
                 f"{at} returns the places in the order of ranks {[place[0] for place in found]}",
@@ -301,8 +391,9 @@ def _compare_form(found: object, at: str, num_ranks: int) -> None:
     if found == "None":
         raise Wrong(
             f"{at} returns None",
-            "all_gather_object fills the list that it is given, and itself returns None",
-            "call it in a line of its own, then `return places`",
+            "all_gather_object fills the list that it is given, and itself returns None; print "
+            "returns None as well",
+            "end with `return places`",
         )
     if not isinstance(found, list):
         raise Wrong(f"{at} returns a {found}", "", "return the list of Places")
@@ -310,7 +401,7 @@ def _compare_form(found: object, at: str, num_ranks: int) -> None:
         raise Wrong(
             f"{at} returns its own place alone",
             "a rank knows its own environment only",
-            "dist.all_gather_object(places, mine, group=group)",
+            GATHER,
         )
     if "None" in found:
         raise Wrong(
@@ -363,7 +454,8 @@ def _why_device(device: object, right: Place, node: Node) -> tuple[str, str]:
         return "there is no GPU on that node", "'cpu' where num_gpus is less than LOCAL_WORLD_SIZE"
     if right.device == "cpu":
         return (
-            f"{node.num_processes} processes cannot have one each of {node.num_gpus} GPUs",
+            f"{node.num_processes} processes cannot have a GPU each there: num_gpus is "
+            f"{node.num_gpus}",
             "compare num_gpus with LOCAL_WORLD_SIZE",
         )
     if device == f"cuda:{right.rank}":
@@ -379,8 +471,9 @@ def _why_device(device: object, right: Place, node: Node) -> tuple[str, str]:
         )
     if device == "cpu":
         return (
-            "the GPUs of the other nodes, or of this machine, do not matter",
-            "do not ask torch.cuda; compare num_gpus with LOCAL_WORLD_SIZE",
+            f"{node.num_gpus} GPUs are more than enough for the {node.num_processes} processes "
+            "there",
+            "num_gpus >= LOCAL_WORLD_SIZE; not ==, and no GPUs of other nodes",
         )
     if device in ("cuda", "cuda:0"):
         return "all processes of the node would share one GPU", "f'cuda:{local_rank}'"
@@ -423,9 +516,13 @@ SHARE_REASONS: Reasons = {
         "rank and world_size have changed places: rank 0 divides by 0",
         "a task at position i belongs to rank i % world_size",
     ),
-    "process group has not been initialized": (
-        "who calls says what rank and world_size are; no message is needed",
-        "use the arguments rank and world_size",
+    "index out of range": (
+        "a position beyond the end: some ranks have fewer tasks than others, or none",
+        "range(rank, len(tasks), world_size) ends in time, and so does a slice",
+    ),
+    "lower bound": (
+        "torch.arange must not begin beyond its end, as it does for a rank without tasks",
+        "range(rank, len(tasks), world_size) is empty then",
     ),
 }
 
@@ -440,7 +537,7 @@ def my_share(answer) -> None:
     """Tasks that do and do not divide evenly, fewer than ranks, none, on 1 to 7 ranks."""
     pairs = [(20 * 2**size, seed) for size in range(random.randrange(4, 8)) for seed in range(3)]
     words = [f"file-{random.randrange(3)}" for _ in range(random.randrange(13, 18))]  # some twice
-    cases = [
+    jobs = [
         (pairs, random.randrange(2, 4)),
         (words, 4),
         (tuple(pairs), 5),
@@ -449,30 +546,22 @@ def my_share(answer) -> None:
         (pairs, 1),
         ([], 2),
     ]
-    (seen,) = _run(_shares, 1, answer, cases, reasons=SHARE_REASONS, join=False)
-    for (tasks, world_size), (shares, intact) in zip(cases, seen, strict=True):
-        if not intact:
-            raise Wrong(
-                f"after the call the list of {len(tasks)} tasks is another one",
-                "the caller's list was changed, and the caller still needs it",
-                "build a new list, with a slice or a comprehension",
-            )
-        _compare_shares(shares, tasks, world_size)
+    cases = [(tasks, rank, size) for tasks, size in jobs for rank in range(size)]
+    found = _alone(answer, cases, _tell_share, SHARE_REASONS, _share)
+    for tasks, world_size in jobs:
+        _compare_shares(list(itertools.islice(found, world_size)), tasks, world_size)
 
 
-def _shares(answer, cases: list[tuple]) -> list[tuple[list, bool]]:
-    """Every rank's share, all made in one process; and whether the tasks are as before."""
-    seen = []
-    for tasks, world_size in cases:
-        given = list(tasks) if isinstance(tasks, list) else tasks
-        shares = [answer(given, rank, world_size) for rank in range(world_size)]
-        listed = [share if isinstance(share, list) else _other(share) for share in shares]
-        seen.append((listed, list(given) == list(tasks)))
-    return seen
+def _tell_share(tasks, rank: int, world_size: int) -> str:
+    return f"my_share({len(tasks)} tasks, rank={rank}, world_size={world_size})"
 
 
-def _other(value: object) -> str:
-    return "None" if value is None else type(value).__name__
+def _share(value: object) -> list | str:
+    """A list as it is; what is none, in words."""
+    if isinstance(value, list):
+        return value
+    plain = value is None or isinstance(value, tuple | str | int | float)
+    return f"{value!r}"[:60] if plain else f"a {type(value).__name__}"
 
 
 def _compare_shares(shares: list, tasks, world_size: int) -> None:
@@ -481,7 +570,8 @@ def _compare_shares(shares: list, tasks, world_size: int) -> None:
     for rank, share in enumerate(shares):
         if isinstance(share, str):
             smell = "nothing is returned" if share == "None" else "a list is asked for"
-            raise Wrong(f"{case}: rank {rank} returns a {share}", smell, "return list(...)")
+            advice = "list(...) makes one; one task, or none, is a list, too"
+            raise Wrong(f"{case}: rank {rank} returns {share}", smell, advice)
         kind = type(tasks[0]) if tasks else int
         if strange := [part for part in share if not isinstance(part, kind | int)]:
             seen = f"{case}: rank {rank} gets a {type(strange[0]).__name__} in its list"
@@ -502,44 +592,61 @@ def _why_share(shares: list, wanted: list, tasks: list, world_size: int) -> tupl
     """The mistake behind shares that are not the right ones."""
     all_in = [task for share in shares for task in share]
     missing, extra = Counter(tasks) - Counter(all_in), Counter(all_in) - Counter(tasks)
-    positions = [list(range(len(tasks)))[rank::world_size] for rank in range(world_size)]
-    if shares == positions:
+    if extra and all(isinstance(task, int) for task in all_in) and not isinstance(tasks[0], int):
         return "those are positions in the list, not the tasks there", "return the tasks themselves"
-    if world_size > 1 and tasks and all(share == tasks for share in shares):
-        return "every rank does everything: nothing was shared out", "tasks[rank::world_size]"
-    once = "some tasks of that list are equal; .index, a set or a dict knows only one of them"
-    by_index = [[t for t in tasks if tasks.index(t) % world_size == r] for r in range(world_size)]
-    if shares == by_index:
-        return once, "go by the position in the list"
+    for slip, smell, advice in _slips_of_shares(tasks, world_size):
+        if shares == [slip(rank) for rank in range(world_size)]:
+            return smell, advice
     if world_size > 1 and not missing and not extra and all_in == tasks:
         return (
             "solid pieces: where later tasks take longer, the last rank gets all the long ones",
-            "deal them out like cards: tasks[rank::world_size]",
+            "deal them out like cards",
         )
     if [sorted(map(repr, s)) for s in shares] == [sorted(map(repr, s)) for s in wanted]:
         return "the order within the share is another one", "keep the order of the list"
     if sorted(map(repr, shares)) == sorted(map(repr, wanted)):
         return "the right shares, but to other ranks", "rank 0 begins at position 0"
+    positions = "the positions are rank, rank + world_size, rank + 2 * world_size ..."
     if extra:
+        task = next(iter(extra))
+        padded = not missing and len({len(share) for share in shares}) == 1
         return (
-            f"{next(iter(extra))!r} is done {all_in.count(next(iter(extra)))} times in all, and "
-            f"stands {tasks.count(next(iter(extra)))} times in the list",
-            "do not pad the shares to equal length, and do not cut pieces that overlap",
+            f"{task!r} is done {_times(all_in.count(task))} in all, and stands "
+            f"{_times(tasks.count(task))} in the list",
+            "do not pad the shares to equal length" if padded else positions,
         )
-    if shares == [tasks[rank + 1 :: world_size] for rank in range(world_size)]:
-        return "the first task is done by nobody: positions count from 0", "tasks[rank::world_size]"
-    each = len(tasks) // world_size
-    cards = [tasks[rank : each * world_size : world_size] for rank in range(world_size)]
-    if shares in (cards, [tasks[rank * each :][:each] for rank in range(world_size)]):
-        return "the rest of the division was dropped", "a slice with a step keeps it"
-    if missing and len(set(tasks)) < len(tasks):
-        return once, "go by the position in the list"
-    return "", "the positions are rank, rank + world_size, rank + 2 * world_size ..."
+    return (ONCE, BY_POSITION) if missing and len(set(tasks)) < len(tasks) else ("", positions)
+
+
+ONCE = "some tasks of that list are equal; .index, a set or a dict knows only one of them"
+BY_POSITION = "go by the position in the list"
+
+
+def _slips_of_shares(t: list, n: int) -> Iterable[tuple[Callable, str, str]]:
+    """Mistakes: what each would give rank r of n of the tasks t, what it smells of, what to try."""
+    each = len(t) // n
+    dropped = "the rest of the division was dropped", "a slice with a step keeps it"
+    steps = "two colons make steps: tasks[start :: step]"
+    yield lambda r: t, "every rank does everything: nothing was shared out", steps
+    yield lambda r: [one for one in t if t.index(one) % n == r], ONCE, BY_POSITION
+    yield lambda r: t[r:n], "one colon: that is one piece, from rank up to world_size", steps
+    yield lambda r: sorted(t)[r::n], "the tasks were sorted", "keep the order of the list"
+    yield lambda r: t[r * n :][:n], "// makes solid pieces", "position % world_size"
+    yield lambda r: t[r : r + each], "these pieces overlap: each begins one task later", steps
+    yield lambda r: t[r + 1 :: n], "the first task is done by nobody", "positions count from 0"
+    if len(t) % n:
+        yield lambda r: t[r : each * n : n], *dropped
+        yield lambda r: t[r * each :][:each], *dropped
+    yield lambda r: t[r::n][:3], "some ranks have more than three tasks", "up to the list's end"
+    for step in {1, 2, n - 1, n + 1} - {0}:
+        smell = f"the step is {step}, and there are {n} ranks"
+        yield lambda r, step=step: t[r::step], smell, "a rank's tasks lie world_size apart"
 
 
 # ---- 0.4 ------------------------------------------------------------------------------------
 
 FIT_REASONS: Reasons = {
+    "must be Tensor": ("torch.log takes a tensor, not a list", "torch.tensor(sizes).log()"),
     "must be real number": (
         "math.log takes one number, not a list",
         "[math.log(size) for size in sizes], or torch.tensor(sizes).log()",
@@ -569,9 +676,13 @@ def fit_power_law(answer) -> None:
         _scattered(),
         _scattered(),
     ]
-    (seen,) = _run(_call_all, 1, answer, cases, reasons=FIT_REASONS, join=False)
-    for (sizes, errors), found in zip(cases, seen, strict=True):
+    values = _alone(answer, cases, _tell_fit, FIT_REASONS)
+    for (sizes, errors), found in zip(cases, values, strict=True):
         _compare_fit(found, list(sizes), list(errors))
+
+
+def _tell_fit(sizes, errors) -> str:
+    return f"fit_power_law({len(sizes)} sizes, {len(errors)} errors)"
 
 
 def _curve(a: float, b: float, sizes) -> tuple:
@@ -618,7 +729,8 @@ def _other_fits(sizes: list, errors: list) -> list[tuple[float, float, str, str]
     means = _fit(list(by_size), [fmean(found) for found in by_size.values()])
     low, high = min(by_size), max(by_size)
     ends = _fit([low, high], [by_size[low][0], by_size[high][0]])
-    first = _fit([sizes[0], sizes[-1]], [errors[0], errors[-1]]) if sizes[0] != sizes[-1] else ends
+    pairs = [[0, end] for end in (1, -1) if sizes[0] != sizes[end]]
+    chosen = [_fit([sizes[i] for i in pair], [errors[i] for i in pair]) for pair in pairs]
     all_count = "every network counts: a size may come more than once"
     every = "give the line every pair of size and error"
     two = "a line through two of the points lets chance decide"
@@ -627,8 +739,7 @@ def _other_fits(sizes: list, errors: list) -> list[tuple[float, float, str, str]
     return [
         (*last, all_count, every + "; a dict keeps the last one of a size"),
         (*means, all_count, every + ", without averaging first"),
-        (*ends, two, whole),
-        (*first, two, whole),
+        *[(*fit, two, whole) for fit in (ends, *chosen)],
         (*_curve_fit(sizes, errors), square, "fit a straight line to the logarithms"),
     ]
 
@@ -659,8 +770,8 @@ def _compare_fit(found: object, sizes: list, errors: list) -> None:
             if _agree(got, tuple(fit)):
                 raise Wrong(seen, smell, advice)
     advice = "log(error) = log(a) - b log(size): b = -slope, a = exp(intercept)"
-    if math.isclose(got[1], b, rel_tol=1e-3) and len(set(sizes)) == len(sizes):
-        raise Wrong(seen, "the slope is right, but the line lies too high or too low", advice)
+    if _is_rounded(got[0], a) and _is_rounded(got[1], b):
+        raise Wrong(seen, "a and b were rounded", "return them as they are")
     if not got[0] > 0:
         raise Wrong(seen, "a is the error at size 1, which is above 0", advice)
     points = list(zip(sizes, errors, strict=True))
@@ -668,6 +779,11 @@ def _compare_fit(found: object, sizes: list, errors: list) -> None:
         sum((math.log(e) - math.log(one) + other * math.log(s)) ** 2 for s, e in points)
         for one, other in (got, (a, b))
     )
+    if least < 1e-9 and far < len(points) * 0.2**2:
+        smell = "close, but not yet the least: a search by small steps has not arrived"
+        raise Wrong(seen, smell, "many more steps, or the formula of the least squares line")
+    if least < 1e-9 and math.isclose(got[1], b, rel_tol=1e-3):
+        raise Wrong(seen, "the slope is right, but the line lies too high or too low", advice)
     smell = f"its squared distances in log(error) sum to {far:.3g}; the least possible is "
     raise Wrong(seen, f"{smell}{round(least, 9):.3g}", advice)
 
@@ -684,7 +800,22 @@ def _slips(a: float, b: float, sizes: list, errors: list) -> list[tuple[float, f
     logged = "that is the logarithm of a"
     undo = "undo it: a = exp(intercept), with log the natural one"
     both = "both axes are logarithmic"
+    ratio, n = stdev(y) / stdev(x), len(x)
+    slopes = [
+        (sb, "std(y) / std(x) leaves out how far y goes with x", "sum((x - mean x) * (y - mean y))")
+        for sb in (ratio, -ratio)
+    ]
+    slopes += [
+        (-b * part, "of one mean n numbers are counted, of the other n - 1", "sums on both sides")
+        for part in ((n - 1) / n, n / (n - 1))
+    ]
+    raw, start = linear_regression(sizes, errors)
+    given = "slope and intercept have changed places"
     found = [
+        *[(math.exp(fmean(y) - sb * fmean(x)), -sb, *why) for sb, *why in slopes],
+        *[(one, -raw, "no logarithm was taken", both) for one in (start, math.exp(start))],
+        (math.exp(-b), -math.log(a), given, "np.polyfit gives the slope first"),
+        (-b, math.log(a), "those are slope and intercept", "a = exp(intercept), b = -slope"),
         (b, a, "a and b have changed places", "return a, b"),
         (a, abs(b), "b may be negative, where the error grows with the size", "b = -slope"),
         (a, 1 / b, "that is 1 / b: x and y have changed places", "x is log(size)"),
@@ -739,7 +870,7 @@ def job_file(answer) -> None:
         Request("try", 1, 1, random.randrange(5, 50), "python -c \"print(f'{1 + 1:%}')\""),
         Request("weekend", 2, 1, 60 * random.randrange(2, 20) + 5, "exec bash launch.sh a.py b"),
     ]
-    (texts,) = _run(_call_all, 1, answer, requests, reasons={}, join=False)
+    texts = list(_alone(answer, requests, lambda *case: str(Request(*case)), {}))
     for request, text in zip(requests, texts, strict=True):
         if not isinstance(text, str):
             smell = "the text was printed or written, not returned" if text is None else ""
@@ -769,6 +900,9 @@ def _compare_start(text: str, request: Request) -> None:
     first = text.split("\n")[0]
     if "\r" in text:
         raise Wrong(f"{request}: lines end with \\r\\n", "sbatch refuses that", "end them with \\n")
+    if first.startswith("#!") and "SBATCH" in first:
+        seen = f"{request}: all stands in one line, {first[:60]!r}..."
+        raise Wrong(seen, "nothing breaks the lines", "'\\n'.join(lines), with one \\ only")
     if first.startswith("#!") and "bash" in first:
         return
     if first.startswith("#!"):
@@ -814,6 +948,9 @@ SHORT = dict(
 )
 
 
+PLACEHOLDER = "<...> stands for something: for Slurm %x is the job's name and %j its number"
+
+
 def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
     """What sbatch reads in a job file: long names and values of its options, the last one of each.
 
@@ -828,7 +965,7 @@ def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str
     for line in text.split("\n"):
         if line.startswith("#SBATCH") and not command:
             options |= _options_of(line)
-        elif re.match(r"\s*#\s*SBATCH", line, re.IGNORECASE):
+        elif re.match(r"[\s#]*SBATCH\b", line, re.IGNORECASE):
             ignored.append((line, *_why_ignored(line, command)))
         elif line.strip() and not line.lstrip().startswith("#"):
             command = command or line.strip()
@@ -846,8 +983,9 @@ def _why_ignored(line: str, command: str) -> tuple[str, str]:
             f"{line.split('=')[0]!r} begins with a space, so Slurm takes it for a comment",
             "#SBATCH begins the line; no indentation inside the quotes",
         )
-    word = re.match(r"#\s*\w+", line)[0]
-    return f"{word!r} is a comment to Slurm", "it is #SBATCH: no space, capital letters"
+    word = re.match(r"[#\s]*\w+", line)[0]
+    what = "a comment" if "#" in word else "no option"
+    return f"{word!r} is {what} to Slurm", "it is #SBATCH: one #, no space, capital letters"
 
 
 def _options_of(line: str) -> dict[str, str]:
@@ -862,16 +1000,18 @@ def _options_of(line: str) -> dict[str, str]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = _long_name(name, line)
+        elif word.startswith("-") and word[1:].partition("=")[0] in VALUED:
+            smell = f"after one dash the letter {word[1]} alone is the option"
+            raise Wrong(f"sbatch refuses {line!r}", smell, f"two dashes: -{word}")
         elif word[:1] == "-" and word[1:2] in SHORT:
             name, equals, value = SHORT[word[1]], word[2:], word[2:]
             if name in PLAIN and value:  # several letters behind one -
                 words.insert(0, f"-{value}")
         else:
-            raise Wrong(
-                f"sbatch refuses {line!r}: {word!r} is no option",
-                "spaces around = split an option in two" if "=" in line else "",
-                "--name=value, in one piece",
-            )
+            smell = "spaces around = split an option in two" if "=" in line else ""
+            smell = PLACEHOLDER if "<" in line else smell
+            seen = f"sbatch refuses {line!r}: {word!r} is no option"
+            raise Wrong(seen, smell, "--name=value, in one piece")
         if name in VALUED and not equals:
             value = words.pop(0) if words else ""
         if name in VALUED and value in ("", "="):
@@ -1021,6 +1161,8 @@ def _of_names(options: dict, request: Request) -> Iterable[Fault]:
         smell = ""
         if "output" not in options:
             smell = "without --output the file is slurm-<number>.out, whatever job it was"
+        elif "<" in output:
+            smell = PLACEHOLDER
         elif "$" in output:
             smell = "Slurm knows no variables of the shell there; %j is the number"
         elif written.rpartition("/")[2] == wanted:
@@ -1066,8 +1208,10 @@ def _compare_command(text: str, request: Request) -> None:
         smell = "the job is over when its script ends, and & lets the script go on at once"
     elif near[0].startswith(("srun", "torchrun", "python", "bash")):
         smell = "the command is whole: it brings its own srun where it needs one"
+    elif near[0].startswith("exec"):
+        smell = "exec would do no harm, but what to run is for the caller to say"
     raise Wrong(
-        f"{request}: the script is {body}, and the command {command!r}"[:300],
+        f"{request}: the script is {'; '.join(body)}, and the command {command!r}"[:300],
         smell,
         "the last line is the command, as it is given",
     )
@@ -1132,18 +1276,17 @@ LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values,
         "2": ("that is what a node of gpu-test has", "the last part of gpu:h100:4"),
         "gpu:h100:4": ("that is the form of --gres", "the number alone"),
         "100": ("h100 is the kind of GPU", "the number behind the last colon"),
+        "h100": ("h100 is the kind of GPU", "the number behind the last colon"),
     },
     "NCCL_SOCKET_IFNAME": {
         "eth0": ("10 Gbit/s against 400: training would wait for gradients", "the fastest network"),
-        "eth": ("10 Gbit/s against 400: training would wait for gradients", "the fastest network"),
         "lo": ("a node's own loopback leads to no other node", "the fastest between nodes"),
+        "InfiniBand": ("that is the kind of network, not its name on a node", "the first column"),
         "ib0,eth0": ("one network is asked for, the fastest", "ib0 alone"),
     },
     "HEAD_SUFFIX": {
         "ib": ("g14 and ib make g14ib, which is no node's name", "what stands between g14 and ib"),
-        "g14-ib": ("that is one node's whole name; it is added to every name", "only the ending"),
         "ib0": ("that is the network's name on a node, not a name of the node", "see getent"),
-        "-ib0": ("the node is called g14-ib there", "see what getent answers"),
         "i": ("the node is called g14-ib there", "see what getent answers"),
     },
 }
@@ -1163,9 +1306,10 @@ def site_file(answer) -> None:
     reasons: Reasons = {
         "invalid syntax": ("shell lines are no Python", "put them in quotes and return the text"),
     }
-    (seen,) = _run(_site_seen, 1, answer, reasons=reasons, join=False)
+    (seen,) = _alone(answer, [()], lambda: "site_file()", reasons, _site_seen)
     if "form" in seen:
         smell = "a text is asked for, as it would stand in the file"
+        smell = "it was printed or written, not returned" if seen["form"] == "None" else smell
         raise Wrong(f"site_file() returns {seen['form']}", smell, "return six lines in quotes")
     _compare_shell(seen)
     for name, wanted in TRUTH.items():
@@ -1180,19 +1324,19 @@ def site_file(answer) -> None:
 
 
 READ_SITE = r"""
+names=("$@")
 module() { printf '%s\n' "$*" >>modules; }
 ml() { module load "$@"; }
 . ./site.env >/dev/null
-for name in "$@"; do
+for name in "${names[@]}"; do
     printf '%s\0%s\0%s\0%s\0' "$name" "${!name+set}" "${!name-}" "$(printenv "$name")"
 done
 printf 'others\0%s\0\0\0' "${!SBATCH_@}"
 """
 
 
-def _site_seen(answer) -> dict:
+def _site_seen(text: object) -> dict:
     """What a clean bash makes of the text."""
-    text = answer()
     if not isinstance(text, str):
         return {"form": f"{text!r}"[:120]}
     with tempfile.TemporaryDirectory() as folder:
@@ -1261,6 +1405,10 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
     if not is_set:
         near = difflib.get_close_matches(name, re.findall(r"(\w+)=", text), 1, 0.75)
         smell = f"there is {near[0]}" if near else ""
+        if re.search(rf"^\s*set\s+{name}=", text, re.MULTILINE):
+            smell = "`set` gives bash arguments, no variables"
+        elif "#SBATCH" in text:
+            smell = "#SBATCH lines are for job files; to bash they are comments"
         raise Wrong(f"{name} is not set", smell, f"export {name}=...")
     if value != exported:
         raise Wrong(
@@ -1274,6 +1422,8 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
     if not value:
         smell = "nothing stands right behind =: bash wants no space around it"
         advice = f"export {name}=value"
+    elif name == "HEAD_SUFFIX" and value.endswith(wanted):
+        smell, advice = "that is one node's whole name; it is added to each name", "only the ending"
     elif "#" in value:
         smell, advice = "a comment needs a space before #", f"export {name}={value.split('#')[0]}"
     elif re.search(r"\d+\.\d+\.\d+", value):
@@ -1327,9 +1477,14 @@ TO_LOAD = tuple(MODULES.values())
 
 # ---- 0.7 ------------------------------------------------------------------------------------
 
+NO_MEAN = "a rank without samples, or a job without ranks, has no mean", "it is idle: count 0"
+NO_TABLE = "ranks have unequal numbers of samples, so they make no table", "one mean for each rank"
 HOURS_REASONS: Reasons = {
-    "division by zero": ("a rank without samples has no mean", "count it as idle: 0"),
-    "at least one data point": ("a rank without samples has no mean", "count it as idle: 0"),
+    "division by zero": NO_MEAN,
+    "at least one data point": NO_MEAN,
+    "expected sequence of length": NO_TABLE,
+    "each tensor to be equal size": NO_TABLE,
+    "inhomogeneous shape": NO_TABLE,
 }
 
 
@@ -1357,11 +1512,15 @@ def device_hours(answer) -> None:
         ([samples()], 4, seconds()),
         ([[1.0, 0.0, 0.7, 0.8], [0.6, 0.4, 0.1, 0.2]], 2, 3600),
         ([tuple(samples()), (), samples()], 4, seconds() + 0.5),
+        ([[], [], samples()], 4, seconds()),
         ([], 8, seconds()),
     ]
-    (seen,) = _run(_call_all, 1, answer, cases, reasons=HOURS_REASONS, join=False)
-    for case, found in zip(cases, seen, strict=True):
+    for case, found in zip(cases, _alone(answer, cases, _tell_hours, HOURS_REASONS), strict=True):
         _compare_hours(found, *case)
+
+
+def _tell_hours(busy, num_granted: int, seconds: float) -> str:
+    return f"device_hours(samples of {len(busy)} ranks, {num_granted}, {seconds})"
 
 
 def _compare_hours(found: object, busy: list, num_granted: int, seconds: float) -> None:
@@ -1379,20 +1538,24 @@ def _compare_hours(found: object, busy: list, num_granted: int, seconds: float) 
             (num_granted * seconds / 60, "those are device-minutes", "seconds / 3600 are hours"),
             (num_ranks * hours, "charged is what was granted, with a rank or not", "num_granted"),
             (hours, "that is the time; each granted device is charged for it", "times num_granted"),
-            (num_ranks * seconds, "those are seconds, and of the ranks only", "num_granted"),
             (right[1], "charged is what was granted, idle or not", "num_granted * hours"),
+            (num_granted * (seconds // 3600), "// keeps whole hours only", "seconds / 3600"),
         ]
+        if _is_rounded(charged, right[0]):
+            mistakes.append((charged, "it was rounded", "return it as it is"))
         seen = f"{case}: charged is {charged:,.5g}, not {right[0]:,.5g}"
         raise Wrong(seen, *_named(charged, mistakes, "num_granted * seconds / 3600"))
     if not _near(used, right[1]):
         seen = f"{case}: used is {used:,.5g}, not {right[1]:,.5g}"
         slips = _slips_of_use(busy, means, num_granted, hours)
         advice = "the mean of each rank's samples, summed over the ranks, times the hours"
+        if _is_rounded(used, right[1]):
+            slips.append((used, "it was rounded", "return it as it is"))
         smell = "that is the mean of nothing: a rank without samples is idle"
         raise Wrong(seen, *((smell, "0") if math.isnan(used) else _named(used, slips, advice)))
 
 
-def _slips_of_use(busy: list, means: list, num_granted: int, hours: float) -> Mistakes:
+def _slips_of_use(busy: list, means: list, num_granted: int, hours: float) -> list:
     """What the mistakes would give for the hours in which a device worked."""
     flat = [sample for samples in busy for sample in samples]
     sampled = [mean for mean, samples in zip(means, busy, strict=True) if samples]
@@ -1408,6 +1571,8 @@ def _slips_of_use(busy: list, means: list, num_granted: int, hours: float) -> Mi
     empty = "a rank without samples counts as idle"
     return [
         (alive * len(busy) * hours, empty, "its mean is 0"),
+        (used + (len(busy) - len(sampled)) * hours, empty, "its mean is 0, not 1"),
+        (sum(max(one, default=0) for one in busy) * hours, "a rank's largest sample", each),
         (mean * num_granted * hours, spread, "sum(means) * hours"),
         (fmean(flat) * num_granted * hours, f"{spread}; and {weight}", each),
         (fmean(flat) * len(busy) * hours, weight, each),
@@ -1421,9 +1586,6 @@ def _slips_of_use(busy: list, means: list, num_granted: int, hours: float) -> Mi
         (mean, "that is a share, not hours", "times the hours"),
         (sum(means), "those are devices, not hours", "times the hours"),
         (sum(flat) * hours, "samples were added up, not averaged", "divide by their number"),
-        (sum(flat) / 7200, "how far apart samples are is not said", "their mean, times the hours"),
-        (sum(flat) / 3600, "how far apart samples are is not said", "their mean, times the hours"),
         (len(busy) * hours, "a rank is not busy all the time", "look at its samples"),
         (used * 100, "percent were made of a share", "shares are from 0 to 1"),
-        (used / 100, "busy is a share from 0 to 1, not percent", "do not divide by 100"),
     ]

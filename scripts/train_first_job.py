@@ -267,9 +267,7 @@ def tell(world: World, folder: Path, results: list[Result], a: float, b: float) 
     figure, ax = new_figure()
     measured = {"error": tuple(zip(*((r.size, r.error) for r in results), strict=True))}
     fitted = {"error": (list(means), [a * size**-b for size in means])}
-    measured_and_predicted(
-        ax, measured, fitted, "images to train on", "error (share of images)"
-    )
+    measured_and_predicted(ax, measured, fitted, "images to train on", "error (share of images)")
     (folder / "power_law.png").write_bytes(png(figure))
 
 

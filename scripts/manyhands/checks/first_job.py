@@ -779,13 +779,22 @@ def _compare_fit(found: object, sizes: list, errors: list) -> None:
         sum((math.log(e) - math.log(one) + other * math.log(s)) ** 2 for s, e in points)
         for one, other in (got, (a, b))
     )
-    if least < 1e-9 and far < len(points) * 0.2**2:
+    if far - least < len(points) * (0.2 if least < 1e-9 else 0.01) ** 2:
         smell = "close, but not yet the least: a search by small steps has not arrived"
         raise Wrong(seen, smell, "many more steps, or the formula of the least squares line")
     if least < 1e-9 and math.isclose(got[1], b, rel_tol=1e-3):
         raise Wrong(seen, "the slope is right, but the line lies too high or too low", advice)
     smell = f"its squared distances in log(error) sum to {far:.3g}; the least possible is "
     raise Wrong(seen, f"{smell}{round(least, 9):.3g}", advice)
+
+
+def _slips_of_slope(x: list, y: list, b: float) -> list[tuple[float, float, str, str]]:
+    """A line through the middle of the points, with a wrong slope."""
+    ratio, n = stdev(y) / stdev(x), len(x)
+    far = "std(y) / std(x) leaves out how far y goes with x", "sum((x - mean x) * (y - mean y))"
+    uneven = "of one mean n numbers are counted, of the other n - 1", "sums on both sides"
+    slopes = [(ratio, far), (-ratio, far), (-b * (n - 1) / n, uneven), (-b * n / (n - 1), uneven)]
+    return [(math.exp(fmean(y) - slope * fmean(x)), -slope, *why) for slope, why in slopes]
 
 
 def _slips(a: float, b: float, sizes: list, errors: list) -> list[tuple[float, float, str, str]]:
@@ -800,19 +809,10 @@ def _slips(a: float, b: float, sizes: list, errors: list) -> list[tuple[float, f
     logged = "that is the logarithm of a"
     undo = "undo it: a = exp(intercept), with log the natural one"
     both = "both axes are logarithmic"
-    ratio, n = stdev(y) / stdev(x), len(x)
-    slopes = [
-        (sb, "std(y) / std(x) leaves out how far y goes with x", "sum((x - mean x) * (y - mean y))")
-        for sb in (ratio, -ratio)
-    ]
-    slopes += [
-        (-b * part, "of one mean n numbers are counted, of the other n - 1", "sums on both sides")
-        for part in ((n - 1) / n, n / (n - 1))
-    ]
     raw, start = linear_regression(sizes, errors)
     given = "slope and intercept have changed places"
     found = [
-        *[(math.exp(fmean(y) - sb * fmean(x)), -sb, *why) for sb, *why in slopes],
+        *_slips_of_slope(x, y, b),
         *[(one, -raw, "no logarithm was taken", both) for one in (start, math.exp(start))],
         (math.exp(-b), -math.log(a), given, "np.polyfit gives the slope first"),
         (-b, math.log(a), "those are slope and intercept", "a = exp(intercept), b = -slope"),

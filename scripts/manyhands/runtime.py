@@ -340,14 +340,22 @@ class _Log:
 
 
 class _Copied:
-    """A stream, of which a log gets a copy."""
+    """A stream, of which a log gets a copy. Lines pass whole: those of several ranks do not mix."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
-        self.stream, self.log = stream, log
+        self.stream, self.log, self.unfinished = stream, log, ""
 
     def write(self, text: str) -> int:
         self.log.write(text)
-        return self.stream.write(text)
+        lines, end, self.unfinished = (self.unfinished + text).rpartition("\n")
+        if end:
+            self.stream.write(lines + end)
+        return len(text)
+
+    def flush(self) -> None:
+        rest, self.unfinished = self.unfinished, ""
+        self.stream.write(rest)
+        self.stream.flush()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)

@@ -58,7 +58,7 @@ read_settings() {
         problem "site.env is no shell text: ${said%%$'\n'*}"
         return
     fi
-    for init in /etc/profile.d/*mod*.sh; do # as launch.sh does
+    for init in /etc/profile.d/*mod*.sh; do # as site.sh does
         # shellcheck source=/dev/null
         type module >/dev/null 2>&1 || [ ! -r "$init" ] || . "$init" >/dev/null 2>&1
     done

@@ -32,7 +32,7 @@ from bench import in_turn, slowest_rank
 from manyhands import alpha_beta, collectives, mine, ring
 from manyhands.figures import BLACK, GREY, legend_below, lines, new_figure, png
 from manyhands.meters import machine
-from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.runtime import BadInput, World, command_line, distributed, on_main, together
 from manyhands.storage import open_folder, replace_file
 from report import scaled
 
@@ -163,8 +163,6 @@ def choose_sizes(config: Config, world: World) -> list[int]:
 
 def make_folder(config: Config, world: World) -> Path:
     """Make the folder, with what was measured and where in its `config.json`."""
-    machines = [machine(world.device)] * world.world_size
-    dist.all_gather_object(machines, machines[0])
     settings = asdict(config)
     about = {
         "format": FORMAT,
@@ -172,11 +170,9 @@ def make_folder(config: Config, world: World) -> Path:
         "config": settings,
         "backend": world.backend,
         "torch": torch.__version__,
-        "ranks": machines,
+        "ranks": together(lambda: machine(world.device)),
     }
-    folders = [open_folder(config.out, "collectives", about, ()) if world.is_main else None]
-    dist.broadcast_object_list(folders)
-    return folders[0]
+    return on_main(lambda: open_folder(config.out, "collectives", about, ()))
 
 
 def check_results(kind: str, world: World, parts: Parts) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from manyhands.meters import idle_words
+from manyhands.meters import duration, idle_words
 from manyhands.record import Device, Record, integral, mean_busy, read, scheduler_words
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import replace_file
-from report_figures import Picture, duration, loss_words, pictures, scaled, slide
+from report_figures import Picture, loss_words, pictures, scaled, slide
 
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1

@@ -19,13 +19,20 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from manyhands import first_job, images, mine, power_law
 from manyhands.figures import measured_and_predicted, new_figure, png
 from manyhands.meters import Sampler, idle_words, job, machine
 from manyhands.run import STOP_SIGNALS
-from manyhands.runtime import BadInput, World, command_line, distributed, keep_output
+from manyhands.runtime import (
+    BadInput,
+    World,
+    command_line,
+    distributed,
+    keep_output,
+    on_main,
+    together,
+)
 from manyhands.storage import FORMAT, open_folder, read_lines, replace_file, write_end, write_status
 from report import write_report
 
@@ -91,7 +98,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
         if status["step"] < len(tasks):
             status["state"] = "stopped"
             world.print(
-                f"stopped after {len(results)} of {len(tasks)} networks; run the same again"
+                f"stopped after {len(results)} of {len(tasks)} networks; run the same command "
+                f"again with --out {folder} to go on"
             )
             raise SystemExit(0)
         points = zip(*((r.size, r.error) for r in results if r.error), strict=True)
@@ -125,8 +133,6 @@ def list_tasks(config: Config, num_images: int) -> list[tuple[int, int]]:
 
 def make_folder(config: Config, world: World, num_tasks: int) -> Path:
     """Make or accept the folder of the run, with what `config.json` says."""
-    ranks = [{}] * world.world_size
-    dist.all_gather_object(ranks, machine(world.device))
     settings = asdict(config)
     identity = {name: settings[name] for name in ("data", "smallest", "networks", "seed")}
     about = {
@@ -137,21 +143,13 @@ def make_folder(config: Config, world: World, num_tasks: int) -> Path:
         "backend": world.backend,
         "torch": torch.__version__,
         "floor": None,
-        "ranks": ranks,
+        "ranks": together(lambda: machine(world.device)),
+        "job": on_main(lambda: job(config.out)),
     }
-    outcome = [None, None]
-    if world.is_main:
-        try:
-            about["job"] = job(config.out)
-            outcome[0] = open_folder(config.out, "first_job", about, ("ranks", "results"))
-            for line in idle_words(ranks, about["job"]["nodes"]):
-                print(line, flush=True)
-        except BadInput as problem:
-            outcome[1] = str(problem)
-    dist.broadcast_object_list(outcome)
-    if outcome[1]:
-        raise BadInput(outcome[1])
-    return outcome[0]
+    folder = on_main(lambda: open_folder(config.out, "first_job", about, ("ranks", "results")))
+    for line in idle_words(about["ranks"], about["job"]["nodes"]):
+        world.print(line)
+    return folder
 
 
 def train_share(
@@ -164,9 +162,8 @@ def train_share(
     """
     stops: list[int] = []
     old = {number: signal.signal(number, lambda *a: stops.append(a[0])) for number in STOP_SIGNALS}
-    found = [[line for file in results_files(folder) for line in read_lines(file)]]
-    dist.broadcast_object_list(found)
-    done = {(line["size"], line["seed"]): Result(**line) for line in found[0]}
+    found = on_main(lambda: [line for file in results_files(folder) for line in read_lines(file)])
+    done = {(line["size"], line["seed"]): Result(**line) for line in found}
     missing = [task for task in tasks if task not in done]
     own, curve = [], Curve(folder) if world.is_main else None
     with open_results(folder, world.rank) as file:
@@ -177,8 +174,7 @@ def train_share(
                 curve.add(own[-1])
             if stops:
                 break
-    everything = [([], 0)] * world.world_size
-    dist.all_gather_object(everything, ([tuple(result) for result in own], len(stops)))
+    everything = together(lambda: ([tuple(result) for result in own], len(stops)))
     for number, handler in old.items():
         signal.signal(number, handler)
     if curve and own:

@@ -396,24 +396,6 @@ def test_a_run_that_goes_on_counts_its_restarts_and_adds_to_its_samples(config):
         assert old and new.startswith(old) and len(new) > len(old)
 
 
-def test_a_run_on_images_says_so(config, capsys):
-    world, model = World(0, 0, 1, torch.device("cpu")), Net()
-    optimizer = torch.optim.SGD(model.parameters())
-    words = {"unit": "images", "loss_name": "error (share of images)", "tokens_per_step": 4}
-    run = Run(replace(config, steps=1), world, "tiny", 40, **words)
-    run.resume(model, optimizer)
-    loader = DataLoader(data(), 4)
-    for _ in run.epochs(loader):
-        for batch in run.batches(loader):
-            run.log(model(*batch))
-    run.finish()
-    (line,) = read_lines(run.folder / "metrics.jsonl")
-    assert line["images_per_s"] == pytest.approx(4 / line["step_s"], rel=0.05)
-    assert "tokens_per_s" not in line and "images/s" in capsys.readouterr().err
-    about = json.loads((run.folder / "config.json").read_text())
-    assert about["loss_name"] == "error (share of images)"
-
-
 def test_granted_gpus_without_a_rank_are_told_at_the_start(config, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     train(replace(config, steps=1))

@@ -82,6 +82,13 @@ class Failure:
         return Failure("died", why, [], time.time())
 
 
+class OneLine:
+    """What an exception inherits to be shown in a notebook without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
 class RankFailed(RuntimeError):
     """A rank failed first; the others were stopped."""
 

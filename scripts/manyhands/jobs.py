@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 
 from manyhands import storage
-from manyhands.meters import seconds_of
+from manyhands.failures import OneLine
+from manyhands.meters import duration, seconds_of
 from manyhands.runtime import BadInput
 
 ANSWER_S = 5  # what a controller of Slurm may take to answer
@@ -53,13 +54,6 @@ REASONS = {
 }
 
 
-class OneLine:
-    """What an exception inherits to be shown in a notebook without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
-
-
 class JobRefused(OneLine, BadInput):
     """The job cannot be submitted like this."""
 
@@ -81,8 +75,8 @@ class State:
     def __str__(self) -> str:
         joint = " " if self.why.startswith("on ") else ": "
         place = f"{self.word}{joint}{self.why}" if self.why else self.word
-        asked = f" of {in_words(self.limit_s)}" if self.limit_s else ""
-        return place if self.word == "queued" else f"{place}, {in_words(self.time_s)}{asked}"
+        asked = f" of {duration(self.limit_s, 0)}" if self.limit_s else ""
+        return place if self.word == "queued" else f"{place}, {duration(self.time_s, 0)}{asked}"
 
 
 @dataclass
@@ -366,11 +360,3 @@ def _why_queued(told: dict[str, str]) -> str:
     if re.match(r"\d{4}-", told["StartTime"]):
         words.append(f"expected to start at {told['StartTime'].replace('T', ' ')}")
     return ", ".join(words)
-
-
-def in_words(time_s: float) -> str:
-    """A time as people say it."""
-    if time_s < 120:
-        return f"{time_s:.0f} s"
-    minutes = round(time_s / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

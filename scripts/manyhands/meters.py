@@ -142,6 +142,14 @@ def seconds_of(limit: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def duration(time_s: float, num_digits: int = 1) -> str:
+    """A time as people say it."""
+    if time_s < 120:
+        return f"{time_s:.{num_digits}f} s"
+    minutes = round(time_s / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def idle_words(ranks: Sequence[Mapping], nodes: Sequence[str] = ()) -> list[str]:
     """Say which granted devices no rank works on: a line a node, at most 4, then a count.
 

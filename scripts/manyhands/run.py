@@ -49,7 +49,7 @@ from manyhands.meters import (
     machine,
     memory_bytes,
 )
-from manyhands.runtime import BadInput, World, keep_output
+from manyhands.runtime import BadInput, World, keep_output, together
 
 KEPT_CHECKPOINTS = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -128,8 +128,6 @@ class Run:
         floor: float | None = None,
         tokens_per_step: int | None = None,
         num_shares: int | None = None,
-        unit: str = "tokens",
-        loss_name: str = "loss (nats per token)",
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -139,21 +137,23 @@ class Run:
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
             num_shares: ranks that share a batch evenly; all ranks where not given.
-            unit, loss_name: where a figure shall say other words than tokens and loss.
 
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
         """
         _check(config, num_shares or world.world_size, num_samples)
-        self.config, self.world, self.stopwatch = config, world, Stopwatch(world.device)
+        self.config, self.world = config, world
         self.tokens_per_step = tokens_per_step or config.batch * config.block
-        self.unit, self.loss_name, self.step, self.steps_per_epoch = unit, loss_name, 0, 0
+        self.step = 0
+        self.steps_per_epoch = 0
         self.module: nn.Module | None = None
+        self.stopwatch = Stopwatch(world.device)
         self._stop_flags = dict.fromkeys(STOP_SIGNALS, 0.0)
         self._unwritten: str | None = None  # a step's numbers that rank 0 could not write
         self._rng: dict | None = None  # of the checkpoint just loaded
         self._epoch_rng: dict = {}
-        self._status = {"state": "running", "steps": config.steps, "floor": floor}
+        self._status = {"state": "running", "step": 0, "steps": config.steps}
+        self._status |= {"valid_loss": None, "floor": floor}
         self._end: Callable[[], object] = lambda: None  # until `_start` there is nothing to end
         self._identity = _identity(config, world, name)
         self.folder = self._open_folder(name, flops_per_token)
@@ -268,7 +268,7 @@ class Run:
             "torch": torch.__version__,
             "tokens_per_step": self.tokens_per_step,
             "flops_per_token": flops_per_token,
-            "loss_name": self.loss_name,
+            "loss_name": "loss (nats per token)",
             "floor": self._status["floor"],
             "ranks": self._together(lambda: machine(self.world.device)),
         }
@@ -287,7 +287,6 @@ class Run:
 
     def _start(self) -> None:
         """Begin to train: metrics, progress, samples and stop signals, each with its end."""
-        self._status |= {"step": self.step, "valid_loss": None}
         ends = ExitStack()  # nothing in it may hold this Run, or it would never be let go
         if self.world.is_main:
             spent_s = self._open_metrics()
@@ -341,20 +340,12 @@ class Run:
             raise BadInput(problem)
 
     def _together(self, work: Callable[[], object]) -> list:
-        """Run `work` on every rank; each gets all values, by rank, or the same BadInput."""
-        value = error = None
+        """`runtime.together`, which also ends this run where some rank cannot go on."""
         try:
-            value = work()
-        except (BadInput, OSError) as problem:
-            error = str(problem)
-        outcomes = [(value, error)] * self.world.world_size
-        if self.world.world_size > 1:
-            dist.all_gather_object(outcomes, (value, error))
-        errors = [error for _, error in outcomes if error is not None]
-        if errors:
+            return together(work)
+        except BadInput:
             self._end()
-            raise BadInput(errors[0])
-        return [value for value, _ in outcomes]
+            raise
 
     def _on_main(self, work: Callable[[], object]) -> object:
         """Run `work` on rank 0; every rank gets its value, or the same BadInput."""
@@ -380,7 +371,7 @@ class Run:
             "epoch": (self.step - 1) // self.steps_per_epoch,
             "loss": loss if math.isfinite(loss) else None,
             "learning_rate": learning_rate_at(self.step - 1, self.config),
-            f"{self.unit}_per_s": round(self.tokens_per_step / step_s, 1),
+            "tokens_per_s": round(self.tokens_per_step / step_s, 1),
             "step_s": round(step_s, 6),
             **{f"{phase}_s": round(spent_s, 6) for phase, spent_s in seconds.items()},
             "memory_bytes": memory_bytes(self.world.device),
@@ -390,8 +381,7 @@ class Run:
             self._metrics.write((json.dumps(line) + "\n").encode())
         except OSError as problem:
             self._unwritten = f"cannot write {self.folder / 'metrics.jsonl'}: {problem}"
-        speed = f"{self.tokens_per_step / step_s:,.0f} {self.unit}/s"
-        self._progress.show(self.step, f"loss {loss:.3f}, {speed}")
+        self._progress.show(self.step, f"loss {loss:.3f}, {line['tokens_per_s']:,.0f} tokens/s")
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

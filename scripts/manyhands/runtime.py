@@ -231,6 +231,33 @@ def _one_line(world: World) -> str:
     )
 
 
+def together(work: Callable[[], object]) -> list:
+    """Run `work` on every rank; each gets all values, by rank.
+
+    Raises:
+        BadInput: the same on every rank, when BadInput or OSError ended `work` on one of them.
+    """
+    value = error = None
+    try:
+        value = work()
+    except (BadInput, OSError) as problem:
+        error = str(problem)
+    outcomes = [(value, error)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        outcomes *= dist.get_world_size()
+        dist.all_gather_object(outcomes, (value, error))
+    errors = [error for _, error in outcomes if error is not None]
+    if errors:
+        raise BadInput(errors[0])
+    return [value for value, _ in outcomes]
+
+
+def on_main(work: Callable[[], object]) -> object:
+    """Run `work` on rank 0; every rank gets its value, or the same BadInput."""
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    return together(work if is_main else lambda: None)[0]
+
+
 def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
     """End this process as soon as its parent is gone, however that ended.
 

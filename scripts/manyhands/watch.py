@@ -12,7 +12,6 @@ checkpoint.
 
 import base64
 import html
-import io
 import json
 import os
 import re
@@ -23,7 +22,8 @@ from pathlib import Path
 from statistics import fmean
 
 from manyhands import figures, storage
-from manyhands.jobs import Job, OneLine, remove_if_empty, submit
+from manyhands.failures import OneLine
+from manyhands.jobs import Job, remove_if_empty, submit
 
 SAVE_S = 45  # what a job may take to save and end; torchrun gives its ranks 30 s of it
 KILL_S = 15
@@ -224,15 +224,6 @@ def _in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-def _palette(path: Path) -> bytes:
-    """A picture with 256 colours: a third of the bytes in a saved notebook, and looks the same."""
-    from PIL import Image  # matplotlib needs it too
-
-    buffer = io.BytesIO()
-    Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 class _Lines:
     """Outside a notebook: the job's state when it changes, and its output as it comes."""
 
@@ -291,7 +282,7 @@ class _Panel:
         from IPython.display import Image, display
 
         if (path := self.job.out / "report.png").is_file():
-            display(Image(_palette(path), alt=f"The report of {self.job.out.name}"))
+            display(Image(path.read_bytes(), alt=f"The report of {self.job.out.name}"))
 
     def _words(self) -> list[str]:
         """The state in plain lines."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands import mine
-from manyhands.failures import Failure, RankFailed, RanksHung, is_echo, where
+from manyhands.failures import Failure, OneLine, RankFailed, RanksHung, is_echo, where
 from manyhands.lab import run_ranks
 
 LIMIT_S = 6.0
@@ -33,11 +33,8 @@ class Wrong(Exception):
         self.seen, self.smell, self.hint = seen, smell, hint
 
 
-class NotYet(Exception):
+class NotYet(OneLine, Exception):
     """Stops "Run all" at the mistake, with one line."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
 
 
 @dataclass(frozen=True)

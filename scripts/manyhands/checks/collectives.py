@@ -7,6 +7,7 @@ rank keeps a ledger of its messages. At home the values are compared first, then
 import functools
 import inspect
 import math
+import pickle
 import random
 import re
 import tempfile
@@ -219,20 +220,19 @@ class Watch(Ledger):
         )
 
 
-def _work(answer, call, cases: dict, seed: int, layouts: list, limit: int, folder: str) -> list:
+def _work(answer, call, cases: dict, seed: int, layouts: list, folder: str) -> list:
     """Every case in every layout on this rank; where one waits for nobody, the others stop."""
     me, seen = dist.get_rank(), []
     for layout in layouts:
         groups = [dist.new_group(list(g)) for g in layout] if len(layout) > 1 else [None]
         mine = next(i for i, members in enumerate(layout) if me in members)
         for number, case in enumerate(cases[len(layout[mine])]):
-            if len(seen) == limit:
-                return seen
             if number < 2 and (dist.get_rank(groups[mine]) == case.root) == (number == 0):
                 time.sleep(0.01)  # late: who does not wait for it sends on old values
             one, watch = _one_case(answer, call, case, seed, groups[mine], layout[mine])
             seen.append(one)
-            Path(folder, str(me)).write_text(str(len(seen)))
+            with Path(folder, str(me)).open("ab") as kept:  # home needs it where a rank fails
+                pickle.dump(one, kept)
             if not _all_here(len(seen)):
                 return seen  # a rank hangs: whoever leaves now makes it say in which line
             del watch  # only here: with it go the works that nobody kept, and their messages
@@ -340,17 +340,14 @@ def _outcomes(
     """What was seen, case by case; where a rank failed, first what was seen before."""
     world_size = sum(map(len, layouts[0]))
     steps = [(layout, number) for layout in layouts for number in range(len(cases[4]))]
-    failed, seen, limit = None, [], len(steps)
+    failed, limit = None, len(steps)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seen = ranks(_work, world_size, answer, call, cases, seed, layouts, limit, folder)
+            seen = ranks(_work, world_size, answer, call, cases, seed, layouts, folder)
         except RankFailed as failure:
-            failed, files = failure, list(Path(folder).iterdir())
-            limit = min(int(f.read_text() or 0) for f in files) if len(files) == world_size else 0
-            with suppress(RankFailed):  # then what was seen first is told
-                again = (answer, call, cases, seed, layouts, limit, folder)
-                seen = ranks(_work, world_size, *again, timeout_s=3, quiet=True) if limit else []
-    for index, (layout, number) in enumerate(steps[:limit] if seen else []):
+            failed, seen = failure, [_kept(Path(folder, str(r))) for r in range(world_size)]
+            limit = min(map(len, seen))
+    for index, (layout, number) in enumerate(steps[:limit]):
         for members in layout:
             n = len(members)
             if any(len(seen[rank]) <= index for rank in members):
@@ -363,6 +360,16 @@ def _outcomes(
     if failed:
         layout, number = steps[limit]
         raise _explained(failed, layout, cases, number) from None
+
+
+def _kept(path: Path) -> list[dict]:
+    """The cases that a rank had ended before it failed or was stopped."""
+    seen = []
+    if path.is_file():
+        with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                seen.append(pickle.load(file))
+    return seen
 
 
 NO_OP = ("`op` is None: `group` stands where `op` belongs", "..., source, op, group)")

@@ -8,11 +8,15 @@
 # A job file calls this with JOB_FILE=$0, which tells where it runs: Slurm starts its own copy of a
 # batch job's file, and calls it slurm_script. A job's run has the folder runs/NAME-ID. When Slurm
 # sends SIGUSR1 (--signal in the job file), the ranks save and the job queues again, to go on there.
+#
+# Number 4 of an array (--array in the job file) has the ID 17_4 and a run of its own, and gets the
+# flags in ARRAY_FLAGS before all others.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
-job_file=${JOB_FILE:-}
-unset JOB_FILE MANYHANDS_BATCH
+job_file=${JOB_FILE:-} array_flags=() number=''
+read -ra given <<<"${ARRAY_FLAGS:-}"
+unset JOB_FILE ARRAY_FLAGS MANYHANDS_BATCH
 # shellcheck source=sbatch/site.sh
 . "$here/site.sh"
 python=${PYTHON:-$root/.venv/bin/python}
@@ -40,6 +44,12 @@ fi
 # ---- a batch job -------------------------------------------------------------------------------
 
 say() { echo "launch.sh: $*"; }
+# One number of an array also answers to the array's ID: Slurm shows and signals all of it then.
+id=$SLURM_JOB_ID job=$'\n'$(scontrol show job "$SLURM_JOB_ID")
+job=${job#*$'\n'"JobId=$id "} job=${job%%$'\n\n'*}
+if [[ $job =~ ^ArrayJobId=([0-9]+)\ ArrayTaskId=([0-9]+)\  ]]; then
+    number=${BASH_REMATCH[2]} id=${BASH_REMATCH[1]}_${BASH_REMATCH[2]} array_flags=("${given[@]}")
+fi
 out=
 for index in "${!flags[@]}"; do
     case ${flags[index]} in
@@ -48,15 +58,17 @@ for index in "${!flags[@]}"; do
     esac
 done
 if [ -z "$out" ]; then
-    out=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID
+    out=runs/$SLURM_JOB_NAME-$id
+    flags+=(--out "$out")
+elif [[ -n $number && $out != *_"$number" ]]; then
+    out+=_$number # of two flags the last one counts
     flags+=(--out "$out")
 fi
 
-job=$(scontrol show job "$SLURM_JOB_ID")
 [[ $job =~ Restarts=([0-9]+) ]] && export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 [[ $job =~ Command=([^$'\n']*) ]] && job_file=${BASH_REMATCH[1]%" ${*:2}"}
-again=$(printf ' %q' "--nodes=$nodes" "${job_file#"$PWD/"}" "${flags[@]}")
-again="${RANKS:+RANKS=$RANKS }sbatch$again"
+again=$(printf ' %q' "${job_file#"$PWD/"}" "${flags[@]}")
+again="${RANKS:+RANKS=$RANKS }sbatch --nodes=$nodes${number:+ --array=$number}$again"
 read -r HEAD_NODE < <(scontrol show hostnames "$hosts")
 export HEAD_NODE=$HEAD_NODE${HEAD_SUFFIX:-} NODES=$nodes SRUN_CPUS_PER_TASK=$cpus
 export MANYHANDS_BATCH=1 # the SLURM_ variables are this job's
@@ -69,14 +81,14 @@ before=$(status) saving='' passed_on='' ended=''
 trap 'saving=1' USR1
 trap 'ended=1; say "told to end; if the job does not queue again, go on with: $again"' TERM
 srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    "$python" "$root/scripts/launch.py" "$script" "${flags[@]}" &
+    "$python" "$root/scripts/launch.py" "$script" "${array_flags[@]}" "${flags[@]}" &
 step=$! code=0
 while kill -0 "$step" 2>/dev/null; do
     # The signal would kill ranks that have not begun to train.
     if [[ -n $saving && -z $passed_on && $(status) == *'"state": "running"'* ]] &&
         [[ $(status) != "$before" ]]; then
         sleep 1
-        scancel --signal=USR1 "$SLURM_JOB_ID" || true
+        scancel --signal=USR1 "$id" || true
         passed_on=1
     fi
     sleep 1 # in a longer command, as srun itself would be, bash would not act on a signal in time
@@ -88,11 +100,11 @@ if [[ -n $ended || $code = 2 || -z $state || $state == *'"state": "finished"'* ]
     exit "$code"
 fi
 if [[ -n $saving && $state == *'"state": "stopped"'* ]]; then
-    if refusal=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
-        say "job $SLURM_JOB_ID queues again, to go on in $out"
+    if refusal=$(scontrol requeue "$id" 2>&1); then
+        say "job $id queues again, to go on in $out"
         exit
     fi
-    say "job $SLURM_JOB_ID cannot queue again: ${refusal:-no reason given}"
+    say "job $id cannot queue again: ${refusal:-no reason given}"
 fi
 say "go on with: $again"
 exit "$code"

@@ -255,6 +255,53 @@ def ddp_rendezvous(card: Card) -> None:
         card.text(284, y, meaning, START)
 
 
+def loss_surface_grid(card: Card) -> None:
+    """The points of a picture are dealt out: of nine points rank 0 computes five and rank 1 four;
+    each has a table with zeros where the other is at work; the sum of both tables, an all-reduce,
+    is the whole picture, and both ranks have it.
+    """
+    card.text(118, 26, "points of the plane", BOLD)
+    grid_of(card, 46, 70, [RANK[point % 2] for point in range(9)], [""] * 9)
+    for rank, y in enumerate((44, 192)):
+        card.text(352, y - 18, f"rank {rank}: its table", BOLD)
+        losses = [f"{point + 1}" if point % 2 == rank else "0" for point in range(9)]
+        fills = [RANK[rank] if loss != "0" else PAPER for loss in losses]
+        grid_of(card, 280, y, fills, losses, 40)
+        card.line((200, 110 + 60 * rank), (270, y + 60))
+        card.line((410, y + 60), (472, 110 + 60 * rank))
+    card.box(476, 84, 96, 116, "all-reduce:", "the sum", fill="communication")
+    card.line((573, 142), (592, 142))
+    card.text(668, 26, "both ranks: all", BOLD)
+    fills = [RANK[point % 2] for point in range(9)]
+    grid_of(card, 598, 70, fills, [f"{point + 1}" for point in range(9)])
+
+
+def grid_of(
+    card: Card, x: float, y: float, fills: list[str], words: list[str], size: float = 48
+) -> None:
+    """Draw nine cells, row by row."""
+    for point, (fill, word) in enumerate(zip(fills, words, strict=True)):
+        row, column = divmod(point, 3)
+        lines = [word] * bool(word)
+        card.box(x + column * size, y + row * size, size - 6, size - 6, *lines, fill=fill)
+
+
+def batch_size_halves(card: Card) -> None:
+    """Two halves of one question: the batch size sets how many images a second the machine trains
+    on, and how many steps the task needs to a target; both together make the time to the target.
+    """
+    card.box(24, 92, 128, 60, "batch size", fill="data")
+    halves = (
+        (22, "images a second", "the machine's half", "section 1", PAPER),
+        (140, "steps to the target", "the task's half", "sections 2 to 5", PAPER),
+    )
+    for y, name, whose, where, fill in halves:
+        card.box(252, y, 212, 84, name, whose, where, fill=fill)
+        card.line((153, 122), (248, y + 42))
+        card.line((465, y + 42), (556, 122))
+    card.box(560, 82, 176, 80, "time to the target", "section 6")
+
+
 def collectives_overview(card: Card) -> None:
     """Six collectives on four ranks with four chunks each, before and after: broadcast copies one
     rank's numbers to all, reduce adds all up on one rank, gather collects a chunk of each on one
@@ -513,6 +560,8 @@ HEIGHTS = {
     lesson: 284,
     first_job_map: 284,
     first_job_cluster: 340,
+    loss_surface_grid: 330,
+    batch_size_halves: 246,
     collectives_overview: 578,
     collectives_tree: 376,
     collectives_ring: 324,

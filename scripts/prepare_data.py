@@ -1,6 +1,7 @@
-"""Fetch and check the text that a job will need. Run it where there is internet.
+"""Fetch and check the text or the images that a job will need. Run it where there is internet.
 
     python scripts/prepare_data.py --data wikitext-2 --vocab 4096
+    python scripts/prepare_data.py --data mnist
 
 The compute nodes of a cluster have no internet, but they read the same home folder as the login
 node. What this script leaves in the cache folder there is what `--data wikitext-2` reads.
@@ -11,12 +12,16 @@ import os
 import shlex
 import ssl
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-from manyhands.corpus import HUB, cache_folder, load
+import numpy as np
+import torch
+
+from manyhands import corpus, images
 from manyhands.runtime import BadInput, command_line, first_line
 
 
@@ -25,7 +30,7 @@ class Config:
     """What to prepare."""
 
     data: str = "wikitext-2"
-    """wikitext-2, embedded, a folder of text files, or one text file"""
+    """wikitext-2, mnist, fashion-mnist, embedded, a folder of text files, or one text file"""
     vocab: int = 0
     """0 for characters, else the number of byte pairs to learn and to keep in the cache"""
 
@@ -33,10 +38,16 @@ class Config:
 def main(config: Config) -> None:
     """Fetch the data where it is not here yet, read it as a job would, and say what was found."""
     path = Path(os.path.expanduser(config.data))
-    if config.data in HUB:
+    if config.vocab and config.data in images.HUB:
+        raise BadInput(f"--vocab is for text: leave it out with --data {config.data}")
+    if config.data in corpus.HUB or config.data in images.HUB:
         path = fetch(config.data)
-    corpus = load(config.data, block=1, vocab=config.vocab)
-    print(corpus.note)
+    if config.data in images.HUB:
+        note, command = images.load(config.data).note, "python scripts/train_batch_size.py"
+    else:
+        note = corpus.load(config.data, block=1, vocab=config.vocab).note
+        command = "torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py"
+    print(note)
     if config.data != "embedded":
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if file.is_file():
@@ -44,22 +55,19 @@ def main(config: Config) -> None:
                 sha256 = hashlib.sha256(content).hexdigest()
                 print(f"{file}: {len(content):,} bytes, sha256 {sha256}")
     vocab = f" --vocab {config.vocab}" if config.vocab else ""
-    print(
-        "next: torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py "
-        f"--data {shlex.quote(config.data)}{vocab}"
-    )
+    print(f"next: {command} --data {shlex.quote(config.data)}{vocab}")
 
 
 def fetch(name: str) -> Path:
-    """Return the folder with the text files of a hub data set, fetching it if it is not there.
+    """Return the folder with the files of a hub data set, fetching it if it is not there.
 
     Raises:
         BadInput: it is not there, and the hub cannot be reached or has no such data set.
     """
-    folder = cache_folder() / name
+    folder = corpus.cache_folder() / name
     if folder.is_dir():
         return folder
-    repository, subset = HUB[name]
+    repository, subset = {**corpus.HUB, **images.HUB}[name]
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if "HF_HUB_OFFLINE" not in os.environ and not reachable(hub):
         # Otherwise `datasets` tries for half a minute. It reads this when it is imported, and
@@ -69,10 +77,11 @@ def fetch(name: str) -> Path:
 
     try:
         splits = datasets.load_dataset(repository, subset)
-        _store({split: rows["text"] for split, rows in splits.items()}, folder)
+        _store(image_files(splits) if name in images.HUB else text_files(splits), folder)
     except Exception as error:  # of many kinds: network, cache, disk, a changed data set
+        source = f"{repository}, {subset}" if subset else repository
         raise BadInput(
-            f"cannot fetch {name} ({repository}, {subset}) into {folder}: {first_line(error)}. Run "
+            f"cannot fetch {name} ({source}) into {folder}: {first_line(error)}. Run "
             f"`python scripts/prepare_data.py --data {name}` on a machine with internet (on a "
             "cluster the login node), or take --data FOLDER or --data embedded"
         ) from error
@@ -92,16 +101,41 @@ def reachable(address: str, timeout_s: float = 5) -> bool:
     return True
 
 
-def _store(splits: dict[str, list[str]], folder: Path) -> None:
-    """Write one text file a split; the folder appears only when all are whole."""
+def text_files(splits: Mapping[str, Mapping]) -> dict[str, bytes]:
+    """Return one text file a split: name -> content."""
+    files = {}
+    for split, rows in splits.items():
+        # An empty line of the text is an empty string in the hub's rows.
+        lines = [line if line.endswith("\n") else line + "\n" for line in rows["text"]]
+        files[f"{split}.txt"] = "".join(lines).encode()
+    return files
+
+
+def image_files(splits: Mapping[str, Mapping]) -> dict[str, bytes]:
+    """Return MNIST's four idx files: name -> content.
+
+    Raises:
+        ValueError: the images are not grey, or not all of one size.
+    """
+    files = {}
+    for split, start in images.FILES.items():
+        pixels = np.stack([np.asarray(image) for image in splits[split]["image"]])
+        if pixels.dtype != np.uint8 or pixels.ndim != 3:
+            raise ValueError(f"the {split} images are {pixels.shape} {pixels.dtype}, not grey")
+        labels = np.array(list(splits[split]["label"]), dtype=np.uint8)
+        files[f"{start}-images-idx3-ubyte"] = images.idx_file(torch.from_numpy(pixels))
+        files[f"{start}-labels-idx1-ubyte"] = images.idx_file(torch.from_numpy(labels))
+    return files
+
+
+def _store(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files; the folder appears only when all are whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         whole = Path(partial) / folder.name
         whole.mkdir()
-        for split, lines in splits.items():
-            # An empty line of the text is an empty string in the hub's rows.
-            text = "".join(line if line.endswith("\n") else line + "\n" for line in lines)
-            (whole / f"{split}.txt").write_text(text, "utf-8", newline="\n")
+        for name, content in files.items():
+            (whole / name).write_bytes(content)
         whole.rename(folder)
 
 

@@ -262,7 +262,7 @@ def draw_speed(ax: Axes, record: Record) -> str:
     series, unit = record.column(f"{record.unit}_per_s"), f"{record.unit}/s"
     x, y = thinned(series)
     lines(ax, {unit: (x, y)}, "step", unit)
-    ax.set_ylim(0, 1.1 * max(y))
+    ax.set_ylim(0, 1.1 * max(y) or 1)
     ax.yaxis.set_major_formatter(EngFormatter(sep="") if max(y) >= 1e5 else "{x:,.0f}")
     typical = record.speed() or 0.0
     slowest = min(value for _, value in series)

@@ -53,6 +53,9 @@ print("everything works")
 # | lesson | what you build |
 # |---|---|
 # | [00_first_job](00_first_job.ipynb) | who is who in a parallel program, a first job, and what it used of what it got |
+# | [01_gradient_descent](01_gradient_descent.ipynb) | descent on a line with all samples and with some, and the noise of a batch |
+# | [02_loss_surface](02_loss_surface.ipynb) | pictures of a network's loss, by several ranks at once; flat and sharp minima |
+# | [03_batch_size](03_batch_size.ipynb) | throughput, steps to a target, and the batch size from which on more does not help |
 # | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
 # | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
 # | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, DDP, evaluation, saving, two nodes |

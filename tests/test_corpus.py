@@ -1,8 +1,13 @@
-"""Text: the grammar and its floor, tokenizers, blocks, folders, the hub, and bad input."""
+"""Text: the grammar and its floor, tokenizers, blocks, folders, the hub, and bad input.
+
+Also all of prepare_data, which fetches images too.
+"""
 
 import math
 import os
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,12 +15,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 import prepare_data
-from manyhands import corpus
+from manyhands import corpus, images
 from manyhands.runtime import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -341,23 +348,32 @@ def test_hub_data_that_is_not_there_is_refused_at_once_with_the_command_to_run()
     assert "login node" in one_line(error) and "--data embedded" in one_line(error)
 
 
-def test_prepare_data_fetches_what_load_then_reads(tmp_path, cache, monkeypatch, capsys):
-    # A data set in the hub's own layout, but in a folder: `datasets` itself reads it.
-    hub = tmp_path / "wikitext"
-    hub.mkdir()
-    lines = {split: [f" = {split} = \n", "", " some words \n"] * 9 for split in ("train", "test")}
-    lines["validation"] = ["", " other words \n"] * 9
+def publish(hub: Path, config: str, splits: dict[str, dict[str, list]]) -> None:
+    """A data set in the hub's own layout, but in a folder: `datasets` itself reads it."""
     import datasets
 
-    for split, rows in lines.items():
-        datasets.Dataset.from_dict({"text": rows}).to_parquet(hub / f"{split}.parquet")
-    files = "".join(f"  - {{split: {s}, path: {s}.parquet}}\n" for s in lines)
+    hub.mkdir()
+    for split, columns in splits.items():
+        datasets.Dataset.from_dict(columns).to_parquet(hub / f"{split}.parquet")
+    files = "".join(f"  - {{split: {split}, path: {split}.parquet}}\n" for split in splits)
     (hub / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: raw-v1\n  data_files:\n{files}---\n"
+        f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n"
     )
-    monkeypatch.setitem(corpus.HUB, "wikitext-2", (str(hub), "raw-v1"))
+
+
+@pytest.fixture
+def no_hub(tmp_path, monkeypatch) -> None:
+    """Let nothing come from another machine, nor from what `datasets` has kept of another test."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "kept by datasets")
+
+
+def test_prepare_data_fetches_what_load_then_reads(tmp_path, cache, monkeypatch, no_hub, capsys):
+    lines = {split: [f" = {split} = \n", "", " some words \n"] * 9 for split in ("train", "test")}
+    lines["validation"] = ["", " other words \n"] * 9
+    publish(tmp_path / "hub", "raw-v1", {split: {"text": rows} for split, rows in lines.items()})
+    monkeypatch.setitem(corpus.HUB, "wikitext-2", (str(tmp_path / "hub"), "raw-v1"))
     prepare_data.main(prepare_data.Config())
     printed = capsys.readouterr().out.splitlines()
     assert sorted(os.listdir(cache)) == ["wikitext-2"], "something half-written was left"
@@ -371,7 +387,79 @@ def test_prepare_data_fetches_what_load_then_reads(tmp_path, cache, monkeypatch,
     assert "train on train.txt, validate on validation.txt" in loaded.note
 
 
-def test_prepare_data_without_internet_ends_soon_with_one_line(tmp_path):
+def pictures(number: int, *shape: int) -> tuple[np.ndarray, list[int], dict[str, list]]:
+    """Pixels (number, *shape), labels, and the two columns of the hub that hold them."""
+    pixels = np.random.default_rng(number).integers(0, 256, (number, *shape), dtype=np.uint8)
+    labels = [(3 * i) % 10 for i in range(number)]
+    return pixels, labels, {"image": [Image.fromarray(one) for one in pixels], "label": labels}
+
+
+@pytest.mark.parametrize("name", images.HUB)
+def test_prepare_data_fetches_images(name, tmp_path, cache, monkeypatch, no_hub, capsys):
+    pixels, labels, train = pictures(23, 4, 6)
+    test_pixels, test_labels, test = pictures(9, 4, 6)
+    publish(tmp_path / "hub", "pictures", {"train": train, "test": test})
+    monkeypatch.setitem(images.HUB, name, (str(tmp_path / "hub"), None))
+    prepare_data.main(prepare_data.Config(data=name))
+    note, *files, last = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"data: {name}, 23 images to train and 9 to test on, 4 x 6 pixels")
+    for line, file, num_bytes in zip(
+        files,
+        ("t10k-images-idx3", "t10k-labels-idx1", "train-images-idx3", "train-labels-idx1"),
+        (16 + 9 * 24, 8 + 9, 16 + 23 * 24, 8 + 23),
+        strict=True,
+    ):
+        assert line.startswith(f"{cache / name / file}-ubyte: {num_bytes} bytes, sha256 ")
+    assert last == f"next: python scripts/train_batch_size.py --data {name}"
+    assert os.listdir(cache) == [name], "something half-written was left"
+    loaded = images.load(name)
+    assert torch.equal(loaded.train_inputs[:, 0] * 255, torch.tensor(pixels).float())
+    assert torch.equal(loaded.test_inputs[:, 0] * 255, torch.tensor(test_pixels).float())
+    assert (loaded.train_labels.tolist(), loaded.test_labels.tolist()) == (labels, test_labels)
+    shutil.rmtree(tmp_path / "hub")
+    prepare_data.main(prepare_data.Config(data=name))  # what is there is not fetched again
+    assert capsys.readouterr().out.splitlines() == [note, *files, last]
+
+
+COLOUR, UNEVEN = pictures(5, 4, 6, 3)[2], pictures(5, 4, 6)[2]
+UNEVEN["image"] = [*UNEVEN["image"][:4], Image.new("L", (7, 7))]
+CHANGED = {  # words of the message -> the hub's test split
+    "the test images are (5, 4, 6, 3) uint8, not grey": COLOUR,
+    "must have the same shape": UNEVEN,
+    "out of bounds for uint8": {**pictures(5, 4, 6)[2], "label": [0, 1, 2, 3, -1]},
+    "not 'NoneType'": {"image": pictures(5, 4, 6)[2]["image"]},  # no labels
+    "File too large": pictures(500, 40, 40)[2],
+}
+
+
+@pytest.mark.parametrize("words", CHANGED)
+def test_images_that_cannot_be_stored_whole_leave_nothing(
+    words, tmp_path, cache, monkeypatch, no_hub
+):
+    publish(tmp_path / "hub", "pictures", {"train": pictures(9, 4, 6)[2], "test": CHANGED[words]})
+    monkeypatch.setitem(images.HUB, "mnist", (str(tmp_path / "hub"), None))
+    import datasets
+
+    datasets.load_dataset(str(tmp_path / "hub"))  # its own files are written before the limit
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if words == "File too large":  # the third file of four
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
+        with pytest.raises(BadInput, match="cannot fetch mnist .*machine with internet") as error:
+            prepare_data.main(prepare_data.Config(data="mnist"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert words in one_line(error)
+    assert not cache.exists() or not os.listdir(cache)
+
+
+def test_byte_pairs_are_for_text():
+    with pytest.raises(BadInput, match="--vocab is for text: leave it out with --data mnist"):
+        prepare_data.main(prepare_data.Config(data="mnist", vocab=300))
+
+
+@pytest.mark.parametrize("name", ["wikitext-2", "mnist"])
+def test_prepare_data_without_internet_ends_soon_with_one_line(name, tmp_path):
     environ = {
         **os.environ,
         "HF_ENDPOINT": "http://127.0.0.1:9",
@@ -380,7 +468,7 @@ def test_prepare_data_without_internet_ends_soon_with_one_line(tmp_path):
     }
     environ.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "prepare_data.py", "--data", "wikitext-2"],
+        [sys.executable, ROOT / "scripts" / "prepare_data.py", "--data", name],
         capture_output=True,
         text=True,
         env=environ,
@@ -388,7 +476,8 @@ def test_prepare_data_without_internet_ends_soon_with_one_line(tmp_path):
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "machine with internet" in done.stderr
-    assert not (tmp_path / "cache" / "manyhands" / "wikitext-2").exists()
+    assert f"prepare_data.py --data {name}`" in done.stderr and "None" not in done.stderr
+    assert not (tmp_path / "cache" / "manyhands").exists()
 
 
 def test_a_server_that_answers_with_an_error_can_be_reached():

@@ -1,5 +1,7 @@
 """Figures, by what they hold: curves, colours, cells, arrows; never as images."""
 
+from functools import partial
+
 import pytest
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -72,9 +74,11 @@ def test_overview_has_a_picture_for_every_round():
 
 def test_slider_redraws_the_round_it_stands_at():
     pytest.importorskip("ipywidgets", reason="ipywidgets comes with the course's environment")
-    slider, picture = figures.rounds_slider([START, STATE]).children
+    slider, picture = figures.sliders(
+        partial(figures._round_picture, [START, STATE]), round=range(2)
+    ).children
     first = bytes(picture.value)
-    assert slider.max == 1 and first.startswith(b"\x89PNG")
+    assert list(slider.options) == [0, 1] and first.startswith(b"\x89PNG")
     slider.value = 1
     assert bytes(picture.value) != first
     slider.value = 0
@@ -108,3 +112,62 @@ figures.show_rounds([Round([], {{0: {{0: frozenset([0])}}}})], "one rank")"""
 def test_show_rounds_prints_words_outside_a_notebook(capsys):
     figures.show_rounds([START, STATE], "two rounds")
     assert capsys.readouterr().out == "figure: two rounds\n"
+
+
+BOWL = [[0.1 + x * x + y * y for y in (-1, 0, 1)] for x in (-2, 0, 2)]  # steep in x, flat in y
+
+
+def test_contours_have_x_to_the_right_and_dark_is_low():
+    _, ax = figures.new_figure()
+    filled = figures.contours(ax, [-2, 0, 2], [-1, 0, 1], BOWL, [0.1, 1, 10])
+    assert filled.axes.get_xlim() == (-2, 2) and filled.axes.get_ylim() == (-1, 1)
+    low, high = (sum(filled.cmap(filled.norm(value))[:3]) for value in (0.1, 10))
+    assert low < high
+    _, ax = figures.new_figure()
+    pale = figures.contours(ax, [-2, 0, 2], [-1, 0, 1], BOWL, [0.1, 1, 10], pale=True)
+    assert min(pale.cmap(0.0)[:3]) > 0.5  # a path can be seen on it
+
+
+def test_surfaces_share_one_scale_of_colours_and_heights():
+    small = [[loss / 10 for loss in row] for row in BOWL]
+    figure = figures.loss_surfaces({"with": BOWL, "without": small}, [-1, 0, 1])
+    flat = [ax for ax in figure.axes if ax.get_title()]
+    assert [ax.get_title() for ax in flat] == ["with", "without"]
+    scales = {(ax.collections[0].norm.vmin, ax.collections[0].norm.vmax) for ax in flat}
+    assert len(scales) == 1 and scales.pop() == pytest.approx((0.01, 5.1))
+    reliefs = [ax for ax in figure.axes if ax.name == "3d"]
+    assert len({ax.get_zlim() for ax in reliefs}) == 1 and len(reliefs) == 2
+
+
+def test_steps_by_batch_shows_the_regimes_the_range_and_the_fit():
+    results = [{"batch": b, "mean": 100 / b, "steps": [90 / b, 110 / b]} for b in (1, 4, 64)]
+    _, ax = figures.new_figure()
+    figures.steps_by_batch(ax, results, 10.0, 8.0, noise_scale=12.0)
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert {"perfect scaling", "plateau", "critical batch 8", "noise scale 12"} <= set(names)
+    curve = max(ax.lines, key=lambda line: len(line.get_xdata()))
+    assert curve.get_ydata()[0] == pytest.approx(10 * (1 + 8 / 1))
+    assert curve.get_ydata()[-1] == pytest.approx(10 * (1 + 8 / 64))
+    (bars,) = [c for c in ax.collections if hasattr(c, "get_segments")]
+    assert bars.get_segments()[0][:, 1] == pytest.approx([90, 110])
+    green, orange = (
+        patch.get_extents().transformed(ax.transData.inverted()) for patch in ax.patches
+    )
+    assert (green.x0, green.x1) == pytest.approx((1, 2))
+    assert (orange.x0, orange.x1) == pytest.approx((32, 64))
+
+
+def test_sliders_hand_over_all_choices_and_draw_each_picture_once():
+    pytest.importorskip("ipywidgets", reason="ipywidgets comes with the course's environment")
+    drawn = []
+
+    def draw(rate, batch):
+        drawn.append((rate, batch))
+        return figures.new_figure(2, 2)[0]
+
+    *rows, picture = figures.sliders(draw, rate=[0.1, 0.2], batch=[1, 8]).children
+    assert drawn == [(0.1, 1)] and bytes(picture.value).startswith(b"\x89PNG")
+    rows[0].value = 0.2
+    rows[1].value = 8
+    rows[1].value = 1
+    assert drawn == [(0.1, 1), (0.2, 1), (0.2, 8)]

@@ -1,4 +1,7 @@
-"""Sets of images: the embedded digits, MNIST's own files, idx files in general, and bad input."""
+"""Sets of images: the embedded digits, MNIST's own files, idx files in general, and bad input.
+
+What fetches a set by its name is tested in test_corpus.py, with all of prepare_data.
+"""
 
 import gzip
 import struct
@@ -187,6 +190,38 @@ def test_no_folder_and_a_file_in_its_place(tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(BadInput, match=f"there is no folder .*{name}: give one"):
             images.load(str(tmp_path / name))
+
+
+# ---- sets by name --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", images.HUB)
+def test_a_set_by_name_is_what_lies_in_the_cache(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BadInput) as error:
+        images.load(name)
+    assert str(error.value) == (
+        f"the data set {name} is not on this machine: run `python scripts/prepare_data.py --data "
+        f"{name}` where there is internet (on a cluster the login node), or take --data FOLDER or "
+        "--data embedded"
+    )
+    folder = tmp_path / "manyhands" / name
+    folder.parent.mkdir()
+    write(folder)
+    data = images.load(name)
+    check_form(data, 9, 4, 3, 5)
+    assert data.note.startswith(f"data: {name}, 9 images")
+    (folder / TRAIN).unlink()
+    with pytest.raises(BadInput, match="holds no train-images-idx3-ubyte") as error:
+        images.load(name)
+    again = f"delete {folder} and run `python scripts/prepare_data.py --data {name}`"
+    assert again in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_packed_is_read_back_the_same(tmp_path):
+    arrays = write(tmp_path / "set")
+    for name, array in arrays.items():
+        assert images.idx_file(torch.from_numpy(array)) == (tmp_path / "set" / name).read_bytes()
 
 
 # ---- MNIST ---------------------------------------------------------------------------------------

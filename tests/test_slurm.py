@@ -162,12 +162,13 @@ def test_array_of_two_jobs_of_two_nodes_side_by_side(slurm, clone, calm_jobs, tm
     assert slurm.wait(single.id, 150) == "COMPLETED", single.log
     calm = undisturbed(clone, tmp_path / "calm", **SHORT)
     ran = slurm.run("scontrol", "-o", "show", "job", array.id)
-    ids = re.findall(r"^JobId=(\d+)", ran, re.MULTILINE)
-    assert len(ids) == 2
+    ids = re.findall(r"^JobId=(\d+) ArrayJobId=\d+ ArrayTaskId=(\d)", ran, re.MULTILINE)
+    assert sorted(task for _, task in ids) == ["0", "1"]
     starts, ends = (re.findall(rf"{name}Time=(\S+)", ran) for name in ("Start", "End"))
     assert max(starts) < min(ends), "they ran one after the other"
-    for number in ids:
-        job = Job(number, clone / f"ddp-{number}.out", clone / "runs" / f"ddp-{number}")
+    for number, task in ids:
+        folder = clone / "runs" / f"ddp-{array.id}_{task}"
+        job = Job(number, clone / f"ddp-{number}.out", folder)
         assert "2 rank(s) on cpu" in job.log and job.state() == "finished"
         assert "frame #" not in job.log  # torch's words about the node that leaves first
         hosts = [
@@ -209,8 +210,10 @@ def test_other_jobs_on_two_nodes(slurm, clone):
         "data_parallel": flags(clone, **SHORT),
         "collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce".split(),
         "first_job": "--smallest 150 --networks 1 --device cpu".split(),
+        "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu".split(),
     }
-    assert {f"{word}.sbatch" for word in tiny} == {*JOB_FILES} - {"ddp.sbatch", "solution.sbatch"}
+    others = {"ddp.sbatch", "solution.sbatch", "batch_size.sbatch"}
+    assert {f"{word}.sbatch" for word in tiny} == {*JOB_FILES} - others
     jobs = {
         word: submit(slurm, clone, word, *nodes, f"sbatch/{word}.sbatch", *words)
         for word, words in tiny.items()
@@ -218,6 +221,21 @@ def test_other_jobs_on_two_nodes(slurm, clone):
     for job in jobs.values():
         assert slurm.wait(job.id, 150) == "COMPLETED", job.log
         assert "2 rank(s) on cpu" in job.log and (job.out / "config.json").exists()
+
+
+def test_array_of_batch_sizes(slurm, clone):
+    """Each job has its batch size, its log and its folder; the last one sees what all have done."""
+    words = "--rates 0.4 --networks 1 --target 0.5 --device cpu --out runs/mine".split()
+    options = ("--array=3-5", "--output=%x-%A_%a.out", ONE_GPU, "sbatch/batch_size.sbatch", *words)
+    array = submit(slurm, clone, "batch_size", *options).id
+    assert slurm.wait(array, 150) == "COMPLETED", [p.read_text() for p in clone.glob("*_?.out")]
+    logs = [(clone / f"batch_size-{array}_{number}.out").read_text() for number in (3, 4, 5)]
+    assert any("\n3 of 11 batch sizes are done\n" in log for log in logs), logs
+    for number, batch in ((3, 8), (4, 16), (5, 32)):
+        about = json.loads((clone / f"runs/mine_{number}/config.json").read_text())
+        assert about["config"]["batch"] == batch
+    assert not (clone / "runs/mine").exists()
+    assert list(clone.glob("runs/mine_?/batch_size.png"))
 
 
 # ---- jobs that something happens to ------------------------------------------------------------

@@ -179,8 +179,20 @@ def train_byte_pairs(text: str, vocab: int) -> BytePairs:
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for tokenizers and fetched text: ~/.cache/manyhands as a rule."""
+    """Return the user's folder for tokenizers and fetched data: ~/.cache/manyhands as a rule."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
+
+
+def fetched(name: str) -> Path:
+    """Return the folder of a hub data set, text or images; BadInput where it was not fetched."""
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        raise BadInput(
+            f"the data set {name} is not on this machine: run `python scripts/prepare_data.py "
+            f"--data {name}` where there is internet (on a cluster the login node), or take "
+            "--data FOLDER or --data embedded"
+        )
+    return folder
 
 
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
@@ -261,15 +273,7 @@ def _texts(data: str) -> tuple[str, str, str, str]:
         train, valid = write(rules, "train", 1_000_000), write(rules, "valid", 100_000)
         count = f"{len(train):,} characters train / {len(valid):,} validation"
         return data, train, valid, f"embedded text written by a grammar, {count}"
-    path = Path(os.path.expanduser(data))
-    if data in HUB:
-        path = cache_folder() / data
-        if not path.is_dir():
-            raise BadInput(
-                f"the data set {data} is not on this machine: run `python scripts/prepare_data.py "
-                f"--data {data}` where there is internet (on a cluster the login node), or take "
-                "--data FOLDER or --data embedded"
-            )
+    path = fetched(data) if data in HUB else Path(os.path.expanduser(data))
     try:
         if not data or not path.exists():
             known = ", ".join(["embedded", *HUB])

@@ -148,7 +148,7 @@ class RanksInterrupted(KeyboardInterrupt):
     """The person at the keyboard stopped the ranks."""
 
     def _render_traceback_(self) -> list[str]:
-        return ["Interrupted: all ranks were ended."]
+        return ["Interrupted: all processes were ended."]
 
 
 def is_echo(failure: Failure) -> bool:

@@ -8,14 +8,17 @@ Source: https://jfly.uni-koeln.de/color/
 """
 
 import io
+import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_hex, to_rgb
+from matplotlib.contour import QuadContourSet
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -45,6 +48,7 @@ HATCH |= {"gradients": "//", "activations": "--"}
 RANK = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, BLACK]
 LINE = ["-", "--", "-.", ":"]
 MARKER = ["o", "s", "^", "D", "v", "P", "X"]
+SURFACE = "cividis"  # for heights: as good for any colour vision, and in grey
 ALGORITHM = {  # colour, line and marker of everything whose name has this word in it
     "naive": (ORANGE, ":", "s"),
     "tree": (GREEN, "-.", "^"),
@@ -132,6 +136,39 @@ def measured_and_predicted(
     ax.get_legend().set_title("points: measured; lines: predicted", {"size": 9})
 
 
+def steps_by_batch(
+    ax: Axes,
+    results: Sequence[Mapping],
+    least: float,
+    critical: float,
+    noise_scale: float | None = None,
+) -> None:
+    """Draw the steps to a target against the batch size, with the range over seeds and the fit.
+
+    Args:
+        results: for each batch size its "batch", its "mean" steps, and the "steps" of each seed.
+        least, critical: of the fit, least * (1 + critical / batch).
+        noise_scale: the critical batch as gradients foretell it.
+    """
+    batches, means = [one["batch"] for one in results], [one["mean"] for one in results]
+    below = [one["mean"] - min(one["steps"]) for one in results]
+    above = [max(one["steps"]) - one["mean"] for one in results]
+    ax.axvspan(batches[0], critical / 4, color=GREEN, alpha=0.12, lw=0, label="perfect scaling")
+    ax.axvspan(4 * critical, batches[-1], color=ORANGE, alpha=0.15, lw=0, label="plateau")
+    ax.axvline(critical, color=BLACK, ls="--", lw=1.2, label=f"critical batch {critical:.0f}")
+    if noise_scale is not None:
+        ax.axvline(noise_scale, color=RED, ls=":", lw=1.8, label=f"noise scale {noise_scale:.0f}")
+    ax.errorbar(batches, means, [below, above], fmt="none", ecolor=BLUE, capsize=3)
+    fine = [batches[0] * (batches[-1] / batches[0]) ** (part / 100) for part in range(101)]
+    fitted = {"steps": (fine, [least * (1 + critical / batch) for batch in fine])}
+    names = ("batch size (images)", "steps to the target")
+    measured_and_predicted(ax, {"steps": (batches, means)}, fitted, *names)
+    ax.get_legend().set_title("points: measured, with their range; line: fitted", {"size": 9})
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(0.9 * batches[0], 1.1 * batches[-1])
+    ax.xaxis.set_major_formatter("{x:g}")
+
+
 def stack(
     ax: Axes, x: Sequence[float], parts: Mapping[str, Sequence[float]], xlabel: str, ylabel: str
 ) -> None:
@@ -205,6 +242,59 @@ def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     label(ax, "time (ms)", "", legend=True)
+
+
+def contours(
+    ax: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    heights: Sequence,
+    levels: Sequence[float],
+    pale: bool = False,
+) -> QuadContourSet:
+    """Draw a surface from above, dark where it is low; pale where a path is drawn over it.
+
+    heights[i][j] is over x[i] and y[j]. From level to level is the same factor.
+    """
+    look = {"levels": levels, "norm": LogNorm(levels[0], levels[-1])}
+    columns = list(zip(*heights, strict=True))  # matplotlib wants a row for each y
+    colours = LinearSegmentedColormap.from_list("pale", ["#b0b0b0", "#ffffff"])
+    cmap = colours if pale else SURFACE
+    filled = ax.contourf(x, y, columns, cmap=cmap, extend="both", **look)
+    ax.contour(x, y, columns, colors=GREY if pale else "white", linewidths=0.5, **look)
+    ax.grid(visible=False)
+    return filled
+
+
+def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) -> Figure:
+    """Each surface from above and as a relief, all in one scale of colours.
+
+    Args:
+        surfaces: name -> losses; losses[i][j] is at distances[i] along the first direction and at
+            distances[j] along the second.
+    """
+    everything = [loss for losses in surfaces.values() for row in losses for loss in row]
+    low, high = min(everything), max(everything)
+    levels = [low * (high / low) ** (k / 14) for k in range(15)]
+    figure = Figure(figsize=(8, 6.6), facecolor="white", layout="constrained")
+    for number, (name, losses) in enumerate(surfaces.items()):
+        flat = figure.add_subplot(2, len(surfaces), number + 1)
+        filled = contours(flat, distances, distances, losses, levels)
+        flat.set(aspect="equal")
+        flat.set_title(name, fontsize=11, color=BLACK)
+        flat.plot(0, 0, "x", color="white", markersize=7)
+        label(flat, "along direction 1", "along direction 2")
+        relief = figure.add_subplot(2, len(surfaces), len(surfaces) + number + 1, projection="3d")
+        one, other = np.meshgrid(distances, distances, indexing="ij")
+        logs = np.log10(np.asarray(losses, dtype=float))
+        bounds = {"vmin": math.log10(low), "vmax": math.log10(high)}
+        relief.plot_surface(one, other, logs, cmap=SURFACE, rcount=60, ccount=60, **bounds)
+        relief.set(xlabel="direction 1", ylabel="direction 2", zlim=tuple(bounds.values()))
+        relief.set_zlabel("log10(loss)")
+        relief.view_init(elev=32, azim=-55)
+    bar = figure.colorbar(filled, ax=figure.axes, shrink=0.5, format="{x:.2g}")
+    bar.set_label("loss (nats)", fontsize=10, color=BLACK)
+    return figure
 
 
 def draw_round(ax: Axes, state: Round, font_size: float = 10) -> None:
@@ -282,27 +372,52 @@ def show(figure: Figure, alt: str) -> None:
 def show_rounds(states: Sequence[Round], alt: str) -> None:
     """Show all rounds at once and, where the notebook has widgets, a slider through them."""
     show(rounds_overview(states), alt)
+    show_sliders(partial(_round_picture, states), "the rounds", round=range(len(states)))
+
+
+def _round_picture(states: Sequence[Round], round: int) -> Figure:
+    figure, ax = new_figure(6.5, 3.9)
+    draw_round(ax, states[round])
+    ax.set_title(f"round {round}" if round else "start", fontsize=11, color=BLACK)
+    return figure
+
+
+def show_sliders(draw: Callable[..., Figure], what: str, **choices: Sequence) -> None:
+    """Where the notebook has widgets: a slider for each of `choices`, which redraw a figure.
+
+    It comes beside a static figure that teaches the same: many servers lack the widgets.
+    """
     ipython = sys.modules.get("IPython")
     if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
         with suppress(ImportError):
-            bundle = rounds_slider(states)._repr_mimebundle_()
-            bundle["text/plain"] = "a slider through the rounds, where the notebook has widgets"
+            bundle = sliders(draw, **choices)._repr_mimebundle_()
+            bundle["text/plain"] = f"a slider through {what}, where the notebook has widgets"
             ipython.display.display(bundle, raw=True)
 
 
-def rounds_slider(states: Sequence[Round]) -> object:
-    """An ipywidgets box: a slider, and under it the picture of the round that it stands at."""
+def sliders(draw: Callable[..., Figure], **choices: Sequence) -> object:
+    """An ipywidgets box: a slider for each of `choices`, and under them draw(name=choice, ...).
+
+    A slider begins at the first of its choices. Each picture is drawn once.
+    """
     import ipywidgets
 
     @cache
-    def draw(number: int) -> bytes:
-        figure, ax = new_figure(6.5, 3.9)
-        figure.set_layout_engine("none")  # draws in two thirds of the time
-        draw_round(ax, states[number])
-        ax.set_title(f"round {number}" if number else "start", fontsize=11, color=BLACK)
+    def picture_of(*values: object) -> bytes:
+        figure = draw(**dict(zip(choices, values, strict=True)))
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine("none")  # once is enough
         return png(figure)
 
-    picture = ipywidgets.Image(value=draw(0), format="png")
-    slider = ipywidgets.IntSlider(0, 0, len(states) - 1, description="round")
-    slider.observe(lambda change: setattr(picture, "value", draw(change.new)), "value")
-    return ipywidgets.VBox([slider, picture])
+    rows = [
+        ipywidgets.SelectionSlider(
+            options=list(options), description=name.replace("_", " "), continuous_update=True
+        )
+        for name, options in choices.items()
+    ]
+    picture = ipywidgets.Image(value=picture_of(*(row.value for row in rows)), format="png")
+    for row in rows:
+        row.observe(
+            lambda _: setattr(picture, "value", picture_of(*(row.value for row in rows))), "value"
+        )
+    return ipywidgets.VBox([*rows, picture])

@@ -1,11 +1,14 @@
 """Images: small sets of labelled pictures, and where they come from.
 
     "embedded"          1,797 digits of 8 x 8 pixels, written by people; they come with scikit-learn
-    a folder            files in the idx format, such as MNIST's four or Fashion-MNIST's
+    "mnist"             70,000 digits of 28 x 28 pixels, which scripts/prepare_data.py has fetched
+    "fashion-mnist"     as many pictures of clothes, of the same size and fetched in the same way
+    a folder            four files in the idx format, named like MNIST's
 
 All pixels are between 0 and 1. A set is small enough to lie in memory whole.
 Sources: E. Alpaydin and C. Kaynak 1998, https://doi.org/10.24432/C50P49 (the digits);
-https://yann.lecun.org/exdb/mnist/ (MNIST and the idx format).
+https://yann.lecun.org/exdb/mnist/ (MNIST and the idx format); Xiao, Rasul and Vollgraf 2017, arXiv
+1708.07747 (Fashion-MNIST).
 """
 
 import gzip
@@ -13,15 +16,22 @@ import math
 import os
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from manyhands.corpus import fetched
 from manyhands.runtime import BadInput
 
+HUB: Mapping[str, tuple[str, None]] = {
+    "mnist": ("ylecun/mnist", None),
+    "fashion-mnist": ("zalando-datasets/fashion_mnist", None),
+}
 NUM_TEST_DIGITS = 500
+FILES = {"train": "train", "test": "t10k"}  # a part -> how the names of its two files begin
 UNSIGNED_BYTE = 8  # the idx format's number for this type of value
 
 
@@ -40,19 +50,38 @@ def load(data: str) -> Images:
     """Read a set of images.
 
     Args:
-        data: "embedded", or a folder with idx files (also packed with gzip).
+        data: "embedded", a name in HUB, or a folder with idx files (also packed with gzip).
 
     Raises:
-        BadInput: the folder is not there, or a file is missing or damaged.
+        BadInput: the data is not there, or a file is missing or damaged.
     """
     if data == "embedded":
         return _digits()
+    if data in HUB:
+        folder = fetched(data)
+        try:
+            return _read(folder)
+        except BadInput as problem:
+            again = f"delete {folder} and run `python scripts/prepare_data.py --data {data}`"
+            raise BadInput(f"{problem}; for {data}, {again} where there is internet") from None
     folder = Path(os.path.expanduser(data))
     if not folder.is_dir():
+        known = ", ".join(["embedded", *HUB])
         raise BadInput(
-            f"there is no folder {data}: give one with MNIST's four idx files, or take embedded"
+            f"there is no folder {data}: give one with MNIST's four idx files, or one of {known}"
         )
-    parts = [_part(folder, name) for name in ("train", "t10k")]
+    return _read(folder)
+
+
+def idx_file(values: Tensor) -> bytes:
+    """Return what an idx file holds for `values`, uint8 of shape (N,) or (N, height, width)."""
+    kind = UNSIGNED_BYTE << 8 | values.dim()
+    return struct.pack(f">i{values.dim()}i", kind, *values.shape) + values.numpy().tobytes()
+
+
+def _read(folder: Path) -> Images:
+    """The set in a folder with idx files."""
+    parts = [_part(folder, name) for name in FILES.values()]
     (train, train_labels), (test, test_labels) = parts
     if train.shape[1:] != test.shape[1:]:
         shapes = f"{_size(train)} and {_size(test)} pixels"

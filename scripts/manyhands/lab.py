@@ -92,6 +92,7 @@ class _Rank:
     """What the caller knows of one rank."""
 
     rank: int
+    name: str  # before each line that it prints
     process: multiprocessing.Process
     control: connection.Connection  # its result; and the word to leave
     output: connection.Connection  # everything it prints, also from C++
@@ -175,7 +176,8 @@ def _start(rank: int, world_size: int, blob: bytes, environ: dict, timeout_s: fl
     for mine in (its_control, its_output, its_stack):
         mine.close()
     os.set_blocking(output.fileno(), False)
-    return _Rank(rank, process, control, output, stack)
+    name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone there are no ranks
+    return _Rank(rank, name, process, control, output, stack)
 
 
 # ---- in the rank ---------------------------------------------------------------------------
@@ -296,10 +298,10 @@ def _print_lines(rank: _Rank, lines: list[bytes], quiet: bool) -> None:
     shown = []
     for line in lines:
         if rank.printed < PRINTED_BYTES:
-            shown.append(f"[rank {rank.rank}] {line.decode(errors='replace')}"[:2000])
+            shown.append(f"{rank.name}{line.decode(errors='replace')}"[:2000])
         rank.printed += len(line) + 1
     if before < PRINTED_BYTES <= rank.printed:
-        shown.append(f"[rank {rank.rank}] ... prints more than {PRINTED_BYTES:,} bytes: not shown")
+        shown.append(f"{rank.name}... prints more than {PRINTED_BYTES:,} bytes: not shown")
     if shown and not quiet:
         print("\n".join(shown), flush=True)
 

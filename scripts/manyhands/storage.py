@@ -58,6 +58,15 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def stored(name: str) -> dict:
+    """What a run of a lesson's job gave, kept with the course; prints how to make it anew."""
+    found = read_json(Path(__file__).parent / "stored" / f"{name}.json")
+    print(f"stored run, not from here: {found['remake']}")
+    where = f"torch {found['torch']}, {found['ranks']} ranks on {found['device']}"
+    print(f"made on {found['date']} with {where}")
+    return found
+
+
 def read_lines(path: Path) -> list[dict]:
     """The JSON objects of a file, one a line; a half-written last line is left out."""
     try:

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands import mine
-from manyhands.failures import Failure, OneLine, RankFailed, RanksHung, is_echo, where
+from manyhands.failures import (
+    Failure,
+    OneLine,
+    RankFailed,
+    RanksHung,
+    is_echo,
+    name_ranks,
+    where,
+)
 from manyhands.lab import run_ranks
 
 LIMIT_S = 6.0
@@ -247,7 +255,8 @@ def _unwritten(answer: object) -> str:
     return f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} still to be written"
 
 
-SAME_CALLS = "look for a collective inside an `if` that only some ranks enter"
+SAME_CALLS = "look for a collective inside an `if`, or a loop, that only some ranks enter"
+WAITS = r"dist\.|all_|reduce|broadcast|gather|scatter|send|recv|barrier|wait|\(model|ddp|backward"
 KNOWN_ERRORS = {  # words of an error -> what it smells of, what to try
     "incompatible function arguments": (
         "an argument of a collective is of the wrong kind; the second one of all_reduce is `op`",
@@ -323,10 +332,19 @@ def _told_of_a_hang(failed: RanksHung) -> tuple[str, str, str]:
         lines = [f": it is still in{where(s[-1])[1:]}" for s in failed.stacks.values() if s]
         seen = f"a call never ended{''.join(lines)}"
         return seen, "a loop without an end", "see that its condition becomes false at some time"
-    lines = [f"rank {r} waits in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
+    lines = [f"rank {r} is in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
     seen = f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})"
-    places = {stack[-1][:2] for stack in failed.stacks.values() if stack}
-    if len(places) <= 1 and not failed.finished:
+    elsewhere = [*failed.finished, *(r for r, stack in failed.stacks.items() if not stack)]
+    if lines and not any(re.search(WAITS, line) for line in lines):
+        return (
+            seen,
+            "a loop without an end: no rank waits for another there",
+            "see that its condition becomes false at some time",
+        )
+    if lines and elsewhere:
+        they = f"{name_ranks(sorted(elsewhere))} {'has' if len(elsewhere) == 1 else 'have'} left it"
+        return f"{seen}; {they}", "a hang: not every rank makes the same calls", SAME_CALLS
+    if len({stack[-1][:2] for stack in failed.stacks.values() if stack}) <= 1:
         return (
             seen,
             "a hang, with every rank at the same line: a loop without an end, a root (src) that is "

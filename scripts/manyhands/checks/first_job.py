@@ -4,7 +4,6 @@ Each check runs the learner's code on ranks, brings home what it gave, and then 
 the mistakes that people make most, so that the verdict can name the one at hand.
 """
 
-import copy
 import difflib
 import itertools
 import math
@@ -16,90 +15,25 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from numbers import Real
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, linear_regression, stdev
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from manyhands import first_job
-from manyhands.checks import Lesson, Wrong, raised, ranks, told
-from manyhands.failures import Failure, RankFailed, RanksHung
+from manyhands.checks import Lesson, Wrong, ranks, told
+from manyhands.checks.shared import Reasons, alone, because, number
+from manyhands.failures import RankFailed
 from manyhands.first_job import Place
 
 lesson = Lesson("first_job")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
 
 
-# ---- what a rank gives, and why it fails ----------------------------------------------------
-
-Reasons = dict[str, tuple[str, str]]  # words of an error -> what it smells of, what to try
-
-
-def _because(failure: Failure, reasons: Reasons, seen: str, *otherwise: str) -> Wrong:
-    """The exercise's own reasons for a failure come before others."""
-    said = f"{failure.error}: {failure.message}"
-    return Wrong(seen, *next((why for words, why in reasons.items() if words in said), otherwise))
-
-
-def _alone(
-    answer, cases: list[tuple], tell: Callable, reasons: Reasons, plain: Callable = lambda x: x
-) -> Iterator:
-    """What the answer gives for each case, without ranks; its first failure comes in its turn.
-
-    Args:
-        tell: makes the words for one call of a case.
-        plain: makes of a value what can be compared.
-    """
-    try:
-        (seen,) = ranks(_call_all, 1, answer, cases, plain, join=False)
-    except RankFailed as failed:
-        if isinstance(failed, RanksHung) or failed.failure.error == "NotImplementedError":
-            raise
-        raise Wrong(*raised("a call", failed.failure, answer)) from None
-    if seen is None:
-        raise Wrong("a call left by sys.exit()", "", "let the function end, or return")
-    for case, (found, intact) in zip(cases, seen, strict=False):
-        if isinstance(found, Failure):
-            no_ranks = "the arguments hold all that is asked for; no message is needed"
-            reasons = {"process group has not been": (no_ranks, "use the arguments"), **reasons}
-            raise _because(found, reasons, *raised(tell(*case), found, answer))
-        if not intact:
-            raise Wrong(
-                f"after {tell(*case)} the list is another one",
-                "the caller's list was changed, and the caller still needs it",
-                "build a new list, with a slice or a comprehension",
-            )
-        yield found
-
-
-def _call_all(answer, cases: list[tuple], plain: Callable) -> list[tuple]:
-    """Each value, or the failure that ends it; and whether the arguments are as before."""
-    seen = []
-    for case in cases:
-        given = copy.deepcopy(case)
-        try:
-            value = answer(*given)
-        except NotImplementedError:
-            raise
-        except Exception as error:
-            return [*seen, (Failure.of(error), True)]
-        seen.append((plain(value), given == case))
-    return seen
-
-
-def _number(value: object, what: str) -> float:
-    """A number of Python, NumPy or torch as a float."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        smell = "nothing is returned" if value is None else "that is no number"
-        raise Wrong(f"{what} is {value!r}"[:200], smell, "return the number itself")
-    return float(value)
+# ---- what a call gives ------------------------------------------------------------------------
 
 
 def _pair(value: object, what: str, names: tuple[str, str]) -> tuple[float, float]:
@@ -107,7 +41,7 @@ def _pair(value: object, what: str, names: tuple[str, str]) -> tuple[float, floa
     if not isinstance(value, tuple | list) or len(value) != 2:
         smell = "nothing is returned" if value is None else "two numbers are asked for"
         raise Wrong(f"{what} gives {shown!r}"[:200], smell, f"return {names[0]}, {names[1]}")
-    one, other = (_number(part, f"{what}: {name}") for part, name in zip(value, names, strict=True))
+    one, other = (number(part, f"{what}: {name}") for part, name in zip(value, names, strict=True))
     return one, other
 
 
@@ -159,7 +93,7 @@ def days_on_devices(answer) -> None:
         (round(random.uniform(1, 9), 2), 1, 67, round(random.uniform(0.5, 0.9), 2)),
         (1.0, random.randrange(200, 900), 2250, 0.95),
     ]
-    for case, value in zip(cases, _alone(answer, cases, _tell_days, {}), strict=True):
+    for case, value in zip(cases, alone(answer, cases, _tell_days, {}), strict=True):
         _compare_days(value, *case)
 
 
@@ -171,7 +105,7 @@ def _compare_days(
     value: object, work: float, num_devices: int, peak: float, utilisation: float
 ) -> None:
     case = _tell_days(work, num_devices, peak, utilisation)
-    value = _number(value, case)
+    value = number(value, case)
     wanted = work / (num_devices * peak / 1000 * utilisation)
     if _near(value, wanted):
         return
@@ -297,7 +231,7 @@ def device_map(answer) -> None:
     except RankFailed as failed:
         if failed.failure.error == "NotImplementedError":
             raise
-        raise _because(failed.failure, MAP_REASONS, *told(failed, answer)) from None
+        raise because(failed.failure, MAP_REASONS, *told(failed, answer)) from None
     if None in results:
         raise Wrong("a rank left by sys.exit()", "", "let the function end, or return")
     _compare_devices([maps for seen in results for maps in seen["jobs"]])
@@ -547,7 +481,9 @@ def my_share(answer) -> None:
         ([], 2),
     ]
     cases = [(tasks, rank, size) for tasks, size in jobs for rank in range(size)]
-    found = _alone(answer, cases, _tell_share, SHARE_REASONS, _share)
+    found = alone(
+        answer, cases, _tell_share, SHARE_REASONS, lambda answer, *case: _share(answer(*case))
+    )
     for tasks, world_size in jobs:
         _compare_shares(list(itertools.islice(found, world_size)), tasks, world_size)
 
@@ -676,7 +612,7 @@ def fit_power_law(answer) -> None:
         _scattered(),
         _scattered(),
     ]
-    values = _alone(answer, cases, _tell_fit, FIT_REASONS)
+    values = alone(answer, cases, _tell_fit, FIT_REASONS)
     for (sizes, errors), found in zip(cases, values, strict=True):
         _compare_fit(found, list(sizes), list(errors))
 
@@ -870,7 +806,7 @@ def job_file(answer) -> None:
         Request("try", 1, 1, random.randrange(5, 50), "python -c \"print(f'{1 + 1:%}')\""),
         Request("weekend", 2, 1, 60 * random.randrange(2, 20) + 5, "exec bash launch.sh a.py b"),
     ]
-    texts = list(_alone(answer, requests, lambda *case: str(Request(*case)), {}))
+    texts = list(alone(answer, requests, lambda *case: str(Request(*case)), {}))
     for request, text in zip(requests, texts, strict=True):
         if not isinstance(text, str):
             smell = "the text was printed or written, not returned" if text is None else ""
@@ -1306,7 +1242,9 @@ def site_file(answer) -> None:
     reasons: Reasons = {
         "invalid syntax": ("shell lines are no Python", "put them in quotes and return the text"),
     }
-    (seen,) = _alone(answer, [()], lambda: "site_file()", reasons, _site_seen)
+    (seen,) = alone(
+        answer, [()], lambda: "site_file()", reasons, lambda answer: _site_seen(answer())
+    )
     if "form" in seen:
         smell = "a text is asked for, as it would stand in the file"
         smell = "it was printed or written, not returned" if seen["form"] == "None" else smell
@@ -1515,7 +1453,7 @@ def device_hours(answer) -> None:
         ([[], [], samples()], 4, seconds()),
         ([], 8, seconds()),
     ]
-    for case, found in zip(cases, _alone(answer, cases, _tell_hours, HOURS_REASONS), strict=True):
+    for case, found in zip(cases, alone(answer, cases, _tell_hours, HOURS_REASONS), strict=True):
         _compare_hours(found, *case)
 
 

@@ -1,13 +1,126 @@
-"""What the checks of several lessons share: small models whose truth one process computes, a job of
-two groups, and messages that are watched."""
+"""What the checks of several lessons share: calls without ranks, small models whose truth one
+process computes, a job of two groups, and messages that are watched."""
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.checks import Wrong, ranks
+from manyhands.checks import Wrong, _lines_of, place, raised, ranks
+from manyhands.failures import Failure, RankFailed, RanksHung
+
+# ---- calls without ranks, and why they fail -------------------------------------------------
+
+Reasons = dict[str, tuple[str, str]]  # words of an error -> what it smells of, what to try
+
+
+def because(failure: Failure, reasons: Reasons, seen: str, *otherwise: str) -> Wrong:
+    """The exercise's own reasons for a failure come before others."""
+    said = f"{failure.error}: {failure.message}"
+    return Wrong(seen, *next((why for words, why in reasons.items() if words in said), otherwise))
+
+
+def alone(
+    answer,
+    cases: list[tuple],
+    tell: Callable,
+    reasons: Reasons,
+    run: Callable = lambda answer, *case: answer(*case),
+) -> Iterator:
+    """What the answer gives for each case, without ranks; its first failure comes in its turn.
+
+    Args:
+        tell: makes the words for one call of a case.
+        run: calls the answer with a case, and makes of its value what can be sent and compared.
+    """
+    try:
+        (seen,) = ranks(_run_all, 1, answer, cases, run, join=False)
+    except RankFailed as failed:
+        if isinstance(failed, RanksHung):
+            at = place(failed.failure, answer)
+            seen = f"a call never ended{f': it is still{at}' if at else ''}"
+            raise Wrong(seen, "a loop without an end", "see what ends it, and when") from None
+        if failed.failure.error == "NotImplementedError":
+            _raise_if_of_another(failed.failure, answer)
+            raise
+        raise Wrong(*raised("a call", failed.failure, answer)) from None
+    if seen is None:
+        raise Wrong("a call left by sys.exit()", "", "let the function end, or return")
+    for case, (found, changed) in zip(cases, seen, strict=False):
+        if isinstance(found, Failure):
+            no_ranks = "the arguments hold all that is asked for; no message is needed"
+            reasons = {"process group has not been": (no_ranks, "use the arguments"), **reasons}
+            # Of an error in a call of torch, its list of all that could be given is left out.
+            found = replace(found, message=found.message.split(", but expected one of")[0])
+            raise because(found, reasons, *raised(tell(*case), found, answer))
+        if changed:
+            what, *why = changed
+            raise Wrong(f"after {tell(*case)} the {what} is another one", *why)
+        yield found
+
+
+def _raise_if_of_another(failure: Failure, answer) -> None:
+    """Raise Wrong where the stub is not the answer, but a learner's function that it calls."""
+    todo = re.fullmatch(r"TODO (\d+\.\d+)", failure.message)
+    name = getattr(answer, "__name__", "the answer")
+    *_, (*line, called) = failure.frames or [("", 0, name)]
+    if todo and called != name and tuple(line) not in _lines_of(answer):
+        seen = f"`{name}` calls your `{called}`, TODO {todo[1]}, which is not written yet"
+        raise Wrong(seen, "", "do that first")
+
+
+def _run_all(answer, cases: list[tuple], run: Callable) -> list[tuple]:
+    """Each value, or the failure that ends it; and what to say of an argument that was changed."""
+    seen = []
+    for case in cases:
+        given = copy.deepcopy(case)
+        try:
+            value = run(answer, *given)
+        except Exception as error:
+            if isinstance(error, NotImplementedError) and "implemented for" not in str(error):
+                raise  # the learner's own; torch raises it for kinds of numbers, too
+            return [*seen, (Failure.of(error), "")]
+        seen.append((value, _changed(given, case)))
+    return seen
+
+
+def _changed(given: tuple, case: tuple) -> tuple[str, str, str] | None:
+    """The first argument that is not as it was, what that smells of, what to try."""
+    names = getattr(case, "_fields", [""] * len(case))
+    for now, before, name in zip(given, case, names, strict=True):
+        if same(now, before):
+            continue
+        what = f"{type(now).__name__.lower()}{f' `{name}`' if name else ''}"
+        smell = f"the caller's {what} was changed, and the caller still needs it"
+        if not isinstance(now, Tensor):
+            return what, smell, "build a new list, with a slice or a comprehension"
+        if torch.equal(now, before):
+            return what, f"requires_grad_() changed the caller's {what}", "on a copy: clone() first"
+        return what, smell, "a = a - b makes a new tensor; a -= b changes the old one"
+    return None
+
+
+def same(one: object, other: object) -> bool:
+    """Are these equal? Of tensors also: does either want a gradient?"""
+    if isinstance(one, Tensor):
+        return one.requires_grad == other.requires_grad and torch.equal(one, other)
+    return one == other
+
+
+def number(value: object, what: str) -> float:
+    """A number of Python, NumPy or torch as a float."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        smell = "nothing is returned" if value is None else "that is no number"
+        raise Wrong(f"{what} is {value!r}"[:200], smell, "return the number itself")
+    return float(value)
+
 
 # ---- a model with what goes wrong -----------------------------------------------------------
 

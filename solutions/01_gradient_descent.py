@@ -1,0 +1,521 @@
+# ---
+# manyhands: {title: Gradient descent, minutes: 75, goal: "Fit a line by gradient descent with all samples and with some, foretell the learning rate at which it diverges, and measure how the noise of a step falls with the batch size"}
+# ---
+
+# %% [markdown]
+# # 01 Gradient descent
+#
+# Every training in this course, on one processor or on a thousand, repeats one step: look at some
+# samples, work out in which direction the loss falls, and go a little way. How many samples should a
+# step look at? That number is the **batch size**. Later the samples of a batch are spread over processors.
+#
+# Here the model is a straight line. It has two parameters, so you can see the whole loss and the way
+# that you take through it.
+
+# %%
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Generator, Tensor
+
+from manyhands import figures
+from manyhands.checks import gradient_descent as check
+from manyhands.checks import score
+from manyhands.power_law import fit_power_law
+
+torch.set_num_threads(1)
+print(f"torch {torch.__version__}, one process on the CPU, no data to fetch")
+
+# %% [markdown]
+# ## 1. A line and its loss
+#
+# The data: 100 points around the line $y = 2x - 1$, with noise. They are made here, the same each
+# time, so that you know what should come out.
+
+# %% tags=["nbval-check-output"]
+generator = torch.Generator().manual_seed(1)
+x = 3 * torch.rand(100, generator=generator)
+y = 2 * x - 1 + 0.5 * torch.randn(100, generator=generator)
+print(f"{len(x)} samples, x from {x.min():.2f} to {x.max():.2f}")
+
+# %% [markdown]
+# The model is $w x + b$. Its two parameters stand in a tensor `[w, b]`. The **loss** says how wrong a
+# line is: here the mean of the squared errors.
+
+# %% show="true"
+from manyhands.gradient_descent import mean_squared_error
+
+# %% tags=["nbval-check-output"]
+for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
+    print(
+        f"w = {line[0]}, b = {line[1]:4}: loss {mean_squared_error(torch.tensor(line), x, y):.3f}"
+    )
+
+# %% [markdown]
+# The true line has a loss of 0.28 and not 0: no line goes through all the points. Since there are only
+# two parameters, the loss of every line in sight can be computed and drawn like a map.
+
+# %%
+ws, bs = torch.linspace(-1.5, 4.5, 61), torch.linspace(-4, 3, 61)
+grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (61, 61, 2)
+losses = mean_squared_error(grid, x, y)
+levels = [0.28 * 1.5**k for k in range(13)]
+
+
+def draw_map(ax):
+    figures.contours(ax, ws.tolist(), bs.tolist(), losses.tolist(), levels, pale=True)
+    figures.label(ax, "w", "b")
+
+
+figure, ax = figures.new_figure(5, 4)
+draw_map(ax)
+figures.show(
+    figure, "The loss over w and b: one long, narrow valley, its lowest point near (2, -1)."
+)
+
+# %% [markdown]
+# Read it: dark is low. From one line to the next the loss grows by half. There is a single
+# lowest point, in a long valley: if w is a little too large, b can make up for most of it.
+
+# %% [markdown]
+# ## 2. The gradient
+#
+# You will not have a map of a real model's loss. What you can have at any place is the **gradient**:
+# the derivatives of the loss by each parameter. It points to where the loss grows fastest. For the
+# mean of $(w x + b - y)^2$ the chain rule gives both in a line. Work them out on paper; PyTorch could do it
+# for you, and in the next cell it does.
+
+# %% exercise="gradient" todo="1.1" minutes=10 difficulty=1 points=1
+from manyhands.gradient_descent import gradient
+
+# %% check="1.1" tags=["nbval-check-output"]
+check.gradient(gradient)
+
+# %% [markdown]
+# PyTorch's **autograd** works out the same from the loss alone. Compare the two:
+
+# %% tags=["nbval-check-output"]
+if check.ready("1.1"):
+    parameters = torch.tensor([0.0, 0.0], requires_grad=True)
+    mean_squared_error(parameters, x, y).backward()
+    by_hand = gradient(torch.tensor([0.0, 0.0]), x, y)
+    for way, (by_w, by_b) in {"autograd": parameters.grad, "by hand": by_hand}.items():
+        print(f"{way:8}  dL/dw = {by_w:.3f}, dL/db = {by_b:.3f}")
+    torch.testing.assert_close(by_hand, parameters.grad)
+
+# %% [markdown]
+# ## 3. Gradient descent
+#
+# Go against the gradient, a little at a time. How far is set by the **learning rate**: a step
+# subtracts rate times the gradient. When do you stop? At the lowest point the gradient is zero, so
+# stop when it is short enough; and in any case after so many steps.
+
+# %% exercise="descend" todo="1.2" minutes=10 difficulty=1 points=2
+from manyhands.gradient_descent import descend
+
+# %% check="1.2" tags=["nbval-check-output"]
+check.descend(descend)
+
+# %% tags=["nbval-check-output"]
+start = torch.tensor([-1.0, 2.0])
+if check.ready("1.1", "1.2"):
+    path = descend(start, x, y, rate=0.1, tolerance=1e-3, max_steps=2000)
+    w, b = path[-1].tolist()
+    print(f"w = {w:.2f}, b = {b:.2f}, loss {mean_squared_error(path[-1], x, y):.3f}")
+
+# %% [markdown]
+# It ends near the true line, not on it: this is the best line for these 100 points, and its loss is a
+# little below that of the true one.
+#
+# ### How fast may you go?
+#
+# A larger rate needs fewer steps, up to a point. Try some.
+
+# %%
+if check.ready("1.1", "1.2"):
+    for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
+        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=5000)
+        print(f"rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
+
+# %% [markdown]
+# With 0.3 it never gets there: after some steps the numbers are too large for a float (`nan` is "not a
+# number"). The descent **diverges**. Where is the limit?
+#
+# In one dimension it is easy to see. Near its lowest point a loss looks like a parabola, $\frac{h}{2}
+# d^2$, where $d$ is the distance to that point and $h$ the second derivative. Its gradient is $h d$. A
+# step of rate $r$ makes of $d$ the distance $d - r h d = (1 - r h) d$. If $r h$ is above 2, the new
+# place is farther away than the old one, on the other side, and each step makes it worse.
+#
+# With two parameters there are two such directions, along and across the valley. The second
+# derivatives of the loss stand in a matrix, the **Hessian**; the directions are its **eigenvectors**
+# and the values of $h$ its **eigenvalues**. The steepest direction sets the limit.
+
+# %% exercise="largest_rate" todo="1.3" minutes=10 difficulty=2 points=2
+from manyhands.gradient_descent import largest_rate
+
+# %% check="1.3" tags=["nbval-check-output"]
+check.largest_rate(largest_rate)
+
+# %% [markdown]
+# The Hessian of this loss holds neither $w$ and $b$ nor $y$: the loss is a parabola, so its second derivatives
+# are the same everywhere.
+#
+# Now the test. Take a rate 2 % below your limit, and one 2 % above. Below it, what is left of the distance
+# should shrink. Above it, each step should make
+# the distance across the valley larger, by the factor $|1 - r h|$. Which factor is that, 2 % above the
+# limit?
+
+# %%
+growth = None  # your number
+
+# %% answer="true"
+growth = abs(1 - 1.02 * 2)
+
+# %%
+if check.ready("1.1", "1.2", "1.3"):
+    limit = largest_rate(x)
+    best = descend(start, x, y, 0.5 * limit, 1e-6, 5000)[-1]
+    print(f"largest rate {limit:.4f}")
+    for share in (0.98, 1.02):
+        path = descend(start, x, y, share * limit, 0.0, 300)
+        away = (path - best).norm(dim=1).tolist()
+        print(
+            f"{share} of it: distance {away[0]:.2f} at the start, {away[300]:.3g} after 300 steps"
+        )
+    score("growth a step", growth, 1.04, (away[300] / away[200]) ** 0.01)
+
+# %% [markdown]
+# The limit is where the formula says it is. (The growth was measured over the last 100 steps: at the
+# beginning the distance **along** the valley counts too, and that one shrinks.)
+#
+# This is the reason why learning rates are a matter of care. The steepest direction limits the rate,
+# and then the way along the flattest direction takes many steps: the longer the valley, the more. For
+# a real network nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
+
+# %% [markdown]
+# ## 4. Some samples instead of all
+#
+# A step on all samples looks at all of them. With 100 that is nothing; a language model has trillions.
+# But the gradient of a **few samples drawn at random** points about the same way, and costs less. This
+# is **stochastic gradient descent**. The few samples are a **mini-batch**, or batch for short.
+#
+# Usually they are drawn without replacement: shuffle all samples, deal them out in batches, and when
+# all are used, shuffle again. Once through all of them is an **epoch**.
+
+# %% exercise="mini_batches" todo="1.4" minutes=5 difficulty=1 points=1
+from manyhands.gradient_descent import mini_batches
+
+# %% check="1.4" tags=["nbval-check-output"]
+check.mini_batches(mini_batches)
+
+# %%
+if check.ready("1.4"):
+    for chosen in mini_batches(10, 4, torch.Generator().manual_seed(0)):
+        print(chosen.tolist())
+
+# %% [markdown]
+# Now the loop. How a step is made from a gradient is left open: it is handed in as a function, so that
+# you can try another way of stepping later without a new loop. The plain way is
+#
+# ```python
+# def step(parameters, slope):  # the slope is the gradient of a batch
+#     return parameters - 0.1 * slope
+# ```
+
+# %% exercise="descend_in_batches" todo="1.5" minutes=15 difficulty=2 points=3
+from manyhands.gradient_descent import descend_in_batches
+
+# %% check="1.5" tags=["nbval-check-output"]
+check.descend_in_batches(descend_in_batches)
+
+
+# %% [markdown]
+# Three descents from the same start, each with 60 steps of rate 0.1: with all 100 samples, with 10,
+# and with a single one.
+
+
+# %%
+def plain(rate):
+    return lambda parameters, slope: parameters - rate * slope  # a step of this rate
+
+
+def walk(batch, num_steps, step, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return descend_in_batches(start, x, y, batch, num_steps, step, generator)
+
+
+NAMES = {100: "all 100 samples", 10: "batches of 10", 1: "one sample"}
+
+
+def draw_path(ax, path, name, number):
+    in_sight = (path.abs() < 1e3).all(dim=1).long().cumprod(dim=0).sum()  # until it is far away
+    w, b = path[:in_sight].T.tolist()
+    look = figures.style(name, number) | {"linestyle": "-", "markersize": 3, "linewidth": 0.8}
+    ax.plot(w, b, **look, label=name)
+    ax.plot(*start, "o", color=figures.BLACK, markersize=6)
+
+
+# %%
+if check.ready("1.1", "1.4", "1.5"):
+    figure, axes = figures.new_figure(9, 3.6, cols=3)
+    for number, (ax, (batch, name)) in enumerate(zip(axes, NAMES.items(), strict=True)):
+        draw_map(ax)
+        draw_path(ax, walk(batch, 60, plain(0.1)), name, number)
+        ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
+        ax.set_title(name)
+    figures.show(
+        figure,
+        "The paths of 60 steps over the map of the loss: smooth with all samples, a little shaky with "
+        "batches of 10, ragged with one sample.",
+    )
+
+# %% [markdown]
+# Read it: with all samples the path is smooth. With 10 it shakes, but goes the same way. With one it
+# jumps about, and at the end it does not come to rest: each sample wants a line of its own.
+#
+# But the three did not do the same amount of work. 60 steps on all samples look at 6,000 samples, 60
+# steps on one look at 60. Compare them by the samples they looked at: which of the three has the lowest
+# loss after 100 samples, and which after 2,000?
+
+# %%
+after_100, after_2000 = None, None  # 100, 10 or 1: the batch size
+
+# %% answer="true"
+after_100, after_2000 = 1, 10
+
+# %%
+if check.ready("1.1", "1.4", "1.5"):
+    curves, found = {}, {}
+    for batch, name in NAMES.items():
+        paths = [walk(batch, 2000 // batch, plain(0.1), seed) for seed in range(10)]
+        mean = torch.stack([mean_squared_error(path, x, y) for path in paths]).mean(dim=0)
+        steps = range(0, len(mean), max(1, 50 // batch))  # not each of them: the line would blur
+        curves[name] = ([batch * step for step in steps], mean[list(steps)].tolist())
+        found[batch] = [mean[samples // batch].item() for samples in (100, 2000)]
+    figure, ax = figures.new_figure()
+    figures.lines(ax, curves, "samples looked at", "loss (mean of 10 runs)")
+    ax.set(yscale="log", ylim=(0.25, 10))
+    figures.show(figure, "The loss against the samples looked at, for three batch sizes.")
+    for samples, said, which in ((100, after_100, 0), (2000, after_2000, 1)):
+        losses_there = {batch: found[batch][which] for batch in NAMES}
+        lowest = min(losses_there, key=losses_there.get)
+        told = ", ".join(f"batch {batch}: {loss:.3f}" for batch, loss in losses_there.items())
+        print(f"after {samples:4} samples {told}. Lowest: {lowest}, you said {said}")
+
+# %% [markdown]
+# Read it: for each sample that is looked at, small batches get down much faster at first. Later the
+# curve of single samples stays above that of ten, because its steps keep jumping. (A smaller learning
+# rate towards the end calms them: that is why most trainings let the rate fall.)
+#
+# So why would anyone take large batches? Because a processor does the samples of one batch **at the
+# same time**, and many processors even more of them. What counts then is the number of steps, not of
+# samples. Lesson 03 measures this trade.
+
+# %% [markdown]
+# ## 5. How noisy is a batch?
+#
+# The gradient of a batch differs from that of all samples. By how much, and how does it depend on the
+# batch size $M$? Take the squared distance between the two, and its mean over many batches: the
+# **variance** of the gradient.
+
+# %% exercise="gradient_variance" todo="1.6" minutes=10 difficulty=2 points=2
+from manyhands.gradient_descent import gradient_variance
+
+# %% check="1.6" tags=["nbval-check-output"]
+check.gradient_variance(gradient_variance)
+
+# %% [markdown]
+# A mean of $M$ independent numbers has a variance $M$ times smaller than one of them. If that holds
+# here, the variance is $V / M$, where $V$ is the variance of a single sample's gradient. Measure it at the
+# start of the path and fit a power law with lesson 00's function. Which slope will the line have on two
+# logarithmic axes? And by which factor does the variance fall from batch 4 to batch 64?
+
+# %%
+exponent, fall = None, None  # your numbers
+
+# %% answer="true"
+exponent, fall = -1, 16
+
+# %%
+if check.ready("1.1", "1.6"):
+    generator = torch.Generator().manual_seed(0)
+    batches = [1, 2, 4, 8, 16, 32, 64]
+    variances = [gradient_variance(start, x, y, M, 1500, generator) for M in batches]
+    single = torch.stack([gradient(start, x[[i]], y[[i]]) for i in range(len(x))])
+    V = (single - gradient(start, x, y)).square().sum(dim=1).mean().item()
+    a, b = fit_power_law(batches, variances)
+    print(f"variance of one sample's gradient: {V:.0f}; the line begins at {a:.0f}")
+    score("slope", exponent, -1, -b)  # a power law is a * M ** -b
+    score("variance of batch 4 / batch 64", fall, 16, variances[2] / variances[6])
+
+
+# %% [markdown]
+# The slope is -1, within the error of a measurement: twice the batch halves the variance.
+#
+# ### With replacement or without?
+#
+# Your function drew its batches **with** replacement: a sample could come twice. That is what $V / M$
+# is about. But a training draws **without**. Then a batch of all 100 samples has no noise at all. The
+# formula for that case has one more factor, $\frac{N - M}{N - 1}$, for $M$ of $N$ samples.
+
+
+# %%
+def variance_without(batch, epochs):
+    generator, whole = torch.Generator().manual_seed(1), gradient(start, x, y)
+    batches = [c for _ in range(epochs) for c in mini_batches(len(x), batch, generator)]
+    whole_batches = [chosen for chosen in batches if len(chosen) == batch]
+    squares = [(gradient(start, x[c], y[c]) - whole).square().sum() for c in whole_batches]
+    return torch.stack(squares).mean().item()
+
+
+if check.ready("1.1", "1.4", "1.6"):
+    N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
+    without = [variance_without(M, epochs=10 * M) for M in sizes]
+    fine = range(1, 100)
+    measured = {"without": (sizes, without), "with replacement": (batches, variances)}
+    predicted = {
+        "with replacement": (fine, [V / M for M in fine]),
+        "without": (fine, [V / M * (N - M) / (N - 1) for M in fine]),
+    }
+    figure, ax = figures.new_figure()
+    figures.measured_and_predicted(ax, measured, predicted, "batch size", "gradient variance")
+    figures.show(
+        figure, "Variance of the gradient against batch size: slope -1, then a steep fall."
+    )
+
+# %% [markdown]
+# Read it: the points lie on their curves. As long as a batch is a small part of the data, the
+# difference does not matter. With a large data set every batch is a small part.
+#
+# Keep this law in mind: **k times the batch, a k-th of the variance**. On $k$ processors the gradients
+# of $k$ batches are averaged, which is one batch $k$ times as large. Whether you can use the calmer
+# steps, by going faster, is what lessons 03 and 07 are about.
+
+# %% [markdown]
+# ## 6. Momentum (optional)
+#
+# In a long valley plain descent crawls along the bottom, since the rate is limited by the steep sides.
+# **Momentum** adds up the gradients of earlier steps: along the valley they all agree and grow
+# together, across it they cancel.
+
+# %% exercise="Momentum.__init__ Momentum.__call__" todo="1.7" minutes=10 difficulty=2 points=1
+from manyhands.gradient_descent import Momentum
+
+# %% check="1.7" tags=["nbval-check-output"]
+check.Momentum(Momentum)
+
+# %%
+if check.ready("1.1", "1.4", "1.5", "1.7"):
+    best = torch.linalg.lstsq(torch.stack([x, torch.ones(100)], dim=1), y[:, None]).solution[:, 0]
+    for momentum in (0.0, 0.5, 0.8, 0.9, 0.95):
+        path = walk(100, 1000, Momentum(0.1, momentum))
+        near = (path - best).norm(dim=1) < 0.01
+        print(f"momentum {momentum:4}: {near.long().argmax().item():3} steps until within 0.01")
+
+# %% [markdown]
+# Up to a point momentum saves most of the steps. With too much of it the path swings past the lowest
+# point and back, many times.
+
+# %% [markdown]
+# ## 7. Turn the knobs
+#
+# Learning rate, batch size and momentum, all at once. The rows are batch sizes. The first three columns
+# have growing learning rates; the last one has the small rate and momentum 0.8. Each path has 60 steps.
+
+
+# %%
+def step_with(rate, momentum):
+    return Momentum(rate, momentum) if check.lesson.done("1.7") else plain(rate)
+
+
+def draw_walk(ax, batch, rate, momentum):
+    draw_map(ax)
+    draw_path(ax, walk(batch, 60, step_with(rate, momentum)), NAMES[batch], [*NAMES].index(batch))
+    ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
+    remembers = f", momentum {momentum}" if momentum else ""
+    ax.set_title(f"batch {batch}, rate {rate}{remembers}", fontsize=7.5)
+
+
+if check.ready("1.1", "1.4", "1.5"):
+    figure, axes = figures.new_figure(10, 7, rows=3, cols=4)
+    columns = [(0.02, 0.0), (0.1, 0.0), (0.26, 0.0), (0.02, 0.8)]
+    for row, batch in zip(axes, NAMES, strict=True):
+        for ax, (rate, momentum) in zip(row, columns, strict=True):
+            draw_walk(ax, batch, rate, momentum)
+    figures.show(
+        figure, "Twelve paths over the map of the loss: three batch sizes, four ways to step."
+    )
+
+# %% [markdown]
+# Read it, column by column. In 60 steps a rate of 0.02 does not get far, and a rate of 0.1 gets near the
+# lowest point. At 0.26, just below the limit, the path with all samples jumps from side to side and still
+# gets there. With batches of 10 it jumps much farther, and with single samples it is thrown out of the
+# picture: a sample with a large $x$ has a steeper valley of its own, so its limit is lower. Momentum at the
+# small rate is about as fast as the rate of 0.1.
+#
+# How low is the limit of single samples?
+
+# %% tags=["nbval-check-output"]
+if check.ready("1.3"):
+    limits = [largest_rate(x[[i]]) for i in range(len(x))]
+    print(
+        f"all samples {largest_rate(x):.3f}, single ones from {min(limits):.3f} to {max(limits):.3f}"
+    )
+
+# %% [markdown]
+# Where the notebook has widgets, you can turn the knobs yourself:
+
+
+# %%
+def one_walk(batch, rate, momentum):
+    figure, ax = figures.new_figure(5.5, 4.2)
+    draw_walk(ax, batch, rate, momentum)
+    return figure
+
+
+if check.ready("1.1", "1.4", "1.5"):
+    begin = time.perf_counter()
+    figures.png(one_walk(10, 0.1, 0.0))
+    print(f"a picture takes {time.perf_counter() - begin:.2f} s")
+    rates, momenta = (0.1, 0.02, 0.05, 0.15, 0.2, 0.25, 0.26, 0.27, 0.3), (0.0, 0.5, 0.8, 0.9, 0.95)
+    figures.show_sliders(
+        one_walk, "batch size, rate and momentum", batch=[*NAMES], rate=rates, momentum=momenta
+    )
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - write the gradient of a simple loss by hand, and compare it with autograd,
+# - descend with all samples, and with batches drawn without replacement,
+# - foretell the learning rate at which descent diverges: 2 divided by the Hessian's largest eigenvalue,
+# - say how the noise of a step depends on the batch size, and measure it.
+#
+# **Questions**
+#
+# <details><summary>All your x are ten times as large as before. What happens to the largest learning rate?</summary>
+#
+# The mean of x² in the Hessian grows a hundredfold, and it is most of the largest eigenvalue. Here the largest
+# rate is 78 times smaller than it was. That is one reason why inputs are scaled before training.
+# </details>
+#
+# <details><summary>Somebody uses the sum of the squared errors as loss, not their mean. What changes when the batch gets twice as large?</summary>
+#
+# The gradient of a sum is twice as large too, so the same learning rate takes steps twice as long, and may
+# diverge. With the mean, the gradient keeps its size, and only its noise changes.
+# </details>
+#
+# <details><summary>By how much must the batch grow so that the gradient's typical error, not its square, is halved?</summary>
+#
+# The variance is the mean of the squared error. Half the error is a quarter of the variance: four times the
+# batch.
+# </details>
+#
+# **Sources**: Bottou, Curtis, Nocedal 2018, "Optimization Methods for Large-Scale Machine Learning",
+# https://arxiv.org/abs/1606.04838; Goh 2017, "Why Momentum Really Works",
+# https://distill.pub/2017/momentum.

@@ -1,0 +1,553 @@
+# ---
+# manyhands: {title: Loss surfaces, minutes: 75, goal: "Cut through the loss of real networks, draw it with several ranks at once, compare networks with and without skip connections, and say what flat and sharp minima do and do not tell", job: {flags: "--grid 5 --networks 2", loss: [0.01, 0.036]}}
+# ---
+
+# %% [markdown]
+# # 02 Loss surfaces
+#
+# The loss of a line was a single bowl, and every way down led to the same place. Is the loss of a real
+# network anything like that? And does it matter which solution a training ends in?
+#
+# You cannot look at a surface over thousands of parameters. But you can cut through it, along a line or
+# a plane. Each point of such a picture is a whole network, and there are many points: a good reason for
+# your first program in which several processors work on one result.
+
+# %%
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+
+from manyhands import figures, images, lab, resnet, storage, watch
+from manyhands.checks import loss_surface as check
+from manyhands.checks import score
+from manyhands.first_job import my_share
+from manyhands.lab import run_ranks
+from manyhands.loss_surface import Direction, Loss
+from manyhands.power_law import error_rate, train_on
+
+lab.warm_up()
+torch.set_num_threads(1)
+data = images.load("embedded")
+print(f"torch {torch.__version__}; the ranks of this notebook use the CPU and gloo")
+print(data.note)
+
+# %% [markdown]
+# ## 1. From a line to a network
+#
+# A network differs from a line in three ways: it has many layers, between them stands something that is
+# not linear, and it has many more parameters. Here is a small one, with one hidden layer of 64 units,
+# trained for a second on pictures of digits.
+
+# %% tags=["nbval-check-output"]
+torch.manual_seed(0)
+network = train_on(data.train_inputs, data.train_labels, data.num_classes)
+print(network)
+print(f"{sum(p.numel() for p in network.parameters()):,} parameters; the line had 2")
+
+# %% [markdown]
+# In this lesson the **loss** is a function without arguments, which computes the loss of the network
+# with the parameters that it has at the moment. The parameters are a list of tensors.
+
+
+# %%
+def loss_of(model, num_images=256):
+    inputs, labels = data.train_inputs[:num_images], data.train_labels[:num_images]
+    return lambda: nn.functional.cross_entropy(model(inputs), labels)
+
+
+parameters = list(network.parameters())
+loss = loss_of(network)
+print(f"loss {loss().item():.4f}; shapes {[tuple(p.shape) for p in parameters]}")
+
+# %% [markdown]
+# The basic move: go some way off, measure the loss there, and come back. A **direction** is a list of
+# tensors of the same shapes as the parameters. Come back exactly: a picture is made of hundreds of such
+# moves, and rounding errors would add up.
+
+# %% exercise="loss_at" todo="2.1" minutes=10 difficulty=2 points=2
+from manyhands.loss_surface import loss_at
+
+# %% check="2.1" tags=["nbval-check-output"]
+check.loss_at(loss_at)
+
+# %% [markdown]
+# The first cut is the simplest: the straight line from one solution to another.
+
+# %% exercise="slice_between" todo="2.2" minutes=5 difficulty=1 points=1
+from manyhands.loss_surface import slice_between
+
+# %% check="2.2" tags=["nbval-check-output"]
+check.slice_between(slice_between)
+
+# %% [markdown]
+# ### Not a bowl
+#
+# Take the trained network and write its 64 hidden units down in another order, with all their weights.
+# That is another point in the space of parameters, but the very same function: the outputs are added
+# up in another order, that is all.
+#
+# Now walk from the one to the other in a straight line. If the loss were a bowl, the loss half way would
+# be **at most** that of the ends. What do you expect?
+
+# %%
+half_way = None  # your number: the loss half way, divided by the loss at the ends
+
+# %% answer="true"
+half_way = 5
+
+# %%
+with torch.no_grad():
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    weight, bias, head, head_bias = parameters
+    shuffled = [weight[order], bias[order], head[:, order], head_bias.clone()]
+
+if check.ready("2.1", "2.2"):
+    shares = [k / 20 for k in range(-5, 26)]
+    walk = slice_between(loss, parameters, shuffled, shares)
+    ends = walk[shares.index(0.0)]
+    higher = walk[shares.index(0.5)] / ends
+    print(f"half way / ends: you said {half_way}, a bowl allows at most 1, measured {higher:.2f}")
+    figure, ax = figures.new_figure()
+    figures.lines(
+        ax, {"loss": (shares, walk)}, "way from one solution (0) to the other (1)", "loss"
+    )
+    figures.show(
+        figure, "The loss between a network and its shuffled copy: a hill between two lows."
+    )
+
+# %% [markdown]
+# A hill, several times as high as the ends. So the loss of this network is no bowl: it has at least two
+# separate lows. In fact it has as many copies of this one as there are orders of 64 units, more than
+# $10^{89}$.
+#
+# ### Why is a good solution found all the same?
+#
+# One part of the answer: with so many of them, there is one near any place where you start. Look at the
+# line from the **first** weights of a network to its **trained** ones:
+
+# %%
+if check.ready("2.1", "2.2"):
+    curves = {}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        trained = list(train_on(data.train_inputs, data.train_labels, 10).parameters())
+        torch.manual_seed(seed)  # the same first weights again
+        fresh = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        own = list(fresh.parameters())
+        shares = [k / 20 for k in range(21)]
+        curves[f"seed {seed}"] = (shares, slice_between(loss_of(fresh), own, trained, shares))
+    figure, ax = figures.new_figure()
+    figures.lines(ax, curves, "way from the first weights (0) to the trained ones (1)", "loss")
+    figures.show(figure, "Three slices from first to trained weights: all fall without a hill.")
+
+# %% [markdown]
+# Read it: downhill all the way. The descent did not take the straight line, but nothing stood in its
+# path. There are hills between solutions, and yet none between a start and **its** solution. (This is
+# what was seen, here and in larger networks; it is no law.)
+
+# %% [markdown]
+# ## 2. The neighbourhood of a solution
+#
+# To see the surroundings, choose two random directions, and draw the loss over the plane through the
+# solution. How long should a direction be? The weights of one layer may be ten times as large as those
+# of another. A step of one length would hardly touch the first and wreck the second. So each **filter**
+# (the weights that make one output) is moved by its own length: distance 1 means "moved by as much as
+# its weights are long".
+
+# %% exercise="random_direction" todo="2.3" minutes=15 difficulty=2 points=2
+from manyhands.loss_surface import random_direction
+
+# %% check="2.3" tags=["nbval-check-output"]
+check.random_direction(random_direction)
+
+# %% [markdown]
+# ### Deep networks, with skips and without
+#
+# The networks to compare have 30 layers of convolutions. In the one kind, **skip connections** carry the
+# input of each pair of layers past them and add it to their output. In the other kind they are taken out.
+# All else is the same, even the first weights. The course's `resnet.ResNet` is a row of such blocks:
+
+# %% show="true"
+from manyhands.resnet import Block
+
+# %% [markdown]
+# Train two networks of each kind, with two seeds, dealt out to two ranks as in lesson 00. This takes some
+# ten seconds.
+
+# %%
+kinds = [(skip, seed) for seed in (1, 2) for skip in (True, False)]
+NAME = {True: "with skips", False: "without skips"}
+
+
+def train_networks():
+    torch.set_num_threads(1)
+    trained = {}
+    for skip, seed in my_share(kinds, dist.get_rank(), dist.get_world_size()):
+        torch.manual_seed(seed)
+        model = resnet.ResNet(num_blocks=14, skip=skip)
+        resnet.train(model, data.train_inputs, data.train_labels)
+        trained[skip, seed] = model.eval()
+    return trained
+
+
+networks = {}
+for share in run_ranks(train_networks, 2, timeout_s=150):
+    networks |= share
+
+
+def skips_first(item):
+    (skip, seed), _ = item
+    return not skip, seed
+
+
+for (skip, seed), model in sorted(networks.items(), key=skips_first):
+    wrong = error_rate(model, data.test_inputs, data.test_labels)
+    print(
+        f"{NAME[skip]:13} seed {seed}: {wrong:.1%} of the test images are taken for another digit"
+    )
+
+# %% [markdown]
+# The kind without skips is much harder to train: the same recipe leaves it far behind. Does the surface
+# show why?
+#
+# (One detail. These networks have batch norms, which keep averages from training. Away from the solution
+# those averages are wrong, so from here on each norm uses the batch at hand.)
+
+# %%
+for model in networks.values():
+    resnet.use_batch_statistics(model)
+
+# %% [markdown]
+# ### Your first parallel program
+#
+# A picture of 13 x 13 points takes 169 losses. They are independent: point (3, 5) does not have to wait
+# for point (3, 4). So deal them out. Each rank computes the losses of its own points. At the end all
+# ranks put them together.
+#
+# ![Nine points of a plane are dealt out to two ranks; each has a table with its own losses, and zeros for those of the other; an all-reduce adds up both tables, and then both ranks have all nine losses](figures/loss_surface_grid.svg)
+#
+# One way to put them together: each rank has a table with zeros wherever another rank is at work. The sum
+# of all tables is the whole picture. `dist.all_reduce(table)` adds up the tables of all ranks, and
+# afterwards each of them holds the sum. (Lesson 04 builds this function. Like every collective, it has to
+# be called by **all** ranks, or those that call it wait.)
+#
+# `my_share(tasks, rank, world_size)` from lesson 00 gives a rank's share of a list. As there, a `group` names
+# the ranks that take part; hand it on to `dist.get_rank`, `dist.get_world_size` and `dist.all_reduce`. With
+# `None` it is all ranks.
+
+# %% exercise="surface" todo="2.4" minutes=15 difficulty=3 points=3
+from manyhands.loss_surface import surface
+
+# %% check="2.4" tags=["nbval-check-output"]
+check.surface(surface)
+
+
+# %% [markdown]
+# Draw one network's picture with one rank, and then with two. How many times faster will two be?
+
+# %%
+speedup = None  # your number
+
+# %% answer="true"
+speedup = 1.9
+
+# %%
+grid = [k / 6 for k in range(-6, 7)]
+
+
+def picture(chosen):
+    torch.set_num_threads(1)
+    dist.barrier()  # all start to measure at the same time
+    start, losses = time.perf_counter(), {}
+    for kind in chosen:
+        own, generator = list(networks[kind].parameters()), torch.Generator().manual_seed(0)
+        directions = random_direction(own, generator), random_direction(own, generator)
+        losses[kind] = surface(loss_of(networks[kind]), own, directions, grid)
+    return losses, time.perf_counter() - start
+
+
+if check.ready("2.1", "2.3", "2.4"):
+    first = (True, 1)
+    ((one, one_s),) = run_ranks(picture, 1, [first], timeout_s=120)
+    (two, two_s), _ = run_ranks(picture, 2, [first], timeout_s=120)
+    score("speed-up of 2 ranks", speedup, 2, one_s / two_s)
+    assert torch.equal(one[first], two[first])
+    assert one[first][6, 6].item() == loss_of(networks[first])().item()
+    print("both pictures are equal in every bit, and in the middle stands the trained loss")
+
+# %% [markdown]
+# The work is cut into equal parts and there is one message at the end, so two ranks take about half the
+# time, if two cores are free for them. That the numbers are the same, bit for bit, is worth a line of code:
+# it is the first test of everything that you will make parallel.
+#
+# Now the other pictures.
+
+# %%
+if check.ready("2.1", "2.3", "2.4"):
+    (pictures, _), _ = run_ranks(
+        picture, 2, [kind for kind in kinds if kind != first], timeout_s=120
+    )
+    pictures |= two
+    figure = figures.loss_surfaces({NAME[s]: pictures[s, 1].tolist() for s in (True, False)}, grid)
+    figures.show(
+        figure, "Loss around two networks: a deep funnel with skips, a shallow dish without."
+    )
+
+# %% [markdown]
+# Read it: blue is low, yellow is high, and both networks have the same scale. With skips there is a deep
+# funnel. Without them there is a shallow dish: the training came to rest high above the funnel's bottom.
+# (The corners come from the coarse grid: between two points the picture is a straight line.)
+#
+# Is the way down smooth? Turn it into a number. Walk over the surface along a row, or a column. In a single
+# valley you only go down, and then up. Every further up and down makes the walk longer.
+
+# %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
+from manyhands.loss_surface import roughness
+
+# %% check="2.5" tags=["nbval-check-output"]
+check.roughness(roughness)
+
+# %%
+if check.ready("2.1", "2.3", "2.4", "2.5"):
+    for (skip, seed), losses in sorted(pictures.items(), key=skips_first):
+        lowest, highest = losses.min(), losses.max()
+        told = f"roughness {roughness(losses):.3f}, loss {lowest:.3f} to {highest:.1f}"
+        print(f"{NAME[skip]:13} seed {seed}: {told}")
+
+# %% [markdown]
+# With two networks of each kind you have a hint, not a result. The job of this lesson does the same for
+# more networks on a finer grid. This is what it gave, stored with the course:
+
+# %%
+stored = storage.stored("loss_surface")
+for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
+    results = [one for one in stored["networks"] if one["kind"] == kind]
+    rough = [one["roughness"] for one in results]
+    error = sum(one["error"] for one in results) / len(results)
+    told = f"roughness {sum(rough) / len(rough):.3f} ({min(rough):.3f} to {max(rough):.3f})"
+    print(f"{name:13} {len(results)} networks: {told}, test error {error:.1%}")
+first_of = {one["kind"]: one["losses"] for one in reversed(stored["networks"])}
+both = {NAME[True]: first_of["skip"], NAME[False]: first_of["plain"]}
+figure = figures.loss_surfaces(both, stored["distances"])
+figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and a rougher dish.")
+
+# %% [markdown]
+# What may you conclude? On these data, at this depth, with this recipe: the networks without skips ended at
+# higher losses, and the surroundings of those places are rougher. The picture does **not** show that the
+# roughness is the cause. It shows two dimensions out of about 17,000, and a network that is trained longer
+# sits at another place with other surroundings. Li et al. (2018), who invented these pictures, saw the same
+# change with 56 layers and more, and much less of it with 20.
+
+# %% [markdown]
+# ## 3. Flat and sharp
+#
+# Lesson 01 found the steepest direction of a line's loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row
+# and a column for each parameter; here that is $4810 \times 4810$, and the Hessian of a large model fits nowhere.
+# But its largest eigenvalue can be found without writing it down. It takes the gradient of a gradient, which
+# autograd can do: `torch.autograd.grad(..., create_graph=True)` gives gradients that can be differentiated once
+# more. This largest eigenvalue is called the **sharpness** of
+# a minimum: how fast the loss curves up in the steepest direction.
+
+# %% exercise="sharpness" todo="2.6" minutes=15 difficulty=3 points=2
+from manyhands.loss_surface import sharpness
+
+# %% check="2.6" tags=["nbval-check-output"]
+check.sharpness(sharpness)
+
+# %% [markdown]
+# Many slides say: small batches end in flat minima, large batches in sharp ones, and flat ones are better
+# on new data. Let us see. Train small networks with batches of 16, and with all 1,297 images at once; and
+# each of the two with and without **weight decay**, which pulls all weights towards 0 in each step. Three
+# seeds for each.
+
+
+# %%
+def train_small(batch, decay, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    rate, epochs = (0.05, 20) if batch == 16 else (0.1, 400)
+    recipe = {"lr": rate, "momentum": 0.9, "weight_decay": decay}
+    optimizer = torch.optim.SGD(model.parameters(), **recipe, foreach=True)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(data.train_inputs)).split(batch):
+            output = model(data.train_inputs[chosen])
+            nn.functional.cross_entropy(output, data.train_labels[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+ALL = len(data.train_inputs)
+recipes = [(b, decay, seed) for seed in range(3) for decay in (0.0, 0.005) for b in (16, ALL)]
+
+
+def train_share():
+    torch.set_num_threads(1)
+    own = my_share(recipes, dist.get_rank(), dist.get_world_size())
+    return {recipe: train_small(*recipe) for recipe in own}
+
+
+small = {}
+for share in run_ranks(train_share, 2, timeout_s=120):
+    small |= share
+
+# %% [markdown]
+# Which kind will be the sharper one?
+
+# %%
+ratio = None  # your number: sharpness with batch 1,297 / sharpness with batch 16, no weight decay
+
+# %% answer="true"
+ratio = 3
+
+
+# %%
+def about(model):
+    own = list(model.parameters())
+    length = torch.cat([p.detach().flatten() for p in own]).norm().item()
+    sharp = sharpness(loss_of(model, ALL), own, 20, torch.Generator().manual_seed(0))
+    wrong = error_rate(model, data.test_inputs, data.test_labels)
+    return {"sharpness": sharp, "length of all weights": length, "test error": wrong}
+
+
+def in_words(values):
+    return f"{sum(values) / len(values):6.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+if check.ready("2.6"):
+    facts = {recipe: about(model) for recipe, model in small.items()}
+    means = {}
+    for decay in (0.0, 0.005):
+        for batch in (16, ALL):
+            of_three = [facts[batch, decay, seed] for seed in range(3)]
+            means[batch, decay] = sum(fact["sharpness"] for fact in of_three) / 3
+            print(f"batch {batch}, weight decay {decay}")
+            for name in of_three[0]:
+                print(f"    {name:22} {in_words([fact[name] for fact in of_three])}")
+    measured = means[ALL, 0.0] / means[16, 0.0]
+    print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {measured:.2f}")
+
+# %% [markdown]
+# And the picture that goes with it: the loss on the line from the small-batch solution (at 0) to the
+# large-batch solution (at 1). "Apart" is the length of that line, in the same unit as the length of the weights.
+
+# %%
+if check.ready("2.1", "2.2", "2.6"):
+    shares = [k / 10 for k in range(-10, 21)]
+    figure, axes = figures.new_figure(9, 3.4, cols=2)
+    for ax, decay in zip(axes, (0.0, 0.005), strict=True):
+        curves, apart = {}, []
+        for seed in range(3):
+            model, other = small[16, decay, seed], small[ALL, decay, seed]
+            ends = list(model.parameters()), list(other.parameters())
+            apart.append(
+                sum((a - b).square().sum().item() for a, b in zip(*ends, strict=True)) ** 0.5
+            )
+            curves[f"seed {seed}"] = (shares, slice_between(loss_of(model, ALL), *ends, shares))
+        figures.lines(ax, curves, "batch 16 (0) to batch 1,297 (1)", "training loss (nats)")
+        ax.set(yscale="log", ylim=(5e-3, 5))
+        ax.set_title(
+            f"weight decay {decay}; {min(apart):.1f} to {max(apart):.1f} apart", fontsize=10
+        )
+    figures.legend_below(figure, axes[0])
+    figures.show(
+        figure, "Loss between small-batch and large-batch solutions, without and with decay."
+    )
+
+# %% [markdown]
+# Read it, on the left first, without weight decay. Beyond the large-batch solution (to the right of 1) the loss
+# rises faster than beyond the small-batch one. The table says the same: small batches end in a place about three
+# times flatter, and make fewer mistakes. So far the slides are right.
+#
+# But look at the length of the weights. Small batches took four times as many steps, and their weights have grown
+# longer. Weight decay stops that growth. Then the small-batch solution is almost three times **sharper** than it
+# was, and most of the difference is gone: on the right the two lie close together on level ground. And there the
+# sharper one of the two, from large batches, makes **fewer** mistakes.
+#
+# (Two warnings. On the left the large-batch solution is not quite a minimum: the loss still falls towards the
+# other one. And on a logarithmic axis a wide curve need not be a flat one; the number in the table is surer.)
+#
+# ### The slides disagree: is flat good?
+#
+# A two-minute experiment. Multiply the first layer of a network by 8, its biases too, and divide the weights
+# of the second by 8. A ReLU lets a factor through, so the function stays the same, bit for bit (8 is a
+# power of two, which floats divide by exactly).
+
+# %%
+if check.ready("2.1", "2.3", "2.6"):
+    model = small[16, 0.0, 0]
+    scaled = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    with torch.no_grad():
+        for number, (new, old) in enumerate(
+            zip(scaled.parameters(), model.parameters(), strict=True)
+        ):
+            new.copy_(old * [8, 8, 1 / 8, 1][number])
+    assert torch.equal(model(data.test_inputs), scaled(data.test_inputs))
+    for name, one in {"as trained": model, "rescaled": scaled}.items():
+        own, generator = list(one.parameters()), torch.Generator().manual_seed(0)
+        sharp = sharpness(loss_of(one, ALL), own, 20, generator)
+        direction = random_direction(own, torch.Generator().manual_seed(1))
+        away = loss_at(loss_of(one, ALL), own, [direction], [0.5])
+        print(f"{name:10}: sharpness {sharp:8.3f}, loss at distance 0.5 {away:.4f}")
+
+# %% [markdown]
+# The same function, the same mistakes on every image, and a sharpness more than ten times as large. So the
+# bare number cannot be what makes a solution good or bad (Dinh et al. 2017). The filter-wise directions of
+# section 2 do not see the rescaling: that is what they were made for. Even so, whether flatness in some
+# better sense explains anything is still argued about. Be careful with it.
+
+# %% [markdown]
+# ## 4. Run it as a job
+#
+# The job trains networks of both kinds and draws their surfaces, with your `random_direction`, `surface` and
+# `roughness`. All ranks work on each picture. Here it is small: one network of each kind with 18 layers, half the
+# training, a coarse grid. The stored run above says how to ask for more. The pictures stand in the run's folder,
+# as `surfaces.png`.
+
+# %%
+if check.ready("2.1", "2.3", "2.4", "2.5"):
+    check.keep()
+    small = "--grid 7 --networks 1 --blocks 8 --epochs 4".split()
+    folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small)
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - cut through the loss of any network along lines and planes, and come back to the same bit,
+# - show that a network's loss is no bowl,
+# - deal out the points of a picture to ranks, put them together, and prove that the numbers are the same,
+# - compute the largest eigenvalue of a Hessian that is too large to write down,
+# - say what is doubtful about "flat minima are better".
+#
+# **Questions**
+#
+# <details><summary>A picture has 169 points and you use 4 ranks. How many points does the slowest rank compute, and which speed-up is the best possible?</summary>
+#
+# 169 = 4 · 42 + 1, so one rank has 43. The best possible speed-up is 169 / 43 = 3.93.
+# </details>
+#
+# <details><summary>One rank gets a wrong seed and draws other directions than the rest. What does the picture look like?</summary>
+#
+# Every n-th point comes from another plane: a pattern of stripes or dots, most visible far from the middle, where
+# the planes differ most. No error tells you. Comparing with one rank does.
+# </details>
+#
+# <details><summary>The sharpness of a solution is 40. What does lesson 01 say about the learning rate?</summary>
+#
+# Plain gradient descent with a rate above 2 / 40 = 0.05 would be thrown out of this minimum in the steepest
+# direction.
+# </details>
+#
+# **Sources**: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets",
+# https://arxiv.org/abs/1712.09913; Goodfellow, Vinyals, Saxe 2015, https://arxiv.org/abs/1412.6544; Keskar et
+# al. 2017, "On Large-Batch Training for Deep Learning", https://arxiv.org/abs/1609.04836; Dinh et al. 2017,
+# "Sharp Minima Can Generalize For Deep Nets", https://arxiv.org/abs/1703.04933; He et al. 2015,
+# https://arxiv.org/abs/1512.03385.

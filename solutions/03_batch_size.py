@@ -1,0 +1,480 @@
+# ---
+# manyhands: {title: Batch size, minutes: 75, goal: "Measure throughput the right way, find how many steps each batch size needs to reach a target, and foretell from gradients alone where larger batches stop helping", job: {flags: "", loss: [10, 4000]}}
+# ---
+
+# %% [markdown]
+# # 03 Batch size
+#
+# With more processors you can look at more samples in the same time. Each step then has a larger batch.
+# Does the training get faster by that?
+#
+# The answer has two halves. **How many samples a second** does a batch size allow? And **how many steps**
+# does a training need with it? The first half is about the machine, the second about the task. In an hour
+# you will have measured both, and you will be able to foretell the largest batch that is worth its price.
+#
+# ![The batch size sets how many images a second the machine trains on, and how many steps the task needs to its target; both together make the time to the target](figures/batch_size_halves.svg)
+
+# %%
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands import figures, images, lab, storage, watch
+from manyhands.checks import batch_size as check
+from manyhands.checks import score
+from manyhands.first_job import my_share
+from manyhands.lab import run_ranks
+from manyhands.power_law import fit_power_law
+from manyhands.sweep import PATIENCE, Training, tune
+
+lab.warm_up()
+torch.set_num_threads(1)
+data = images.load("embedded")
+print(f"torch {torch.__version__}; everything here runs on the CPU")
+print(data.note)
+
+# %% [markdown]
+# The task is lesson 00's: tell which digit a picture shows. The network is small, with one hidden layer of
+# 32 units, and it is trained by plain stochastic gradient descent. `Training` holds all of it: `step()`
+# trains on the next batch, `accuracy()` says which share of the 500 test images is told right.
+
+# %% tags=["nbval-check-output"]
+training = Training(data, batch=32, rate=0.4, seed=1)
+print(f"before the first step {training.accuracy():.0%} of the test images are told right")
+for _ in range(200):
+    training.step()
+print(f"after 200 steps {training.accuracy():.0%}")
+
+# %% [markdown]
+# ## 1. How many samples a second?
+#
+# The **throughput** is the number of samples that are trained on in a second. It looks easy to measure:
+# take the time, train, take the time again. Three things make such numbers wrong:
+#
+# - The first steps are slow. Memory is being allocated, libraries are being loaded. So **warm up** first.
+# - On a GPU a call returns at once, and the GPU works on. So wait for it, **synchronise**, before you look
+#   at the clock.
+# - Something else runs on the machine now and then. A single slow step moves the mean. The **median** of
+#   many steps does not care.
+
+# %% exercise="throughput" todo="3.1" minutes=10 difficulty=2 points=2
+from manyhands.batch_size import throughput
+
+# %% check="3.1" tags=["nbval-check-output"]
+check.throughput(throughput)
+
+# %% [markdown]
+# Measure it for batch sizes from 1 to 8192. On a CPU nothing has to be waited for. If each step took as long as
+# one with a single image, batch 256 would have 256 times the throughput of batch 1. How many times will it be?
+
+# %%
+gain = None  # your number
+
+# %% answer="true"
+gain = 60
+
+
+# %%
+def images_per_s(batch):
+    more = data._replace(  # the same images again and again, so that there are enough for a batch
+        train_inputs=data.train_inputs.repeat(7, 1, 1, 1), train_labels=data.train_labels.repeat(7)
+    )
+    training = Training(more, batch, 0.1, seed=1)
+    return throughput(training.step, batch, 10, 40, lambda: None)
+
+
+batches = [2**k for k in range(14)]
+if check.ready("3.1"):
+    speed = {batch: images_per_s(batch) for batch in batches}
+    for batch in (1, 32, 256, 1024, 8192):
+        step_us = 1e6 * batch / speed[batch]
+        print(f"batch {batch:4}: {speed[batch]:9,.0f} images/s, a step takes {step_us:5.0f} us")
+    score("gain of batch 256", gain, 256, speed[256] / speed[1])
+
+# %%
+if check.ready("3.1"):
+    figure, ax = figures.new_figure()
+    ideal = [speed[1] * batch for batch in batches]
+    measured = {"images a second": (batches, list(speed.values()))}
+    predicted = {"twice the batch, twice the images": (batches, ideal)}
+    names = ("batch size (images)", "images a second")
+    figures.measured_and_predicted(ax, measured, predicted, *names)
+    figures.show(
+        figure, "Throughput against batch size: a straight rise that bends and levels off."
+    )
+
+# %% [markdown]
+# Read it: at first a batch of twice the size takes hardly more time. Most of a step is spent on starting
+# operations, whatever their size. Then the processor gets full and the curve bends: in the end twice the batch
+# takes twice as long, and images a second stay where they are. A GPU is filled later than a CPU core, since
+# it has more to fill, but its curve has the same shape.
+#
+# If one processor is full, take a second one: with a batch of its own on each processor, images a second
+# grow with the number of processors, as far as the network between them allows. In images a second, the
+# batch can grow almost without limit.
+
+# %% [markdown]
+# ## 2. How many steps to the target?
+#
+# A training should reach a **target**: here, 93 % of the test images told right. How many steps does that
+# take? The accuracy jumps up and down from step to step, so one good evaluation may be luck. Ask for
+# several in a row; their number is called the **patience**. In this lesson it is 2.
+
+# %% exercise="steps_to_target" todo="3.2" minutes=15 difficulty=2 points=2
+from manyhands.batch_size import steps_to_target
+
+# %% check="3.2" tags=["nbval-check-output"]
+check.steps_to_target(steps_to_target)
+
+# %%
+TARGET = 0.93
+if check.ready("3.2"):
+    for batch, rate in ((2, 0.1), (32, 0.4), (512, 0.8)):
+        training = Training(data, batch, rate, seed=1)
+        way = (training.step, training.accuracy, TARGET, PATIENCE, max(1, 16 // batch), 4000)
+        steps = steps_to_target(*way)
+        print(f"batch {batch:3}: {steps} steps, {steps * batch:,} images looked at")
+
+# %% [markdown]
+# ### A fair comparison
+#
+# The learning rate matters as much as the batch. Large batches are calmer (lesson 01) and can be taken
+# faster. With one rate for all batch sizes you would compare nothing but how well that rate fits. So each
+# batch size gets **its own best rate** out of a grid, and each setting is tried with several seeds.
+#
+# A rate counts as good only if **all** seeds reach the target with it. A mean over those that happened to
+# survive would favour reckless rates.
+
+# %% exercise="best_rate" todo="3.3" minutes=10 difficulty=1 points=1
+from manyhands.batch_size import best_rate
+
+# %% check="3.3" tags=["nbval-check-output"]
+check.best_rate(best_rate)
+
+# %% [markdown]
+# Now the sweep: 9 batch sizes, 6 rates, 3 seeds. Two ranks share the batch sizes, with `my_share` from
+# lesson 00. `tune` does what you would do by hand: it tries each rate with each seed. It gives a rate up when a
+# seed takes more than twice the steps of the best rate so far, so not all of the 162 trainings are needed.
+#
+# Say before you start: by which factor do the steps shrink from batch 4 to batch 8, and by which from batch
+# 64 to 128?
+
+# %%
+from_4_to_8, from_64_to_128 = None, None  # your numbers: steps before / steps after
+
+# %% answer="true"
+from_4_to_8, from_64_to_128 = 1.8, 1.2
+
+# %%
+RATES, SEEDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6), (1, 2, 3)
+sizes = [2**k for k in range(9)]
+
+
+def sweep_share():
+    torch.set_num_threads(1)
+    own = my_share(sizes, dist.get_rank(), dist.get_world_size())
+    return {batch: tune(data, batch, RATES, SEEDS, TARGET, 4000) for batch in own}
+
+
+if check.ready("3.3"):
+    found = {}
+    for share in run_ranks(sweep_share, 2, timeout_s=150):
+        found |= share
+    best = {batch: best_rate(found[batch]) for batch in sizes}
+    num_trainings = sum(len(seeds) for by_rate in found.values() for seeds in by_rate.values())
+    print(f"the budget of this sweep: {num_trainings} trainings")
+    for batch, (rate, mean) in best.items():
+        steps = found[batch][rate]
+        print(f"batch {batch:3}: {mean:6.0f} steps ({min(steps)} to {max(steps)}) at rate {rate}")
+    score("from 4 to 8", from_4_to_8, 2, best[4][1] / best[8][1])
+    score("from 64 to 128", from_64_to_128, 2, best[64][1] / best[128][1])
+
+# %% [markdown]
+# Look at the rates first. If the best one stood at an end of the grid, a wider grid might hold a better one.
+# Here none does.
+#
+# With small batches, twice the batch needs half the steps: the same number of images, and with enough
+# processors half the time. With large batches, twice the batch needs about as many steps as before; what
+# moves there is chance, with three seeds. A simple formula has both in it:
+#
+# $$\text{steps} = \text{least steps} \cdot \left(1 + \frac{\text{critical batch}}{\text{batch}}\right)$$
+#
+# For a huge batch the steps are the **least steps**: the gradient has no noise left, and still you have to
+# walk the way. At the **critical batch** it takes twice the least steps.
+
+# %% exercise="fit_steps" todo="3.4" minutes=15 difficulty=3 points=2
+from manyhands.batch_size import fit_steps
+
+# %% check="3.4" tags=["nbval-check-output"]
+check.fit_steps(fit_steps)
+
+
+# %%
+if check.ready("3.3", "3.4"):
+    results = [
+        {"batch": batch, "mean": mean, "steps": found[batch][rate]}
+        for batch, (rate, mean) in best.items()
+    ]
+    least, critical = fit_steps(sizes, [mean for _, mean in best.values()])
+    print(f"least steps {least:.0f}, critical batch {critical:.0f}")
+    small = [one for one in results if one["batch"] <= critical / 4]
+    _, slope = fit_power_law([r["batch"] for r in small], [r["mean"] for r in small])
+    print(f"slope up to a quarter of the critical batch: {-slope:.2f} (perfect would be -1)")
+    figure, ax = figures.new_figure(7, 4)
+    figures.steps_by_batch(ax, results, least, critical)
+    figures.show(
+        figure, "Steps to the target against batch size, log-log: a slope of -1, then level."
+    )
+
+# %% [markdown]
+# Read it, from left to right. In the green part is **perfect scaling**: the slope is nearly -1 (the formula
+# itself has -0.9 there). Then come
+# **diminishing returns**: more images in a step still help, but less than they cost. In the orange part is
+# the **plateau**: a larger batch saves nothing at all. The same three regimes were found for nine other
+# pairs of networks and data, up to Transformers and ImageNet (Shallue et al. 2019). What differs is where the
+# bend is: from some tens of samples here to many thousands there.
+
+# %% [markdown]
+# ## 3. The same number of epochs
+#
+# Many people change the batch and leave the number of **epochs** as it was. What happens then? Train for
+# 4 epochs with different batches, each at its own best rate.
+
+# %%
+if check.ready("3.3"):
+    for batch in (4, 16, 64, 256):
+        wrong = []
+        for seed in SEEDS:
+            training = Training(data, batch, best[batch][0], seed)
+            for _ in range(4 * len(data.train_inputs) // batch):
+                training.step()
+            wrong.append(1 - training.accuracy())
+        steps = 4 * len(data.train_inputs) // batch
+        told = f"test error {fmean(wrong):.3f} ({min(wrong):.3f} to {max(wrong):.3f})"
+        print(f"batch {batch:3}: 4 epochs are {steps:4} steps, {told}")
+
+# %% [markdown]
+# "Large batches are less accurate", one often reads. Here you see the simplest reason: in the same epochs
+# they take fewer steps, and at some point too few. (There is more to it with very large batches, and there are
+# remedies: lesson 07.)
+
+# %% [markdown]
+# ## 4. Batch times replicas
+#
+# On several processors each one, a **replica**, has a copy of the model and a batch of its own. Their
+# gradients are averaged, and all take the same step. The mean of the gradients of 4 batches of 8 is the
+# gradient of one batch of 32. So what counts for the steps is the
+#
+# $$\text{global batch} = \text{batch} \times \text{replicas}$$
+#
+# Write the averaging. `dist.all_reduce(tensor)` adds up a tensor over all ranks, in place. (As in lesson 00, a
+# `group` names the ranks that take part, and is handed on.) Return one number more, the mean of the squared
+# lengths that the ranks' own gradients had: noise makes a gradient longer, and section 5 reads from this how
+# much noise there is.
+
+# %% exercise="average_over_ranks" todo="3.5" minutes=10 difficulty=2 points=2
+from manyhands.batch_size import average_over_ranks
+
+# %% check="3.5" tags=["nbval-check-output"]
+check.average_over_ranks(average_over_ranks)
+
+
+# %%
+def train_on_ranks(batch, rate, seed):
+    """Train to the target; each rank takes its part of every batch. Returns squared lengths."""
+    torch.set_num_threads(1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    training = Training(data, batch, rate, seed)  # same seed: same weights, same order everywhere
+    own_squares, mean_squares, own_batch = [], [], batch // world_size
+    while training.accuracy() < TARGET:
+        chosen = next(training.batches)[rank * own_batch :][:own_batch]
+        own = training.gradient(data.train_inputs[chosen], data.train_labels[chosen])
+        mean, square = average_over_ranks(own)
+        own_squares.append(square)
+        mean_squares.append(mean.square().sum().item())
+        training.descend(mean)
+    return own_squares, mean_squares
+
+
+if check.ready("3.5"):
+    runs = {n: run_ranks(train_on_ranks, n, 32, 0.4, 1, timeout_s=60)[0] for n in (1, 2, 4)}
+    for world_size, (_, squares) in runs.items():
+        own = 32 // world_size
+        told = f"{len(squares)} steps, squared length of the first mean gradient {squares[0]:.4f}"
+        print(f"{world_size} ranks with {own:2} images each: {told}")
+    torch.testing.assert_close(runs[1][1][:20], runs[4][1][:20], rtol=1e-3, atol=1e-5)
+
+# %% [markdown]
+# The same training, whether one rank has all 32 images or four have 8 each. (Sums in another order differ
+# in the last digits, so after many steps the runs may part a little.) Lesson 05 builds this up to a
+# method that is fast as well.
+
+# %% [markdown]
+# ## 5. Foretell the critical batch
+#
+# The sweep was dear: more than a hundred trainings. Can the critical batch be foretold?
+#
+# In the plateau the gradient of a batch is nearly the true one. With small batches it is mostly noise. The
+# bend should be where noise and gradient are equally strong. In lesson 01 the noise of a batch had the
+# variance $V / \text{batch}$, where $V$ is the mean squared distance of a single sample's gradient from the
+# true one. It equals the squared length of the true gradient at
+#
+# $$\text{batch} = \frac{V}{|\text{true gradient}|^2}$$
+#
+# This number is the **noise scale**. Nobody knows the true gradient, but two batch sizes are enough to work
+# it out. And four ranks give you two batch sizes at no cost: each rank's own 8 images, and the mean over all
+# 32.
+
+# %% exercise="noise_scale" todo="3.6" minutes=15 difficulty=3 points=2
+from manyhands.batch_size import noise_scale
+
+# %% check="3.6" tags=["nbval-check-output"]
+check.noise_scale(noise_scale)
+
+# %% [markdown]
+# Now foretell the critical batch from three trainings, each on four ranks. By which factor will the noise scale
+# be larger than the critical batch of the sweep, or smaller (then below 1)?
+
+# %%
+factor = None  # your number
+
+# %% answer="true"
+factor = 1.5
+
+# %%
+if check.ready("3.3", "3.4", "3.5", "3.6"):
+    small_squares, large_squares = [], []
+    for seed in SEEDS:
+        own_squares, mean_squares = run_ranks(train_on_ranks, 4, 32, 0.4, seed, timeout_s=60)[0]
+        print(f"seed {seed}: noise scale {noise_scale(own_squares, mean_squares, 8, 32):.0f}")
+        small_squares += own_squares
+        large_squares += mean_squares
+    scale = noise_scale(small_squares, large_squares, 8, 32)
+    print(f"noise scale {scale:.0f}, critical batch by the sweep {critical:.0f}")
+    score("noise scale / critical batch", factor, 1, scale / critical)
+    figure, ax = figures.new_figure(7, 4)
+    figures.steps_by_batch(ax, results, least, critical, scale)
+    figures.show(figure, "Steps against batch size with the critical batch and the noise scale.")
+
+# %% [markdown]
+# Three trainings foretell what took a hundred, up to a factor of about 2. More than that the authors of the
+# method do not promise (McCandlish et al. 2018). The noise scale grows during a training, so one number for all
+# of it is rough. And noise in a steep direction of the loss does more harm than in a flat one, which a single
+# length cannot tell. Still it tells tens from thousands, and that is what you need before you ask for 64 GPUs.
+
+# %% [markdown]
+# ## 6. How long does it take?
+#
+# Steps times the time of a step is what you wait for. Both halves of the lesson come together: on this
+# one core, which batch is the fastest to the target?
+
+# %%
+fastest = None  # your number
+
+# %% answer="true"
+fastest = 64
+
+# %%
+if check.ready("3.1", "3.3"):
+    seconds = {batch: best[batch][1] * batch / speed[batch] for batch in sizes}
+    epoch_s = {batch: len(data.train_inputs) / speed[batch] for batch in sizes}
+    figure, ax = figures.new_figure()
+    series = {"time to the target": (sizes, list(seconds.values()))}
+    series["time of an epoch"] = (sizes, list(epoch_s.values()))
+    figures.lines(ax, series, "batch size (images)", "time (s)")
+    ax.set(xscale="log", yscale="log")
+    figures.show(figure, "Time to the target falls and rises again; time of an epoch only falls.")
+    quickest = min(seconds, key=seconds.get)
+    print(f"fastest: batch {quickest} with {seconds[quickest]:.3f} s; you said {fastest}")
+
+# %% [markdown]
+# ### The slides disagree: less time for an epoch
+#
+# "A larger batch takes less time for an epoch, so it trains faster", say slides of more than one course. The
+# first half is right, and the dashed line shows it. But an epoch is not what you wait for. The time to the
+# target, the solid line, stops falling: steps are no longer saved, and where the steps also take longer, it
+# rises. So two bends decide: that of the steps, which belongs to the task, and that of the throughput, which
+# belongs to the machine. Ask of every speed-up: to reach **what**?
+
+# %% [markdown]
+# ## 7. A larger run
+#
+# The job of this lesson does the sweep with more seeds and larger batches, also with MNIST's 60,000 images.
+# What it gave is stored with the course:
+
+# %%
+figure, axes = figures.new_figure(9, 4.2, cols=2)
+for ax, name in zip(axes, ("digits", "mnist"), strict=True):
+    stored = storage.stored(f"batch_size_{name}")
+    critical_of, scale_of = stored["critical_batch"], stored["noise_scale"]
+    figures.steps_by_batch(ax, stored["batches"], stored["least_steps"], critical_of, scale_of)
+    ax.set_title(f"{name}, target {stored['target']:.0%}")
+    told = f"slope in the green part {stored['slope']:.2f}, critical batch {critical_of:.0f}"
+    print(f"{name}, {stored['num_trainings']} trainings: {told}, noise scale {scale_of:.0f}")
+figures.show(figure, "The stored sweeps of the digits and of MNIST, with fit and noise scale.")
+
+# %% [markdown]
+# ## 8. Run it as a job
+#
+# Your own sweep. The job uses your `best_rate`, `fit_steps` and `noise_scale`. A sweep is many jobs that do
+# not need each other: on a cluster `sbatch --array=0-10 sbatch/batch_size.sbatch` makes eleven of them, one for
+# each batch size. Here it is a single small one, with one network for each setting, and a training that is not
+# at its target after 600 steps has missed it.
+
+# %%
+if check.ready("3.3", "3.4", "3.6"):
+    check.keep()
+    small_sweep = "--networks 1 --target 0.9 --rates 0.2 0.4 0.8 --max-steps 600".split()
+    folder = watch.run("../sbatch/batch_size.sbatch", "--impl", "mine", *small_sweep)
+
+# %%
+if check.ready("3.3", "3.4", "3.6"):
+    own = storage.read_json(folder / "result.json")
+    fit = (own["least_steps"], own["critical_batch"], own["noise_scale"])
+    figure, ax = figures.new_figure(7, 4)
+    figures.steps_by_batch(ax, own["batches"], *fit)
+    figures.show(figure, "The job's sweep: steps against batch, with the fit and the noise scale.")
+
+# %% [markdown]
+# With a single network for each setting the points jump about, and so do both numbers. The stored runs above
+# have three and six.
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - measure throughput with warm-up, synchronisation and a median,
+# - compare batch sizes fairly: a rate of its own for each, several seeds, a target, a stated budget,
+# - name the three regimes, and fit the critical batch,
+# - say what the global batch is, and prove it on ranks,
+# - foretell the critical batch from the gradients of a single training on several ranks.
+#
+# **Questions**
+#
+# <details><summary>The critical batch is 20, and you go from batch 10 on one GPU to 8 GPUs with batch 10 each. How many times fewer steps does the formula promise?</summary>
+#
+# From 1 + 20/10 = 3 times the least steps to 1 + 20/80 = 1.25 times: 2.4 times fewer, with 8 times the GPUs.
+# </details>
+#
+# <details><summary>Somebody times 100 steps on a GPU without synchronising and gets 2 million images a second. What did they measure?</summary>
+#
+# How fast the CPU can hand out orders. The GPU was still working when the clock was read.
+# </details>
+#
+# <details><summary>Late in a training the gradient is short and the noise is as large as ever. What does that do to the critical batch?</summary>
+#
+# It grows: V divided by a smaller squared length. So a larger batch makes sense later in a training (lesson
+# 07 grows it).
+# </details>
+#
+# **Sources**: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+# https://arxiv.org/abs/1812.06162; Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural
+# Network Training", https://arxiv.org/abs/1811.03600.

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor
 
-from manyhands import figures
+from manyhands import figures, lab
 from manyhands.checks import gradient_descent as check
 from manyhands.checks import score
 from manyhands.power_law import fit_power_law
 
+lab.warm_up()
 torch.set_num_threads(1)
 print(f"torch {torch.__version__}, one process on the CPU, no data to fetch")
 
@@ -57,8 +58,8 @@ for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
 # two parameters, the loss of every line in sight can be computed and drawn like a map.
 
 # %%
-ws, bs = torch.linspace(-1.5, 4.5, 61), torch.linspace(-4, 3, 61)
-grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (61, 61, 2)
+ws, bs = torch.linspace(-1.5, 4.5, 41), torch.linspace(-4, 3, 41)
+grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (41, 41, 2)
 losses = mean_squared_error(grid, x, y)
 levels = [0.28 * 1.5**k for k in range(13)]
 
@@ -135,7 +136,7 @@ if check.ready("1.1", "1.2"):
 # %%
 if check.ready("1.1", "1.2"):
     for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
-        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=5000)
+        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2500)
         print(f"rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
 
 # %% [markdown]
@@ -276,28 +277,28 @@ if check.ready("1.1", "1.4", "1.5"):
 #
 # But the three did not do the same amount of work. 60 steps on all samples look at 6,000 samples, 60
 # steps on one look at 60. Compare them by the samples they looked at: which of the three has the lowest
-# loss after 100 samples, and which after 2,000?
+# loss after 100 samples, and which after 1,000?
 
 # %%
-after_100, after_2000 = None, None  # 100, 10 or 1: the batch size
+after_100, after_1000 = None, None  # 100, 10 or 1: the batch size
 
 # %% answer="true"
-after_100, after_2000 = 1, 10
+after_100, after_1000 = 1, 10
 
 # %%
 if check.ready("1.1", "1.4", "1.5"):
     curves, found = {}, {}
     for batch, name in NAMES.items():
-        paths = [walk(batch, 2000 // batch, plain(0.1), seed) for seed in range(10)]
+        paths = [walk(batch, 1000 // batch, plain(0.1), seed) for seed in range(10)]
         mean = torch.stack([mean_squared_error(path, x, y) for path in paths]).mean(dim=0)
         steps = range(0, len(mean), max(1, 50 // batch))  # not each of them: the line would blur
         curves[name] = ([batch * step for step in steps], mean[list(steps)].tolist())
-        found[batch] = [mean[samples // batch].item() for samples in (100, 2000)]
+        found[batch] = [mean[samples // batch].item() for samples in (100, 1000)]
     figure, ax = figures.new_figure()
     figures.lines(ax, curves, "samples looked at", "loss (mean of 10 runs)")
     ax.set(yscale="log", ylim=(0.25, 10))
     figures.show(figure, "The loss against the samples looked at, for three batch sizes.")
-    for samples, said, which in ((100, after_100, 0), (2000, after_2000, 1)):
+    for samples, said, which in ((100, after_100, 0), (1000, after_1000, 1)):
         losses_there = {batch: found[batch][which] for batch in NAMES}
         lowest = min(losses_there, key=losses_there.get)
         told = ", ".join(f"batch {batch}: {loss:.3f}" for batch, loss in losses_there.items())
@@ -341,7 +342,7 @@ exponent, fall = -1, 16
 if check.ready("1.1", "1.6"):
     generator = torch.Generator().manual_seed(0)
     batches = [1, 2, 4, 8, 16, 32, 64]
-    variances = [gradient_variance(start, x, y, M, 1500, generator) for M in batches]
+    variances = [gradient_variance(start, x, y, M, 1000, generator) for M in batches]
     single = torch.stack([gradient(start, x[[i]], y[[i]]) for i in range(len(x))])
     V = (single - gradient(start, x, y)).square().sum(dim=1).mean().item()
     a, b = fit_power_law(batches, variances)
@@ -371,7 +372,7 @@ def variance_without(batch, epochs):
 
 if check.ready("1.1", "1.4", "1.6"):
     N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
-    without = [variance_without(M, epochs=10 * M) for M in sizes]
+    without = [variance_without(M, epochs=4 * M) for M in sizes]
     fine = range(1, 100)
     measured = {"without": (sizes, without), "with replacement": (batches, variances)}
     predicted = {

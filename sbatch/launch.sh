@@ -9,7 +9,7 @@
 # batch job's file, and calls it slurm_script. A job's run has the folder runs/NAME-ID. When Slurm
 # sends SIGUSR1 (--signal in the job file), the ranks save and the job queues again, to go on there.
 #
-# Number 4 of an array (--array in the job file) has the ID 17_4 and a run of its own, and gets the
+# Number 4 of an array (sbatch --array=0-10) has the ID 17_4 and a run of its own, and gets the
 # flags in ARRAY_FLAGS before all others.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -61,7 +61,7 @@ for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
 ws, bs = torch.linspace(-1.5, 4.5, 41), torch.linspace(-4, 3, 41)
 grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (41, 41, 2)
 losses = mean_squared_error(grid, x, y)
-levels = [0.28 * 1.5**k for k in range(13)]
+levels = [0.28 * 2**k for k in range(8)]
 
 
 def draw_map(ax):
@@ -76,7 +76,7 @@ figures.show(
 )
 
 # %% [markdown]
-# Read it: dark is low. From one line to the next the loss grows by half. There is a single
+# Read it: dark is low. From one line to the next the loss doubles. There is a single
 # lowest point, in a long valley: if w is a little too large, b can make up for most of it.
 
 # %% [markdown]
@@ -136,7 +136,7 @@ if check.ready("1.1", "1.2"):
 # %%
 if check.ready("1.1", "1.2"):
     for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
-        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2500)
+        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2200)
         print(f"rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
 
 # %% [markdown]
@@ -372,7 +372,7 @@ def variance_without(batch, epochs):
 
 if check.ready("1.1", "1.4", "1.6"):
     N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
-    without = [variance_without(M, epochs=4 * M) for M in sizes]
+    without = [variance_without(M, epochs=3 * M) for M in sizes]
     fine = range(1, 100)
     measured = {"without": (sizes, without), "with replacement": (batches, variances)}
     predicted = {

@@ -118,6 +118,13 @@ def test_job_in_slurms_words(tmp_path, monkeypatch):
     }
 
 
+def test_a_job_whose_id_is_its_arrays_reads_its_own_record_only(tmp_path, monkeypatch):
+    other = "\nJobId=78 ArrayJobId=77 JobName=other\n   NodeList=node9\n"
+    make_scontrol(tmp_path, monkeypatch, SHOW.replace("X\n;;", f"{other}X\n;;"))
+    set_all(monkeypatch, MANYHANDS_BATCH="1", SLURM_JOB_ID="77")
+    assert (job()["name"], job()["nodes"]) == ("ddp", ["node1", "node2"])
+
+
 def test_newer_slurm_says_times_in_variables(tmp_path, monkeypatch):
     make_scontrol(tmp_path, monkeypatch, SHOW)
     set_all(monkeypatch, MANYHANDS_BATCH="1", SLURM_JOB_ID="77")

@@ -419,7 +419,7 @@ def test_site_file_that_is_not_filled_in(slurm, clone):
     code, lines = check_site(slurm, clone, "export X='\n", "sbatch/none.sbatch")
     told = "\n".join(line for line in lines if line.startswith("problem: "))
     assert code == 2 and "site.env is no shell text" in told
-    assert "no job file sbatch/none.sbatch; there are: collectives.sbatch" in told
+    assert "no job file sbatch/none.sbatch; there are: batch_size.sbatch" in told
 
 
 def test_site_without_slurm(clone, tmp_path):

@@ -87,7 +87,11 @@ def job(out: str = "") -> dict:
     slurm, before = slurm_environ(), job_before(out)
     if slurm:
         told = _ask_slurm("scontrol", "show", "job", slurm["SLURM_JOB_ID"])
-        found = dict(re.findall(r"(\w+)=(\S+)", told))
+        # Where this job's ID is also that of its array, all jobs of the array are told.
+        own = [
+            one for one in told.split("\n\n") if one.startswith(f"JobId={slurm['SLURM_JOB_ID']} ")
+        ]
+        found = dict(re.findall(r"(\w+)=(\S+)", own[0] if own else told))
         nodes = _ask_slurm("scontrol", "show", "hostnames", found.get("NodeList", "")).split()
     else:
         found, nodes = {}, []

@@ -31,15 +31,34 @@ from types import ModuleType
 import psutil
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 import manyhands
-from manyhands import checks, data_parallel, ddp, lab, ring
+from manyhands import (
+    bubble,
+    checks,
+    data_parallel,
+    ddp,
+    fsdp,
+    lab,
+    pipeline,
+    plans,
+    ring,
+    schedules,
+    split_model,
+    stages,
+    wiring,
+    wrapping,
+)
+from manyhands.live import Live, parts_of
 from manyhands.meters import SAMPLE_EVERY_S, Sampler, Stopwatch
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import read_json, read_lines
-from manyhands.transformer import Transformer, flops_per_token, num_parameters
+from manyhands.transformer import Block, Transformer, flops_per_token, num_parameters
 
 SCRIPTS = Path(__file__).resolve().parent
 CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
@@ -161,9 +180,11 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-def make_step(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
+def make_step(
+    model: nn.Module, tokens: torch.Tensor, optimizer: Optimizer | None = None
+) -> Callable[[], None]:
     """One training step: forward, backward, AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
         model(tokens, tokens).backward()
@@ -224,6 +245,165 @@ def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
     ]
     in_turn(steps, 4)  # torch packs its buckets anew after the first step
     return in_turn(steps, num_rounds)
+
+
+def zero3_ratios(config: Config) -> list[Measured]:
+    """Step time and peak memory of FSDP over those of fully_shard, on the same two ranks."""
+    words, values = [], []
+    for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
+        results = lab.run_ranks(measure_zero3, 2, shape, 24, timeout_s=400)
+        by_hand, native = slowest_rank([times_s for times_s, _ in results])
+        values.append(ratios(by_hand, native))
+        peaks = [max(peak) for peak in zip(*(peaks for _, peaks in results), strict=True)]
+        words.append(
+            (
+                f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {shape.words}: "
+                f"by hand {milliseconds(by_hand)}, native {milliseconds(native)}",
+                f"{peaks[0] / peaks[1]:.3f} with {shape.words}: by hand {peaks[0]:,} bytes, native "
+                f"{peaks[1]:,}",
+            )
+        )
+        if len(values) == 1:
+            memory = peaks[0] / peaks[1]
+    steps, bytes_ = zip(*words, strict=True)
+    note = "2 ranks x 1 thread, every block a unit; "
+    counted = "of all tensors that live, with the optimizer's state; "
+    return [
+        (statistics.median(values[0]), note + "; ".join(steps)),
+        (memory, note + counted + "; ".join(bytes_)),
+    ]
+
+
+def measure_zero3(shape: Shape, num_rounds: int) -> tuple[list[list[float]], list[int]]:
+    """On a rank: times of a step with FSDP by hand and by torch, and bytes at their peaks."""
+    torch.manual_seed(dist.get_rank())
+    steps, peaks = [], []
+    for wrap in (fsdp.FSDP, wrapping.torch_fsdp):
+        model, tokens = shape.build()
+        model = wrap(model, list(model.blocks))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        steps.append(make_step(model, tokens, optimizer))
+        steps[-1]()  # from now on there is optimizer state
+        with Live(parts_of(model, optimizer)) as live:
+            steps[-1]()
+        peaks.append(live.total)
+    in_turn(steps, 3)
+    return in_turn(steps, num_rounds), peaks
+
+
+def pipeline_ratio(config: Config) -> list[Measured]:
+    """A training step of 1F1B over PyTorch's, on the same two ranks."""
+    return by_hand_over_native(
+        time_pipeline, [(Shape(8, 1024, 64, 16), 8), (Shape(4, 65, 64, 16), 4)], "micro-batches"
+    )
+
+
+def time_pipeline(shape: Shape, m: int, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of forwards and backwards in 1F1B, by hand and by torch."""
+    rank, p, steps = dist.get_rank(), dist.get_world_size(), []
+
+    def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    for native in (False, True):
+        model, tokens = shape.build()
+        layers = stages.layers_of(model)
+        own = {rank: stages.cut(layers, stages.partition([1.0] * len(layers), p))[rank]}
+        if native:
+            schedule = wiring.torch_pipeline(own, p, m, loss_fn, "1f1b")
+            given = {
+                0: partial(schedule.step, tokens),
+                p - 1: partial(schedule.step, target=tokens),
+            }
+            call = given.get(rank, schedule.step)
+        else:
+            shapes = (shape.batch // m, shape.block, 32 * shape.layers)
+            engine = pipeline.Pipeline(own, schedules.one_f_one_b(p, m), loss_fn, shapes)
+            call = partial(engine.step, tokens, tokens)
+        steps.append(partial(fresh, own[rank], call))
+    in_turn(steps, 3)
+    return in_turn(steps, num_rounds)
+
+
+def bubble_gap(config: Config) -> list[Measured]:
+    """How far the idle share of 1F1B over stages that only wait is from the formula."""
+    gaps, words = [], []
+    for p, m in ((4, 8), (8, 16)):
+        by_rank = lab.run_ranks(time_bubble, p, m, 7)
+        shares = [bubble.idle_share(spans) for spans in zip(*by_rank, strict=True)]
+        formula = float(bubble.bubble(p, m)[1])
+        gaps.append(abs(statistics.median(shares) - formula))
+        words.append(
+            f"{p} ranks, {m} micro-batches: {statistics.median(shares):.3f} ({spread(shares)}), "
+            f"formula {formula:.3f}"
+        )
+    return [(max(gaps), "20 ms forward, 40 ms backward; " + "; ".join(words))]
+
+
+def time_bubble(m: int, num_rounds: int) -> list[list]:
+    """On a rank: when it computed what, in each round."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    schedule, own = schedules.one_f_one_b(p, m), {rank: stages.Waiting(0.02, 0.04)}
+    engine = pipeline.Pipeline(own, schedule, lambda out, _: out.mean(), (1, 4))
+    rounds = []
+    for _ in range(1 + num_rounds):
+        dist.barrier()
+        engine.step(torch.ones(m, 4), torch.ones(m, 4))
+        rounds.append(list(engine.spans))
+    return rounds[1:]  # the first one makes the connections
+
+
+def fresh(module: nn.Module, call: Callable[[], object]) -> None:
+    """Call it, and drop the gradients that it left."""
+    call()
+    module.zero_grad()
+
+
+def tensor_ratio(config: Config) -> list[Measured]:
+    """Forward and backward of a block that is cut by hand over DTensor's, on the same two ranks."""
+    return by_hand_over_native(time_tensor, [(512, 8), (128, 8)], "heads")
+
+
+def time_tensor(width: int, heads: int, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of forward and backward of a block (4, 64, width), both ways."""
+    x, steps = torch.randn(4, 64, width), []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    styles = {
+        name.removeprefix("blocks.0."): style
+        for name, style in plans.plan(1).items()
+        if name.startswith("blocks.0.")
+    }
+    for native in (False, True):
+        block = Block(width, heads, 0.0)
+        if native:
+            block = parallelize_module(block, mesh, styles)
+        else:
+            split_model.cut_block(block)
+        steps.append(partial(fresh, block, partial(forward_and_backward, block, x)))
+    in_turn(steps, 3)
+    return in_turn(steps, num_rounds)
+
+
+def forward_and_backward(block: nn.Module, x: torch.Tensor) -> None:
+    """Also the gradient of x: it is what travels to the layer before."""
+    block(x.requires_grad_()).sum().backward()
+
+
+def by_hand_over_native(
+    fn: Callable, sizes: Sequence[tuple], what: str, num_rounds: int = 24
+) -> list[Measured]:
+    """The ratio at the first of `sizes`; the note has all of them."""
+    words, values = [], []
+    for size, number in sizes:
+        times_s = lab.run_ranks(fn, 2, size, number, num_rounds, timeout_s=400)
+        by_hand, native = slowest_rank(times_s)
+        values.append(ratios(by_hand, native))
+        named = size.words if isinstance(size, Shape) else f"width {size}"
+        words.append(
+            f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {named}, {number} "
+            f"{what}: by hand {milliseconds(by_hand)}, native {milliseconds(native)}"
+        )
+    return [(statistics.median(values[0]), "2 ranks x 1 thread; " + "; ".join(words))]
 
 
 def weak_scaling(config: Config) -> list[Measured]:
@@ -494,6 +674,19 @@ MEASURES = (
     Measure(
         ddp_ratio,
         (("data parallel overlapped by hand / native", "<= 1.05", "step time / step time"),),
+    ),
+    Measure(
+        zero3_ratios,
+        (
+            ("zero-3 step by hand / native", "<= 1.3", "step time / step time"),
+            ("zero-3 peak memory by hand / native", "<= 1.1", "bytes / bytes"),
+        ),
+    ),
+    Measure(pipeline_ratio, (("1f1b by hand / native", "<= 1.05", "step time / step time"),)),
+    Measure(bubble_gap, (("idle share of waiting stages - formula", "<= 0.03", "of the time"),)),
+    Measure(
+        tensor_ratio,
+        (("tensor parallel by hand / native", "<= 1.05", "block time / block time"),),
     ),
     Measure(weak_scaling, (("weak scaling 1 to 2 ranks", ">= 0.9", "step time / step time"),)),
     Measure(flops_share, (("training flops / matmul flops", ">= 0.6", "FLOP/s / FLOP/s"),)),

@@ -123,7 +123,7 @@ def ddp_overview(card: Card) -> None:
         card.box(238, y + 32, 78, 44, "forward", fill="forward")
         card.box(338, y + 32, 88, 44, "backward", fill="backward")
         card.box(582, y + 32, 54, 44, "same", "step", fill="optimizer")
-        card.box(658, y + 32, 72, 44, "weights", fill="parameters")
+        card.box(658, y + 32, 72, 44, "weights", fill="weights")
         for start, stop in ((217, 236), (317, 336), (427, 448), (559, 580), (637, 656)):
             card.line((start, middle), (stop, middle))
     card.line((694, 96), (694, 218), more=BOTH_TIPS)
@@ -188,7 +188,7 @@ def data_parallel_buckets(card: Card) -> None:
     for y, name in ((34, "layers"), (74, "buckets"), (382, "time")):
         card.text(112, y, name, END)
     for layer in range(6):
-        card.box(122 + 76 * layer, 18, 72, 32, f"layer {layer + 1}", fill="parameters")
+        card.box(122 + 76 * layer, 18, 72, 32, f"layer {layer + 1}", fill="weights")
     for bucket in range(3):
         card.box(426 - 152 * bucket, 58, 148, 32, f"bucket {bucket}", fill="gradients")
     card.line((576, 108), (122, 108))
@@ -450,6 +450,101 @@ def data_parallel_server(card: Card) -> None:
         card.text(x, 316, ",  ".join(words), BOLD)
 
 
+def memory_stages(card: Card) -> None:
+    """What each of three ranks holds in ZeRO stages 0 to 3: in stage 0 all have the whole weights,
+    gradients and optimizer state; stage 1 cuts the optimizer state into three shards, stage 2 also
+    the gradients, stage 3 also the weights.
+    """
+    parts = (("weights", 1), ("gradients", 1), ("optimizer", 2))
+    for stage in range(4):
+        left = 20 + 186 * stage
+        card.text(left + 80, 24, f"stage {stage}", BOLD)
+        for rank in range(3):
+            card.text(left + 18 + 54 * rank + 8, 296, f"rank {rank}")
+            y = 44.0
+            for number, (role, height) in enumerate(parts):
+                whole, x = 56 * height, left + 4 + 54 * rank
+                card.box(x, y, 46, whole)
+                if stage >= 3 - number:
+                    card.box(x, y + whole / 3 * rank, 46, whole / 3, "1/3", fill=role)
+                else:
+                    card.box(x, y, 46, whole, "all", fill=role)
+                y += whole + 6
+    for number, (role, _) in enumerate(parts):
+        card.box(130 + 180 * number, 322, 22, 18, fill=role)
+        card.text(160 + 180 * number, 331, role, START)
+
+
+def fsdp_unit(card: Card) -> None:
+    """How FSDP brings one unit's weights and lets them go: in forward the shards are gathered, the
+    unit computes, and its whole weights are freed; in backward they are gathered again, the unit
+    computes its gradients, a reduce-scatter leaves each rank its shard of their mean, and the whole
+    is freed. Meanwhile the next unit's weights are on their way.
+    """
+    widths = {"gather": 92, "compute": 112, "reduce-scatter": 124, "free": 56}
+    for row, role in enumerate(("forward", "backward")):
+        card.text(20, 24 + 146 * row, role, BOLD + START)
+        for place in range(2):
+            x, y = 100 + 98 * place, 44 + 146 * row + 48 * place
+            card.text(x - 12, y + 19, f"unit {place + 1 if row == 0 else 2 - place}", END)
+            for step, width in widths.items():
+                if step != "reduce-scatter" or role == "backward":
+                    fill = "communication" if step in ("gather", "reduce-scatter") else LIGHT_GREY
+                    card.box(x, y, width, 38, step, fill=role if step == "compute" else fill)
+                    x += width + 6
+    card.line((560, 304), (700, 304))
+    card.text(548, 304, "time", END)
+    card.text(100, 304, "whole weights live from gather to free", START)
+
+
+def pipeline_stages(card: Card) -> None:
+    """A pipeline of three stages on three ranks: micro-batches 0 to 3 enter at rank 0; while rank 0
+    works on micro-batch 2, rank 1 works on 1 and rank 2 on 0; activations go to the next rank,
+    gradients come back, and the loss is on the last rank.
+    """
+    card.text(16, 24, "micro-batches", BOLD + START)
+    card.box(16, 96, 66, 42, "3", fill="data")
+    layers = ("embedding, block 0", "blocks 1 and 2", "block 3, norm, head")
+    for rank, words in enumerate(layers):
+        x = 124 + 202 * rank
+        card.box(x, 44, 160, 146)
+        card.text(x + 80, 62, f"rank {rank}: stage {rank}", BOLD)
+        card.text(x + 80, 84, words)
+        card.box(x + 22, 102, 116, 32, f"forward {2 - rank}", fill="forward")
+        card.box(x + 22, 146, 116, 32, "its backward", fill="backward")
+        card.line((x - 40 if rank else 84, 117), (x - 3, 117))
+        if rank:
+            card.line((x - 3, 162), (x - 40, 162), colour=RED)
+            card.text(x - 21, 206, "gradient")
+            card.text(x - 21, 30, "activation")
+    card.line((690, 117), (716, 117))
+    card.text(736, 117, "loss", BOLD)
+
+
+def tensor_mlp(card: Card) -> None:
+    """An MLP cut over two ranks: x is copied to both; each multiplies with its columns of A, takes
+    gelu, and multiplies with its rows of B; an all-reduce adds the two parts to y on both.
+    Backward, an all-reduce adds the gradients of x at f.
+    """
+    card.box(16, 96, 56, 60, "x", fill="activations")
+    card.line((74, 126), (112, 126), more="")
+    card.box(112, 104, 44, 44, "f", fill="communication")
+    for rank, y in enumerate((28, 156)):
+        card.line((156, 126), (176, y + 36), (206, y + 36))
+        card.text(424, y - 8, f"rank {rank}", BOLD)
+        card.box(206, y + 6, 120, 60, f"A{rank}", "columns of A", fill="weights")
+        card.line((328, y + 36), (362, y + 36))
+        card.box(364, y + 6, 80, 60, "gelu", fill=LIGHT_GREY)
+        card.line((446, y + 36), (480, y + 36))
+        card.box(482, y + 6, 100, 60, f"B{rank}", "rows of B", fill="weights")
+        card.line((582, y + 36), (606, y + 36), (628, 126), more="")
+    card.box(628, 104, 44, 44, "g", fill="communication")
+    card.line((674, 126), (700, 126))
+    card.box(702, 96, 44, 60, "y", fill="activations")
+    card.text(16, 250, "f: copy forward, all-reduce backward", START)
+    card.text(744, 250, "g: all-reduce forward, copy backward", END)
+
+
 def first_job_map(card: Card) -> None:
     """Ranks and devices: two nodes, node1 and node2, with two GPUs each, and one process on each
     GPU; ranks 0 to 3 make a world of 4, and each node has local ranks 0 and 1, so rank 3 is local
@@ -567,6 +662,10 @@ HEIGHTS = {
     collectives_ring: 324,
     collectives_deadlock: 284,
     data_parallel_server: 342,
+    memory_stages: 354,
+    fsdp_unit: 326,
+    pipeline_stages: 224,
+    tensor_mlp: 272,
     data_parallel_buckets: 424,
     ddp_overview: 294,
     ddp_ranks: 314,

@@ -18,7 +18,7 @@ from manyhands.meters import duration, idle_words
 from manyhands.record import Device, Record, integral, mean_busy, read, scheduler_words
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import replace_file
-from report_figures import Picture, loss_words, pictures, scaled, slide
+from report_figures import Picture, loss_words, noun, pictures, scaled, slide
 
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1
@@ -181,14 +181,15 @@ def whys(record: Record) -> list[str]:
 
 
 def loss_rows(record: Record) -> dict[str, str]:
-    """Training and validation loss, with the floor where there is one."""
+    """Training and validation loss, with the floor where there is one; or what tasks came to."""
     name, unit = loss_words(record)
     floor = record.about.get("floor")
     known = f" {unit}" + ("" if floor is None else f" (floor {floor:.4f})")
-    losses = record.column("loss")
-    rows = {f"last training {name}": f"{losses[-1][1]:.4f}{known}"} if losses else {}
+    losses, result = record.column("loss"), record.about.get("result_name")
+    last = [] if result else losses[-1:]
+    rows = {f"last training {name}": f"{loss:.4f}{known}" for _, loss in last}
     if record.status.get("valid_loss") is not None:
-        rows[f"validation {name}"] = f"{record.status['valid_loss']:.4f}{known}"
+        rows[result or f"validation {name}"] = f"{record.status['valid_loss']:.4f}{known}"
     return rows
 
 
@@ -206,7 +207,7 @@ def summary(record: Record) -> dict[str, str]:
         "job": about.get("identity", {}).get("job", "-"),
         "scheduler": scheduler_words(record.job) or "none: started by hand",
         "state": state(record),
-        "steps": steps_words(record),
+        noun(record): steps_words(record),
         "nodes": some(record.job.get("nodes") or record.hosts),
         "ranks": ranks_words(record),
         "granted": granted_words(record),
@@ -222,6 +223,10 @@ def summary(record: Record) -> dict[str, str]:
     if whys(record) and record.bill.energy_kwh is not None:
         rows["not measured"] = some(whys(record))
     rows |= {"data": str(about.get("config", {}).get("data", "-"))} | loss_rows(record)
+    if peak := record.status.get("peak_bytes"):
+        parts = some([f"{part} {scaled(nbytes, 'B')}" for part, nbytes in peak.items()])
+        rows["tensors at their peak"] = f"{scaled(sum(peak.values()), 'B')} on rank 0: {parts}"
+    rows |= record.status.get("notes", {})
     if speed is not None:
         rows["speed"] = f"{speed:,.0f} {record.unit}/s"
         if about.get("flops_per_token") and record.unit == "tokens":
@@ -233,7 +238,7 @@ def tiles(record: Record) -> dict[str, tuple[str, str]]:
     """The numbers that one looks for first: name -> number and what it is of."""
     rows, losses = summary(record), loss_rows(record)
     word, _, more = rows["state"].partition(", ")
-    found = {"state": (word, more), "steps": (rows["steps"], "")}
+    found = {"state": (word, more), noun(record): (steps_words(record), "")}
     used, more = time_words(record)
     found["time"] = (used, more.removeprefix("; "))
     if record.speed() is not None:

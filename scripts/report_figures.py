@@ -65,6 +65,16 @@ def loss_words(record: Record) -> tuple[str, str]:
     return name.strip(), unit.rstrip(")")
 
 
+def noun(record: Record) -> str:
+    """What the run counts: steps, or tasks by their name."""
+    return record.about.get("noun", "steps")
+
+
+def count_label(record: Record) -> str:
+    """The axis that counts them."""
+    return f"{noun(record)} done" if "noun" in record.about else "step"
+
+
 # ---- the time axis -----------------------------------------------------------------------------
 
 
@@ -243,12 +253,15 @@ def draw_loss(ax: Axes, record: Record) -> str:
     series = record.column("loss")
     x, y = [step for step, _ in series], [loss for _, loss in series]
     curves, valid = {"training": (x, y)}, record.status.get("valid_loss")
-    if valid is not None and record.steps:
+    are_tasks = "noun" in record.about
+    if valid is not None and record.steps and not are_tasks:
         curves["validation"] = ([record.steps[-1]["step"]], [valid])
     floor = record.about.get("floor")
-    lines(ax, curves, "step", f"{name} ({unit})" if unit else name, floor)
+    lines(ax, curves, count_label(record), f"{name}\n({unit})" if unit else name, floor)
     lower_legend(ax)
-    words = f"Training: {y[0]:.3f} at step {x[0]}, {y[-1]:.3f} at step {x[-1]}." if y else ""
+    words = f"First {y[0]:.3f}, last {y[-1]:.3f}." if y else ""
+    if y and not are_tasks:
+        words = f"Training: {y[0]:.3f} at step {x[0]}, {y[-1]:.3f} at step {x[-1]}."
     broken = [line["step"] for line in record.steps if "loss" in line and line["loss"] is None]
     if broken:
         words += f" The {name} was not a finite number at step {broken[0]}."
@@ -261,7 +274,7 @@ def draw_speed(ax: Axes, record: Record) -> str:
     """Draw the speed of every step."""
     series, unit = record.column(f"{record.unit}_per_s"), f"{record.unit}/s"
     x, y = thinned(series)
-    lines(ax, {unit: (x, y)}, "step", unit)
+    lines(ax, {unit: (x, y)}, count_label(record), unit)
     ax.set_ylim(0, 1.1 * max(y) or 1)
     ax.yaxis.set_major_formatter(EngFormatter(sep="") if max(y) >= 1e5 else "{x:,.0f}")
     typical = record.speed() or 0.0
@@ -292,7 +305,7 @@ def draw_split(ax: Axes, record: Record) -> str:
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     words = f"Of the time: {', '.join(f'{name} {share:.1%}' for name, share in ranked)}."
     if "communication" in parts:
-        words += " Communication is what was not hidden behind backward;"
+        words += " Communication is what was not hidden behind computation;"
         words += " other has the mean of the loss over the ranks and the writing of numbers."
     return words
 

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-import torch
-
-from manyhands import batch_size, images, mine, sweep
+from manyhands import batch_size, images, sweep
 from manyhands.figures import new_figure, png, steps_by_batch
 from manyhands.first_job import my_share
 from manyhands.power_law import fit_power_law
-from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.runtime import BadInput, World, command_line
 from manyhands.storage import read_json
-from manyhands.tasks import Kind, TaskRun, read_results
+from manyhands.tasks import Kind, TaskRun, read_results, start
 from report import write_report
 
 BATCHES = [2**power for power in range(11)]
@@ -89,27 +87,20 @@ KIND = Kind(
     identity=("data", "batch", "rates", "networks", "target", "max_steps", "seed"),
     key=("batch", "rate"),
     loss_name="mean steps (to the target)",
+    result_name="fewest mean steps",
     tell=curve,
 )
 
 
 def main(config: Config) -> dict | None:
     """Train all, and write the report; rank 0 returns the numbers of `result.json`."""
-    yours = mine.load("batch_size", Parts._fields) if config.impl == "mine" else {}
-    torch.set_num_threads(1)  # more would only wait for each other: the networks are tiny
-    with distributed(config.device, config.seed, timeout_s=24 * 3600) as world:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    return start(KIND, config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
-    data = images.load(config.data)
+    data = images.load(config.data).to(world.device)
     world.print(data.note)
     tasks = list_tasks(config, len(data.train_inputs))
-    data = data._replace(
-        **{name: getattr(data, name).to(world.device) for name in data._fields[:4]}
-    )
 
     def work(batch: int, rate: float) -> dict:
         ways = (seeds(config), config.target, config.max_steps)

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from manyhands import first_job, images, mine, power_law
+from manyhands import first_job, images, power_law
 from manyhands.figures import measured_and_predicted, new_figure, png
-from manyhands.runtime import BadInput, World, command_line, distributed
-from manyhands.tasks import Kind, TaskRun
+from manyhands.runtime import BadInput, World, command_line
+from manyhands.tasks import Kind, TaskRun, start
 from report import write_report
 
 
@@ -63,27 +63,23 @@ KIND = Kind(
     identity=("data", "smallest", "networks", "seed"),
     key=("size", "seed"),
     loss_name="error (share of images)",
+    result_name="mean error with most images",
     tell=curve,
 )
 
 
 def main(config: Config) -> float:
     """Train all networks, write the report, and return the exponent of the power law."""
-    yours = mine.load("first_job", Parts._fields) if config.impl == "mine" else {}
-    torch.set_num_threads(1)  # more would only wait for each other: the networks are tiny
-    with distributed(config.device, config.seed, timeout_s=600) as world:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    return start(KIND, config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
-    data = images.load(config.data)
+    data = images.load(config.data).to(world.device)
     world.print(data.note)
     tasks = list_tasks(config, len(data.train_inputs))
 
     def work(size: int, seed: int) -> dict:
-        return {"error": train_one(data, size, seed, world.device)}
+        return {"error": train_one(data, size, seed)}
 
     with TaskRun(KIND, config, world, tasks) as run:
         results = run.do(tasks, work, parts.my_share)
@@ -109,14 +105,13 @@ def list_tasks(config: Config, num_images: int) -> list[tuple[int, int]]:
     return [(size, config.seed + n) for size in sizes for n in range(config.networks)]
 
 
-def train_one(data: images.Images, size: int, seed: int, device: torch.device) -> float:
+def train_one(data: images.Images, size: int, seed: int) -> float:
     """Train a network on `size` images that the seed chooses; its error on the test images."""
     torch.manual_seed(seed)
     chosen = torch.randperm(len(data.train_inputs))[:size]
-    inputs, labels = (part[chosen].to(device) for part in (data.train_inputs, data.train_labels))
+    inputs, labels = data.train_inputs[chosen], data.train_labels[chosen]
     model = power_law.train_on(inputs, labels, data.num_classes)
-    test = (data.test_inputs.to(device), data.test_labels.to(device))
-    return power_law.error_rate(model, *test)
+    return power_law.error_rate(model, data.test_inputs, data.test_labels)
 
 
 def mean_errors(points: Iterable[tuple[int, float]]) -> dict[int, float]:

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import images, loss_surface, mine, resnet
+from manyhands import images, loss_surface, resnet
 from manyhands.figures import loss_surfaces, png
 from manyhands.first_job import my_share
 from manyhands.power_law import error_rate
 from manyhands.resnet import ResNet, use_batch_statistics
-from manyhands.runtime import BadInput, World, command_line, distributed, together
+from manyhands.runtime import BadInput, World, command_line, together
 from manyhands.storage import partial_name, read_state, write_state
-from manyhands.tasks import Kind, TaskRun
+from manyhands.tasks import Kind, TaskRun, start
 from report import write_report
 
 KINDS = ("skip", "plain")
@@ -75,9 +75,9 @@ def curve(result: Mapping) -> tuple[float | None, int, str]:
     """The test error of a network, the images that it looked at, and words."""
     which = f"{result['kind']}, seed {result['seed']}"
     if result["stage"] == "train":
-        words = f"tasks done; network {which}: test error {result['error']:.3f}"
+        words = f"done; network {which}: test error {result['error']:.3f}"
         return result["error"], result["num_images"], words
-    words = f"tasks done; surface {which}: roughness {result['roughness']:.3f}"
+    words = f"done; surface {which}: roughness {result['roughness']:.3f}"
     return None, result["num_images"], words
 
 
@@ -87,27 +87,20 @@ KIND = Kind(
     identity=("data", "networks", "blocks", "grid", "span", "images", "epochs", "seed"),
     key=("stage", "kind", "seed"),
     loss_name="test error (share of images)",
+    result_name="mean test error with skips",
     tell=curve,
 )
 
 
 def main(config: Config) -> dict | None:
     """Train and map all, and write the report; rank 0 returns the numbers of `result.json`."""
-    yours = mine.load("loss_surface", Parts._fields) if config.impl == "mine" else {}
-    torch.set_num_threads(1)  # more would only wait for each other: the networks are small
-    with distributed(config.device, config.seed, timeout_s=24 * 3600) as world:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    return start(KIND, config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
-    data = images.load(config.data)
+    data = images.load(config.data).to(world.device)
     world.print(data.note)
     check(config, len(data.train_inputs))
-    data = data._replace(
-        **{name: getattr(data, name).to(world.device) for name in data._fields[:4]}
-    )
     seeds = range(config.seed, config.seed + config.networks)
     tasks = [(stage, kind, n) for stage in ("train", "map") for n in seeds for kind in KINDS]
     half = len(tasks) // 2

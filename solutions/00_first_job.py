@@ -383,9 +383,9 @@ check.site_file(site_file)
 # goes into the queue; here it may just start. `ranks=1` asks for a single process, **whatever the
 # job was granted**.
 #
-# You will see the state of the job and what the rank prints. A step of this job is one whole training,
-# and the curve shows the error of each network. It falls because later networks get more images. The
-# stop button ends the job after the training that goes on; what is done is kept.
+# You will see the state of the job, what the rank prints, and how many networks are trained. The curve
+# shows the error of each network. It falls because later networks get more images. The stop button ends
+# the job after the training that goes on; what is done is kept.
 
 # %%
 if check.ready("0.3", "0.4"):

@@ -24,7 +24,7 @@ def measured(config: bench.Config) -> dict:
 
 def test_row_names_are_unique_and_complete():
     rows = [row for measure in bench.MEASURES for row in measure.rows]
-    assert len({name for name, *_ in rows}) == len(rows) == 11
+    assert len({name for name, *_ in rows}) == len(rows) == 16
     assert all(name and goal and unit for name, goal, unit in rows)
 
 
@@ -105,6 +105,16 @@ def test_slowest_rank_is_taken_round_by_round():
 def test_steps_run_on_real_ranks(fn, num_works):
     times_s = run_ranks(fn, 2, bench.Shape(layers=1, vocab=9, block=4, batch=2), 3)
     assert all(len(works) == num_works for works in times_s)
+    assert all(len(work) == 3 and min(work) > 0 for works in times_s for work in works)
+
+
+@pytest.mark.parametrize(
+    ("fn", "size", "number"),
+    [(bench.time_pipeline, bench.Shape(1, 9, 4, 4), 2), (bench.time_tensor, 16, 2)],
+)
+def test_both_ways_of_model_parallelism_are_timed(fn, size, number):
+    times_s = run_ranks(fn, 2, size, number, 3)
+    assert all(len(works) == 2 for works in times_s)
     assert all(len(work) == 3 and min(work) > 0 for works in times_s for work in works)
 
 

@@ -4,10 +4,11 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from manyhands import data_parallel, ddp
-from manyhands.checks import Lesson, NotYet, Verdict, judge, score
+from manyhands import bubble, data_parallel, ddp, flat, savings
+from manyhands.checks import Lesson, NotYet, Pair, Verdict, as_written, judge, score
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -68,12 +69,18 @@ def every_exercise() -> list:
     ]
 
 
+def as_asked(word: str, todo: str, answer: object) -> object:
+    """The answer, or twice the same where two are asked for."""
+    exercise = importlib.import_module(f"manyhands.checks.{word}").lesson.exercises[todo]
+    return Pair(answer, answer) if exercise.num_answers == 2 else answer
+
+
 @pytest.mark.parametrize(("word", "todo"), every_exercise())
 def test_the_stub_is_not_started(word, todo):
     def stub(*args, **kwargs):
         raise NotImplementedError(f"TODO {todo}")
 
-    assert repr(verdict(word, todo, stub)) == f"TODO {todo} not started"
+    assert repr(verdict(word, todo, as_asked(word, todo, stub))) == f"TODO {todo} not started"
 
 
 @pytest.mark.parametrize(("word", "todo"), every_exercise())
@@ -85,10 +92,10 @@ def test_half_answers_and_nonsense_are_named(word, todo):
         return no_such_name  # noqa: F821
 
     for answer in (returns_none, misspelt, 5, None, int):
-        told = verdict(word, todo, answer)
+        told = verdict(word, todo, as_asked(word, todo, answer))
         assert told.state == "not yet" and told.seen, (answer, told)
         assert "checks/" not in repr(told), told
-    assert "NameError" in repr(verdict(word, todo, misspelt))
+    assert "NameError" in repr(verdict(word, todo, as_asked(word, todo, misspelt)))
 
 
 class HalfWritten(data_parallel.BucketedDDP):
@@ -102,6 +109,68 @@ def test_methods_that_are_still_to_be_written_are_named():
     told = verdict("data_parallel", "5.9", HalfWritten)
     assert told.state == "not started"
     assert repr(told) == "TODO 5.9 not started: _start is still to be written"
+
+
+class HalfAFunction(savings.Checkpoint):
+    """Static methods, of which one is still as the notebook gives it."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("TODO 9.6")
+
+
+def test_static_methods_that_are_still_to_be_written_are_named():
+    told = verdict("memory", "9.6", HalfAFunction)
+    assert repr(told) == "TODO 9.6 not started: backward is still to be written"
+
+
+class BareFlat(flat.ShardedFlat):
+    def __init__(self, params, dtype=None, replicas=None, group=None):
+        raise NotImplementedError("TODO 10.1")
+
+
+class OnABareFlat(BareFlat):
+    def wait(self):
+        self.start()
+
+
+class BareOnABareFlat(BareFlat):
+    def wait(self):
+        raise NotImplementedError("TODO 10.4")
+
+
+def test_a_class_on_a_stub_is_not_started_until_it_is_written():
+    assert verdict("fsdp", "10.4", BareOnABareFlat).state == "not started"
+    told = verdict("fsdp", "10.4", OnABareFlat)
+    assert "calls your `__init__`, TODO 10.1, which is not written yet" in repr(told)
+
+
+def test_an_autograd_function_written_twice_is_the_same():
+    def write(factor):
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return factor * x
+
+            @staticmethod
+            def backward(ctx, grad):
+                return 2 * grad
+
+        return Twice
+
+    def other():
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x + x + x
+
+            @staticmethod
+            def backward(ctx, grad):
+                return 2 * grad
+
+        return Twice
+
+    assert as_written(write(2)) == as_written(write(2)) != as_written(other())
 
 
 def test_an_endless_loop_ends():
@@ -146,6 +215,20 @@ def test_a_check_without_its_answer_is_told():
     check = importlib.import_module("manyhands.checks.first_job")
     with pytest.raises(NotYet, match="hand over days_on_devices itself"):
         check.days_on_devices()
+    with pytest.raises(NotYet, match="takes one answer, and was given 2"):
+        check.days_on_devices(int, int)
+
+
+def test_an_exercise_of_two_answers_wants_both_and_keeps_both(tmp_path, capsys):
+    check = importlib.import_module("manyhands.checks.pipeline")
+    with pytest.raises(NotYet, match="takes two answers, in the order of their cell, and was"):
+        check.bubble(bubble.idle_share)
+    with pytest.raises(NotYet, match="bubble is None, not a function"):
+        check.bubble(bubble.idle_share, None)
+    check.bubble(bubble.idle_share, bubble.bubble)
+    check.keep(tmp_path)
+    text = (tmp_path / "pipeline.py").read_text()
+    assert "\ndef idle_share(" in text and "\ndef bubble(" in text
 
 
 # ---- what a learner meets around the verdicts ------------------------------------------------

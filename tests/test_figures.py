@@ -39,6 +39,9 @@ def test_measured_points_and_predicted_lines_share_a_colour():
     assert list(points.get_ydata()) == [2.0, 3.0] and points.get_linestyle() == "None"
     assert {one.get_color() for one in (line, points, key)} == {figures.ALGORITHM["ring"][0]}
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ring", "tree", "native"]
+    keys = ax.get_legend().legend_handles  # both, only points, only a line
+    assert [key.get_marker() != "None" for key in keys] == [True, True, False]
+    assert [key.get_linestyle() != "None" for key in keys] == [True, False, True]
     figures.legend_below(figure, ax)
     assert ax.get_legend() is None
     assert figure.legends[0].get_title().get_text() == "points: measured; lines: predicted"
@@ -171,3 +174,14 @@ def test_sliders_hand_over_all_choices_and_draw_each_picture_once():
     rows[1].value = 8
     rows[1].value = 1
     assert drawn == [(0.1, 1), (0.2, 1), (0.2, 8)]
+
+
+def test_stacked_bars_stand_on_each_other_and_say_their_sum():
+    _, ax = figures.new_figure()
+    parts = {"weights": 1.0, "gradients": 2.0}
+    figures.stacked_bars(ax, [("a", parts), ("b", parts), ("c", {"weights": 4.0})], "MB", 2)
+    tops = [bar.get_y() + bar.get_height() for bar in ax.patches]
+    assert tops == [1, 1, 4, 3, 3, 4]
+    assert [text.get_text() for text in ax.texts] == ["3", "3", "4"]
+    left = [bar.get_x() for bar in ax.patches[:3]]
+    assert left[2] - left[1] > left[1] - left[0]  # the gap

@@ -23,7 +23,7 @@ LAYERS = {
     1: {"runtime", "failures", "lab"},
     2: set(
         "corpus images transformer resnet run storage meters timeline ledger network replay "
-        "figures mine gpus record jobs watch tasks".split()
+        "figures mine gpus record jobs watch tasks live".split()
     ),
 }  # layer 3: the lessons; 4: checks/; 5: scripts/*.py
 PARTS = {  # a lesson's second file -> the lesson
@@ -32,6 +32,18 @@ PARTS = {  # a lesson's second file -> the lesson
     "ring": "collectives",
     "alpha_beta": "collectives",
     "loops": "data_parallel",
+    "savings": "memory",
+    "flat": "fsdp",
+    "zero": "fsdp",
+    "wrapping": "fsdp",
+    "schedules": "pipeline",
+    "bubble": "pipeline",
+    "stages": "pipeline",
+    "wiring": "pipeline",
+    "vocabulary": "tensor",
+    "sequence": "tensor",
+    "split_model": "tensor",
+    "plans": "tensor",
 }
 LAYER = {word: layer for layer, words in LAYERS.items() for word in words} | {"checks": 4}
 

@@ -1,5 +1,6 @@
 """The learner's functions reach a job as they stand in the notebook, or one line says why not."""
 
+import linecache
 from pathlib import Path
 
 import nbformat
@@ -192,6 +193,17 @@ def test_file_that_is_not_needed_may_be_absent_or_lack_the_name_but_not_be_broke
 def test_only_functions_and_classes_count_as_defined(tmp_path):
     (tmp_path / "f.py").write_text("f = None\ng = 3\nclass h: pass")
     assert list(mine.load("f", "fgh", tmp_path)) == ["h"]
+
+
+def test_class_without_methods_is_found_in_cells_that_are_not_numbered(monkeypatch):
+    # nbval runs cells without a history: `In` stays empty, and Python's own cache has their text.
+    text = "from typing import NamedTuple\n\nclass Bytes(NamedTuple):\n    weights: int = 4\n"
+    space = {"__name__": "__main__"}
+    exec(text, space)
+    lines = text.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, "ipykernel_1/2.py", (len(text), None, lines, "2.py"))
+    found = mine.source_of("Bytes", space["Bytes"])
+    assert found == "class Bytes(NamedTuple):\n    weights: int = 4"
 
 
 def test_words_name_the_learners_functions_and_no_imported_one(tmp_path):

@@ -244,6 +244,26 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(config, undisturbed, numb
     assert_same(Path(config.out), Path(undisturbed.out))
 
 
+def test_a_signal_that_comes_again_ends_no_rank_that_stops(config, undisturbed):
+    """Slurm and torchrun's agent both pass it on, to each rank at a time of its own."""
+
+    def event(rank: int, step: int) -> None:
+        if (rank, step) == (1, 6):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def stopped(config: TrainConfig) -> str:
+        try:
+            train(config, event=event)
+        except SystemExit:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return "lives"
+
+    assert run_ranks(stopped, 2, config, quiet=True) == ["lives", "lives"]
+    run_ranks(train, 2, config, quiet=True)
+    assert_same(Path(config.out), Path(undisturbed.out))
+
+
 def test_handlers_come_back(config):
     before = signal.getsignal(signal.SIGTERM)
     seen = []
@@ -384,8 +404,7 @@ def test_a_run_that_goes_on_counts_its_restarts_and_adds_to_its_samples(config):
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(SystemExit):
-        train(config, event=stop)
+    run_ranks(train, 1, config, event=stop, quiet=True)
     (node,) = (Path(config.out) / "nodes").iterdir()
     before = [node.read_text(), (Path(config.out) / "ranks" / "rank-00000.jsonl").read_text()]
     train(config)
@@ -514,8 +533,7 @@ def stopped(tmp_path_factory) -> TrainConfig:
 
     out = str(tmp_path_factory.mktemp("stopped") / "run")
     config = TrainConfig(batch=4, steps=15, save_every=4, out=out)
-    with pytest.raises(SystemExit):
-        train(config, event=stop)
+    run_ranks(train, 1, config, event=stop, quiet=True)
     return config
 
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -19,15 +21,65 @@ import torch
 
 import train_data_parallel
 import train_ddp
+import train_fsdp
+import train_memory
+import train_pipeline
+import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
 from manyhands import ddp, mine
 from manyhands.failures import RankFailed
 from manyhands.lab import run_ranks
 
-SCRIPTS = {"ddp": train_ddp, "data_parallel": train_data_parallel}
-JOBS = [  # a torchrun takes seconds; the other ways of lesson 05 run on quicker ranks below
+SCRIPTS = {
+    "ddp": train_ddp,
+    "data_parallel": train_data_parallel,
+    "memory": train_memory,
+    "fsdp": train_fsdp,
+    "pipeline": train_pipeline,
+    "tensor": train_tensor,
+}
+THREE = {"micro_batches": 3}  # a batch of 6 can be cut into these
+TWO = {"layers": 2}  # as many heads
+JOBS = [  # a torchrun takes seconds; the other ways of all but ddp run on quicker ranks below
     *(("ddp", {"impl": impl}) for impl in ("mine", "scratch", "torch")),
     *(("data_parallel", {"impl": impl, "mine": True}) for impl in ("server", "overlapped")),
+    ("memory", {"impl": "mine", "save": "checkpointing"}),
+    ("fsdp", {"impl": "mine"}),
+    ("pipeline", {"impl": "mine", **THREE}),
+    ("tensor", {"impl": "mine", **TWO}),
+]
+WAYS = [  # lesson, settings, ranks
+    *(("data_parallel", {"impl": impl}, 2) for impl in ("naive", "bucketed", "torch")),
+    ("data_parallel", {"impl": "overlapped"}, 2),
+    ("data_parallel", {"impl": "server"}, 3),
+    *(("memory", {"save": save}, 2) for save in ("nothing", "checkpointing", "accumulation")),
+    ("memory", {"impl": "torch", "save": "checkpointing"}, 1),
+    *(("fsdp", {"impl": impl}, 2) for impl in ("zero1", "zero2", "zero3", "torch")),
+    *(("fsdp", {"impl": impl, "mesh": "2x1"}, 2) for impl in ("zero3", "torch")),
+    ("fsdp", {"impl": "torch", "offload": True}, 2),
+    ("fsdp", {"impl": "zero3"}, 3),
+    *(("pipeline", {"schedule": way, **THREE}, 3) for way in ("naive", "gpipe", "1f1b")),
+    ("pipeline", {"schedule": "interleaved", "micro_batches": 2, **TWO}, 2),
+    ("pipeline", {"recompute": True, "stages": 2, **THREE}, 4),
+    *(("pipeline", {"impl": "torch", "schedule": way, **THREE}, 2) for way in ("gpipe", "1f1b")),
+    ("pipeline", {"impl": "torch", "schedule": "zero-bubble", "micro_batches": 2, **TWO}, 2),
+    *(("tensor", {"impl": impl, **TWO}, 2) for impl in ("scratch", "torch")),
+    *(("tensor", {"impl": impl, "sequence": True, **TWO}, 2) for impl in ("scratch", "torch")),
+    *(("tensor", {"impl": impl, "tensor": 2, **TWO}, 4) for impl in ("scratch", "torch")),
+]
+KILLED = [  # the same, and a rank that is killed
+    ("data_parallel", {"impl": "server"}, 3, 0),
+    ("data_parallel", {"impl": "server"}, 3, 1),
+    ("memory", {"save": "all"}, 2, 1),
+    ("fsdp", {"impl": "zero1"}, 2, 1),
+    ("fsdp", {"impl": "zero2"}, 3, 0),
+    ("fsdp", {"impl": "zero3", "mesh": "2x2", "batch": 8}, 4, 3),
+    ("fsdp", {"impl": "torch", "mesh": "2x2", "batch": 8}, 4, 2),
+    ("fsdp", {"impl": "torch"}, 3, 1),
+    ("pipeline", {**THREE}, 3, 1),
+    ("pipeline", {"stages": 2, **THREE}, 4, 3),
+    ("tensor", {**TWO}, 2, 0),
+    ("tensor", {"impl": "torch", "tensor": 2, "sequence": True, **TWO}, 4, 2),
 ]
 
 
@@ -37,13 +89,24 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(clone: Path) -> Path:
-    """The run of one process, which the others have to agree with."""
-    script = clone / "scripts" / "train_single.py"
-    code, out, err = run([sys.executable, script, *flags(clone, out="single")], clone)
-    assert code == 0, err
-    assert_whole(clone / "single", num_ranks=1)
-    return clone / "single"
+def single_of(clone: Path) -> Callable[[int], Path]:
+    """The run of one process with so many layers, which the others have to agree with."""
+
+    @cache
+    def run_single(layers: int) -> Path:
+        script, out = clone / "scripts" / "train_single.py", clone / f"single-{layers}"
+        words = flags(clone, out=out, layers=layers)
+        code, _, err = run([sys.executable, script, *words], clone)
+        assert code == 0, err
+        assert_whole(out, num_ranks=1)
+        return out
+
+    return run_single
+
+
+@pytest.fixture(scope="module")
+def single(single_of: Callable[[int], Path]) -> Path:
+    return single_of(1)
 
 
 def assert_whole(folder: Path, num_ranks: int, steps: int = 20) -> None:
@@ -74,13 +137,19 @@ def write_mine(clone: Path) -> None:
     lesson_06 = train_ddp.Parts(torch_ddp=ddp.torch_ddp)._asdict()
     del lesson_06["BucketedDDP"]
     mine.write("ddp", lesson_06, clone / "mine")
-    mine.write("data_parallel", train_data_parallel.Parts()._asdict(), clone / "mine")
+    for lesson in ("data_parallel", "memory", "fsdp", "pipeline", "tensor"):
+        mine.write(lesson, SCRIPTS[lesson].Parts()._asdict(), clone / "mine")
 
 
 YOURS = {
-    "mine": "place, process_group, ShardedSampler, mean_over_ranks, save_once, BucketedDDP",
+    "ddp": "place, process_group, ShardedSampler, mean_over_ranks, save_once, BucketedDDP",
     "server": "broadcast_state, worker_step, server_step",
     "overlapped": "BucketedDDP",
+    "memory": "accumulate, Checkpoint",
+    "fsdp": "Flat, ShardedOptimizer, reduce_during_backward, ShardedFlat, FSDP, torch_fsdp, "
+    "make_mesh",
+    "pipeline": "partition, Pipeline, sum_tied, gpipe, one_f_one_b, interleaved, make_grid",
+    "tensor": "TensorParallel, data_place",
 }
 
 
@@ -92,67 +161,78 @@ def test_every_training_script_has_a_job_that_starts_it_and_a_test():
     for script in scripts:
         job = (ROOT / "sbatch" / f"{script.removeprefix('train_')}.sbatch").read_text()
         assert f' scripts/{script}.py "$@"' in job.splitlines()[-1]
-    (ddp_impls, ways) = (
-        get_args(get_type_hints(script.Config)["impl"]) for script in SCRIPTS.values()
-    )
-    assert [settings["impl"] for lesson, settings in JOBS if lesson == "ddp"] == [*ddp_impls]
-    assert {impl for impl, _ in WAYS} == {*ways}
+    tried = [*JOBS, *((lesson, settings) for lesson, settings, _ in WAYS)]
+    for lesson, script in SCRIPTS.items():
+        impls = {settings.get("impl", "scratch") for word, settings in tried if word == lesson}
+        assert impls == {*get_args(get_type_hints(script.Config)["impl"])}
 
 
 @pytest.mark.parametrize(("lesson", "changes"), JOBS)
-def test_job_on_two_ranks_trains_like_one_process(clone, single, tmp_path, lesson, changes):
+def test_job_on_two_ranks_trains_like_one_process(clone, single_of, tmp_path, lesson, changes):
     write_mine(clone)
     job = ["bash", clone / "sbatch" / f"{lesson}.sbatch"]
     code, out, err = run([*job, *flags(clone, out=tmp_path / "run", **changes)], tmp_path)
     assert code == 0, err
     assert "2 rank(s) on cpu" in out and f"report: {tmp_path}/run/report.html" in out
-    if changes["impl"] in YOURS:
-        assert f"yours: {YOURS[changes['impl']]}; the course's: all else\n" in out
+    if changes["impl"] == "mine" or "mine" in changes:
+        yours = YOURS[lesson if changes["impl"] == "mine" else changes["impl"]]
+        assert f"yours: {yours}; the course's: all else" in out
+    assert ("memory: at most " in out) == (lesson in ("memory", "fsdp", "pipeline", "tensor"))
     assert all(line.startswith("step ") for line in err.splitlines()), err
     assert_whole(tmp_path / "run", num_ranks=2)
-    assert_same_training(tmp_path / "run", single)
+    assert_same_training(tmp_path / "run", single_of(changes.get("layers", 1)))
 
 
-# ---- the ways of lesson 05, on ranks of a fork server ------------------------------------------
-
-WAYS = [("naive", 2), ("bucketed", 2), ("overlapped", 2), ("torch", 2), ("server", 3)]
+# ---- all ways of a lesson, on ranks of a fork server -------------------------------------------
 
 
-def of_lesson_05(clone: Path, out: Path, **changes: object) -> train_data_parallel.Config:
-    return train_data_parallel.Config(**settings(clone, out=str(out), **changes))
+def config_of(lesson: str, clone: Path, out: Path, **changes: object) -> object:
+    return SCRIPTS[lesson].Config(**settings(clone, out=str(out), **changes))
 
 
-def train(world_size: int, config: train_data_parallel.Config, fn=train_data_parallel.main) -> list:
+def train(lesson: str, world_size: int, config: object, fn=None) -> list:
+    fn = fn or SCRIPTS[lesson].main
     return run_ranks(fn, world_size, config, join=False, quiet=True, timeout_s=60)
 
 
-@pytest.mark.parametrize(("impl", "world_size"), WAYS)
-def test_every_way_trains_like_one_process(clone, single, tmp_path, impl, world_size):
-    train(world_size, of_lesson_05(clone, tmp_path / "run", impl=impl))
+@pytest.mark.parametrize(("lesson", "changes", "world_size"), WAYS)
+def test_every_way_trains_like_one_process(clone, single_of, tmp_path, lesson, changes, world_size):
+    train(lesson, world_size, config_of(lesson, clone, tmp_path / "run", **changes))
     assert_whole(tmp_path / "run", num_ranks=world_size)
-    assert_same_training(tmp_path / "run", single)
+    assert_same_training(tmp_path / "run", single_of(changes.get("layers", 1)))
+
+
+@pytest.mark.parametrize(
+    ("lesson", "changes"),
+    [
+        ("memory", {"save": "autocast"}),
+        ("memory", {"save": "all"}),
+        *(("fsdp", {"impl": impl, "dtype": "bfloat16"}) for impl in ("zero3", "torch")),
+    ],
+)
+def test_bfloat16_trains_nearly_like_float32(clone, single, tmp_path, lesson, changes):
+    train(lesson, 2, config_of(lesson, clone, tmp_path / "run", **changes))
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), abs=0.03)
+    assert losses(tmp_path / "run") != pytest.approx(losses(single), abs=1e-5)
 
 
 def test_server_needs_a_batch_that_its_workers_can_share(clone, tmp_path):
     """Six samples go to three workers, though not to four ranks; and five to no two workers."""
-    train(4, of_lesson_05(clone, tmp_path / "run", impl="server", batch=6, steps=2))
+    small = {"impl": "server", "batch": 6, "steps": 2}
+    train("data_parallel", 4, config_of("data_parallel", clone, tmp_path / "run", **small))
+    other = config_of("data_parallel", clone, tmp_path / "other", impl="server", batch=5)
     with pytest.raises(RankFailed, match="batch 5 cannot be shared evenly by 2 ranks"):
-        train(3, of_lesson_05(clone, tmp_path / "other", impl="server", batch=5))
+        train("data_parallel", 3, other)
     assert not (tmp_path / "other").exists()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a server and two workers that nothing happens to."""
-    out = tmp_path_factory.mktemp("calm") / "run"
-    train(3, of_lesson_05(clone, out, impl="server", steps=40))
-    return out
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_server_or_worker_goes_on_bit_for_bit(clone, undisturbed, tmp_path, victim):
+@pytest.mark.parametrize(("lesson", "changes", "world_size", "victim"), KILLED)
+def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, world_size, victim):
+    """Also shards, of weights, gradients and optimizer, each in its rank's own file."""
     out, kill_at = tmp_path / "run", random.randint(5, 30)
     print("killed after step", kill_at)
+    main = SCRIPTS[lesson].main
+    train(lesson, world_size, config_of(lesson, clone, tmp_path / "calm", steps=40, **changes))
 
     def kill() -> None:
         log = out / "metrics.jsonl"
@@ -160,18 +240,26 @@ def test_killed_server_or_worker_goes_on_bit_for_bit(clone, undisturbed, tmp_pat
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def train_until_killed(config: train_data_parallel.Config) -> None:
+    def train_until_killed(config: object) -> None:
         if os.environ["RANK"] == str(victim):
             threading.Thread(target=kill, daemon=True).start()
-        train_data_parallel.main(config)
+        main(config)
 
-    config = of_lesson_05(clone, out, impl="server", steps=40, save_every=4)
+    config = config_of(lesson, clone, out, steps=40, save_every=4, **changes)
     with pytest.raises(RankFailed):
-        train(3, config, train_until_killed)
+        train(lesson, world_size, config, train_until_killed)
     assert not (out / "model.pt").exists() and any((out / "checkpoints").iterdir())
-    train(3, config)
-    assert len(losses(out)) == 40 and losses(out) == losses(undisturbed)
-    assert (out / "model.pt").read_bytes() == (undisturbed / "model.pt").read_bytes()
+    train(lesson, world_size, config)
+    calm = tmp_path / "calm"
+    assert len(losses(out)) == 40 and losses(out) == losses(calm)
+    assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+def test_a_limit_that_one_rank_passes_and_two_do_not(clone, tmp_path):
+    config = {"impl": "zero3", "limit_mb": 0.3, "batch": 4, "steps": 4}
+    with pytest.raises(RankFailed, match=r"[\d,]+ more than the limit of 300,000"):
+        train("fsdp", 1, config_of("fsdp", clone, tmp_path / "one", **config))
+    train("fsdp", 4, config_of("fsdp", clone, tmp_path / "four", **config))
 
 
 def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
@@ -188,7 +276,8 @@ def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
 WARM = '''
 """Runs scripts in forks of a process that has torch already: 0.2 s a run instead of 3 s."""
 import json, os, resource, runpy, signal, sys
-import train_data_parallel, train_ddp, train_single, tyro
+import train_data_parallel, train_ddp, train_fsdp, train_memory, train_pipeline, train_single
+import train_tensor, tyro
 
 for line in sys.stdin:
     job = json.loads(line)
@@ -257,6 +346,15 @@ def refuse(warm: Warm, clone: Path, tmp_path: Path):
 
 HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 SETTINGS = [
+    ("pipeline", {"stages": 2}, "--stages 2 does not fit 1 rank(s)"),
+    ("pipeline", {"micro_batches": 4}, "batch 6 cannot be cut into 1 replica(s) x 4 micro-batches"),
+    ("pipeline", {"micro_batches": 0}, "micro_batches is 0: take at least 1"),
+    ("pipeline", {"schedule": "zero-bubble", **THREE}, "add --impl torch"),
+    ("pipeline", {"schedule": "interleaved", **THREE}, "take 2 ranks or more"),
+    ("pipeline", {"impl": "torch", "recompute": True}, "leave out --impl torch"),
+    ("pipeline", {"impl": "mine"}, "mine/pipeline.py is not there: run check.keep()"),
+    ("tensor", {"tensor": 2}, "--tensor 2 does not fit 1 rank(s)"),
+    ("tensor", {"impl": "mine"}, "mine/tensor.py is not there: run check.keep()"),
     ("single", {"data": "wikitext-2"}, "python scripts/prepare_data.py --data wikitext-2"),
     ("single", {"data": "no-such-data"}, "'no-such-data': no such folder or file, nor one of"),
     ("single", {"block": 5000}, "--block 5000 is too long: the train text of text holds"),

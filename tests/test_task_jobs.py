@@ -79,11 +79,14 @@ def test_the_folder_of_a_finished_job(whole):
     status = read_json(out / "status.json")
     assert (status["state"], status["step"]) == ("finished", NUM_TASKS[word])
     assert len(tasks.read_results(out)) == NUM_TASKS[word]
-    results = tasks.read_results(out)
-    has_loss = [SCRIPTS[word].KIND.tell(one)[0] is not None for one in results]
-    steps = [line["step"] for line in read_lines(out / "metrics.jsonl")]
-    assert steps == [number for number, has in enumerate(has_loss, start=1) if has]
-    assert f"{steps[-1]} of {NUM_TASKS[word]}" in (out / "report.html").read_text()
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, NUM_TASKS[word] + 1))
+    has_loss = [SCRIPTS[word].KIND.tell(one)[0] is not None for one in tasks.read_results(out)]
+    assert ["loss" in line for line in lines] == has_loss
+    page = (out / "report.html").read_text()
+    assert f"{NUM_TASKS[word]} of {NUM_TASKS[word]}" in page
+    assert SCRIPTS[word].KIND.noun in page and SCRIPTS[word].KIND.result_name in page
+    assert "validation" not in page and "not a finite" not in page
     result = read_json(out / "result.json")
     assert result["remake"].startswith(f"RANKS=1 bash sbatch/{word}.sbatch --")
     assert result["device"] == "CPU" and result["ranks"] == 1
@@ -117,9 +120,9 @@ def test_a_job_goes_on_after_a_stop_or_a_kill(whole, run, tmp_path, number, at):
     def disturbed(config: object) -> None:
         add = tasks.Curve.add
 
-        def add_and_signal(curve: tasks.Curve, result: dict) -> None:
-            add(curve, result)
-            if curve.told >= at:
+        def add_and_signal(curve: tasks.Curve, *result: object) -> None:
+            add(curve, *result)
+            if curve.count >= at:
                 os.kill(os.getpid(), number)
 
         tasks.Curve.add = add_and_signal

@@ -97,7 +97,7 @@ def test_a_share_that_leaves_some_out_is_told(tmp_path, monkeypatch):
     parts = train_first_job.Parts()._asdict() | {"my_share": my_share}
     monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
     mine.write("first_job", parts, tmp_path / "mine")
-    with pytest.raises(RankFailed, match="my_share gave 2 of the 8 trainings to no rank"):
+    with pytest.raises(RankFailed, match="my_share gave 2 of 8 networks to no rank"):
         run(tmp_path / "run", 3, impl="mine")
     mine.write("first_job", parts | {"my_share": first_job.my_share}, tmp_path / "mine")
     assert run(tmp_path / "run", 3, impl="mine") > 0.2

@@ -187,6 +187,17 @@ def test_a_second_interrupt_kills_at_once(folder):
     assert nothing_left(folder) and not sleepers()
 
 
+def test_an_interrupt_before_there_is_a_run_is_not_called_finished(folder, capsys):
+    log = Path("runs/little-001.log")
+    interrupt_when(lambda: log.exists() and "begun" in log.read_text())
+    with pytest.raises(JobStopped, match="interrupted. Nothing was saved"):
+        watch.run(
+            job_file("trap 'exit 0' TERM\necho begun\nwhile true; do sleep 0.1; done"), local=True
+        )
+    said = capsys.readouterr().out
+    assert "cancelled" in said and "finished" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "options", "told"),
     [

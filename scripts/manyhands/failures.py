@@ -12,6 +12,7 @@ import signal
 import sysconfig
 import time
 import traceback
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,9 +127,15 @@ class RanksHung(RankFailed):
     """Ranks were still running at the limit; each is named with the line it waits in."""
 
     def __init__(
-        self, stacks: dict[int, list[Frame]], world_size: int, finished: list[int], limit_s: float
+        self,
+        stacks: dict[int, list[Frame]],
+        world_size: int,
+        finished: list[int],
+        limit_s: float,
+        computing: Container[int] = (),
     ) -> None:
-        self.stacks, self.limit_s = stacks, limit_s
+        """Ranks in `computing` kept a processor busy at the end; the others waited."""
+        self.stacks, self.limit_s, self.computing = stacks, limit_s, computing
         rank = min(stacks)
         frames = [frame for stack in stacks.values() for frame in stack]
         super().__init__(rank, world_size, Failure("hung", HANG, frames, time.time()), finished)
@@ -140,7 +147,8 @@ class RanksHung(RankFailed):
         ]
         for rank, stack in self.stacks.items():
             place = where(stack[-1]).strip() if stack else "a place outside your code"
-            lines.append(f"  rank {rank} waits in {place}")
+            does = "computes" if rank in self.computing else "waits"
+            lines.append(f"  rank {rank} {does} in {place}")
         return "\n".join([*lines, HANG])
 
 

@@ -36,7 +36,7 @@ ROLE = {
     "communication": RED,
     "optimizer": GREEN,
     "data": ORANGE,
-    "parameters": BLUE,
+    "weights": BLUE,
     "gradients": SKY,
     "activations": PURPLE,
     "checkpoint": BLACK,
@@ -121,12 +121,16 @@ def measured_and_predicted(
     A name that stands in both has one colour and one place in the legend.
     """
     for number, name in enumerate(measured | predicted):
-        look = style(name, number)
+        look = key = style(name, number)
         if name in predicted:
             ax.plot(*predicted[name], **look | {"marker": None}, linewidth=1.4)
+        else:
+            key = key | {"linestyle": "none"}
         if name in measured:
             ax.plot(*measured[name], **look | {"linestyle": "none"}, markersize=5)
-        ax.plot([], [], **look, markersize=5, linewidth=1.4, label=name)
+        else:
+            key = key | {"marker": None}
+        ax.plot([], [], **key, markersize=5, linewidth=1.4, label=name)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -177,6 +181,28 @@ def stack(
     for name, area in zip(parts, areas, strict=True):
         area.set(hatch=HATCH.get(name, ""), edgecolor="white", linewidth=0)
     label(ax, xlabel, ylabel, legend=True)
+
+
+def stacked_bars(
+    ax: Axes, bars: Sequence[tuple[str, Mapping[str, float]]], ylabel: str, gap_every: int = 0
+) -> None:
+    """Draw one bar for each (name, parts); the parts are stacked, and their names are roles.
+
+    After every `gap_every` bars comes a gap, so that those between two gaps are seen together.
+    """
+    x = [place + (place // gap_every * 0.6 if gap_every else 0) for place in range(len(bars))]
+    bottom = [0.0] * len(bars)
+    for part in dict.fromkeys(part for _, parts in bars for part in parts):
+        heights = [parts.get(part, 0.0) for _, parts in bars]
+        drawn = ax.bar(x, heights, 0.8, bottom, color=ROLE[part], label=part, edgecolor="white")
+        for bar in drawn:
+            bar.set_hatch(HATCH.get(part, ""))
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for place, top in zip(x, bottom, strict=True):
+        ax.text(place, top, f"{top:.3g}", ha="center", va="bottom", fontsize=9)
+    ax.set_xticks(x, [name for name, _ in bars])
+    ax.grid(axis="x", visible=False)
+    label(ax, "", ylabel, legend=True)
 
 
 def bars(
@@ -242,6 +268,39 @@ def timeline(ax: Axes, spans: Iterable[tuple[int, str, float, float]]) -> None:
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     label(ax, "time (ms)", "", legend=True)
+
+
+def gantt(ax: Axes, spans: Sequence[Sequence[tuple]], scale: float = 1e3, unit: str = "ms") -> None:
+    """Draw a pipeline's forwards and backwards, one row a rank; what stays grey is idle.
+
+    Args:
+        spans: of each rank ((kind, stage, micro-batch), start, stop); F or B is the kind. A box
+            carries the number of its micro-batch, and a letter where a rank has several stages.
+        scale: from the times to `unit`.
+    """
+    every = [span for mine in spans for span in mine]
+    first, last = min(start for _, start, _ in every), max(stop for *_, stop in every)
+    total, looks = (last - first) * scale, {"F": "forward", "B": "backward"}
+    several = max(stage for (_, stage, _), *_ in every) >= len(spans)
+    for rank, mine in enumerate(spans):
+        ax.barh(rank, total, color=ROLE["idle"], height=0.8, label="idle" if rank == 0 else None)
+        for kind, role in looks.items():
+            boxes = [(span, start, stop) for span, start, stop in mine if span[0] == kind]
+            left = [(start - first) * scale for _, start, _ in boxes]
+            width = [(stop - start) * scale for _, start, stop in boxes]
+            look = {"color": ROLE[role], "hatch": HATCH.get(role), "edgecolor": "white"}
+            name = role if rank == 0 else None
+            ax.barh([rank] * len(boxes), width, left=left, height=0.8, label=name, **look)
+            for ((_, stage, i), *_), x, w in zip(boxes, left, width, strict=True):
+                words = f"{i}{'abcdefgh'[stage // len(spans)] if several else ''}"
+                if w > 0.012 * len(words) * total:
+                    text = {"color": "white" if kind == "F" else BLACK, "fontsize": 8}
+                    ax.text(x + w / 2, rank, words, ha="center", va="center", **text)
+    ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
+    ax.invert_yaxis()
+    ax.set_xlim(0, total)
+    ax.grid(visible=False)
+    label(ax, f"time ({unit})", "", legend=True)
 
 
 def contours(

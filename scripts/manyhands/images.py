@@ -45,6 +45,10 @@ class Images(NamedTuple):
     num_classes: int
     note: str  # which data this is, in one line
 
+    def to(self, device: torch.device) -> "Images":
+        """The same set with its tensors on a device."""
+        return Images(*(part.to(device) for part in self[:4]), *self[4:])
+
 
 def load(data: str) -> Images:
     """Read a set of images.

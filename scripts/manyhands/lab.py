@@ -22,6 +22,7 @@ from datetime import timedelta
 from multiprocessing import connection
 
 import cloudpickle
+import psutil
 
 from manyhands.failures import (
     Failure,
@@ -33,7 +34,17 @@ from manyhands.failures import (
     parse_stack,
 )
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "manyhands.lab")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "manyhands.lab",
+)
 GRACE_S = 0.5  # how long the other ranks may still report after one has failed or finished
 PRINTED_BYTES = 100_000  # of each rank's output; the rest is counted, not shown
 
@@ -316,8 +327,22 @@ def _raise_if_failed(ranks: list[_Rank], timeout_s: float) -> None:
         first = min(failed, key=lambda rank: (is_echo(rank.failure), rank.failure.time_s))
         raise RankFailed(first.rank, len(ranks), first.failure, finished)
     if running:
+        before_s, start_s = [_processor_s(rank) for rank in running], time.monotonic()
         stacks = {rank.rank: _stack(rank) for rank in running}
-        raise RanksHung(stacks, len(ranks), finished, timeout_s)
+        least_s = 0.1 * (time.monotonic() - start_s)  # others may need the processor, too
+        computing = [
+            rank.rank
+            for rank, before in zip(running, before_s, strict=True)
+            if _processor_s(rank) - before > least_s
+        ]
+        raise RanksHung(stacks, len(ranks), finished, timeout_s, computing)
+
+
+def _processor_s(rank: _Rank) -> float:
+    """Seconds of processor time that a rank has used so far; 0 for one that is gone."""
+    with suppress(psutil.Error):
+        return sum(psutil.Process(rank.process.pid).cpu_times()[:2])
+    return 0.0
 
 
 def _stack(rank: _Rank) -> list[tuple[str, int, str]]:

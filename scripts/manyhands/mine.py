@@ -97,6 +97,9 @@ def source_of(name: str, value: object) -> str:
     if value.__module__ == "__main__":
         # A notebook's cells as they were run; the last one that defines `name` counts.
         texts += reversed(vars(sys.modules["__main__"]).get("In", []))
+        # Where cells are not numbered, and for a class without methods: what Python read of cells.
+        cells = [entry for name, entry in linecache.cache.items() if "ipykernel_" in name]
+        texts += ["".join(entry[2]) for entry in reversed(cells) if len(entry) > 2]
     for wanted, text in itertools.product((name, value.__name__), texts):
         if source := _definition(wanted, text):
             return source if wanted == name else f"{source}\n\n\n{name} = {wanted}"

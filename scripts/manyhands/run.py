@@ -9,7 +9,7 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
                  ranks/rank-00000.jsonl  how busy each rank is, twice a second
                  nodes/<host>.jsonl      how busy each node and its GPUs are, by local rank 0
                  checkpoints/step-00000100/state.pt        model and optimizer, by rank 0
-                                           rank-00000.pt   random numbers, by each rank
+                                           rank-00000.pt   random numbers and shards, by each rank
                  model.pt                the final weights, by `save_once`
 
 A checkpoint gets its name when every rank has said that its part is on the disk, so a process
@@ -23,10 +23,9 @@ import math
 import os
 import shutil
 import signal
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,10 +48,9 @@ from manyhands.meters import (
     machine,
     memory_bytes,
 )
-from manyhands.runtime import BadInput, World, keep_output, together
+from manyhands.runtime import STOP_SIGNALS, BadInput, StopSignals, World, keep_output, together
 
 KEPT_CHECKPOINTS = 3
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,6 @@ class Run:
         self.steps_per_epoch = 0
         self.module: nn.Module | None = None
         self.stopwatch = Stopwatch(world.device)
-        self._stop_flags = dict.fromkeys(STOP_SIGNALS, 0.0)
         self._unwritten: str | None = None  # a step's numbers that rank 0 could not write
         self._rng: dict | None = None  # of the checkpoint just loaded
         self._epoch_rng: dict = {}
@@ -160,16 +157,22 @@ class Run:
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def resume(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def resume(
+        self, model: nn.Module, optimizer: Optimizer | None, sharded: Collection[str] = ()
+    ) -> None:
         """Load the newest checkpoint of this folder, if any, and watch the model from now on.
 
         Rank 0 has the optimizer whose state is saved; other ranks may have None.
+
+        Args:
+            sharded: "model", "optimizer" or both: of these each rank holds and saves its own part.
 
         Raises:
             BadInput: on every rank, when a checkpoint is there but cannot be used.
         """
         # A reference to the wrapper would keep DDP alive beyond the process group.
-        self.module, self.optimizer = getattr(model, "module", model), optimizer
+        self.module = model if "model" in sharded else getattr(model, "module", model)
+        self.optimizer, self.sharded = optimizer, sharded
         self.stopwatch.watch(model, optimizer)
         newest = self._on_main(lambda: storage.newest_checkpoint(self.folder / "checkpoints"))
         if newest is not None:
@@ -233,6 +236,7 @@ class Run:
             self.stopwatch.mark("checkpoint")
             self._save()
         if stop_signal and not at_end:
+            self._stops.agreed = True
             self._close("stopped")
             again = "" if self.config.out else f" with --out {self.folder}"
             self.world.print(
@@ -242,14 +246,27 @@ class Run:
             raise SystemExit(0)
         self.stopwatch.mark("data")
 
-    def finish(self, valid_loss: float | None = None) -> None:
+    def finish(
+        self,
+        valid_loss: float | None = None,
+        peak_bytes: dict[str, int] | None = None,
+        notes: dict[str, str] | None = None,
+    ) -> None:
         """Write down that the run is done.
+
+        Args:
+            peak_bytes: what rank 0's tensors took at their peak, by part, where that was counted.
+            notes: more rows for the report, by name.
 
         Raises:
             BadInput: on every rank, when one of them cannot write.
         """
         assert self.step == self.config.steps, "call run.finish() after the last step"
         self._status["valid_loss"] = valid_loss
+        if peak_bytes:
+            self._status["peak_bytes"] = peak_bytes
+        if notes:
+            self._status["notes"] = notes
         self._close("finished")
         known = "" if valid_loss is None else f", validation loss {valid_loss:.4f}"
         floor = self._status["floor"]
@@ -300,12 +317,8 @@ class Run:
         keep_output(self.folder / "logs" / f"rank-{self.world.rank:05d}.log")
         self._sampler = Sampler.in_folder(self.folder, self.world)
         ends.callback(self._sampler.stop)
-        if threading.current_thread() is threading.main_thread():
-            flags = self._stop_flags
-            for number in STOP_SIGNALS:
-                old = signal.signal(number, lambda number, _: flags.update({number: 1.0}))
-                # None: a handler set by C code, which is now lost.
-                ends.callback(signal.signal, number, old or signal.SIG_DFL)
+        self._stops = StopSignals()
+        ends.callback(self._stops.let_go)
         self._end = weakref.finalize(self, ends.close)
         self.stopwatch.mark("data")
 
@@ -320,7 +333,7 @@ class Run:
     def _share(self, loss: Tensor | None) -> tuple[float, signal.Signals | None]:
         """Mean loss and the signal that some rank got; BadInput when some rank cannot write."""
         unwritten = self._unwritten or self._sampler.error
-        flags = [loss is not None, *self._stop_flags.values(), unwritten is not None]
+        flags = [loss is not None, *self._stops.came.values(), unwritten is not None]
         extras = [float(flag) for flag in flags]
         if self.world.world_size == 1:
             numbers = [loss.item(), *extras]
@@ -389,10 +402,10 @@ class Run:
         """Write a checkpoint of this step; on every rank it is whole, or BadInput is raised."""
         final = self.folder / "checkpoints" / f"step-{self.step:08d}"
         shared = {"identity": self._identity, "step": self.step}
-        optimizer = self.optimizer.state_dict() if self.optimizer else None
-        shared |= {"model": self.module.state_dict(), "optimizer": optimizer}
-        # What only this rank has goes into its own file; shards of a model would too.
         own = {"rng": {"epoch": self._epoch_rng, "now": storage.get_rng(self.world.device)}}
+        for name, part in (("model", self.module), ("optimizer", self.optimizer)):
+            state = storage.local(part.state_dict()) if part else None
+            (own if name in self.sharded else shared)[name] = state
         try:
             self._together(lambda: storage.write_checkpoint(final, self.world.rank, shared, own))
         except BadInput:

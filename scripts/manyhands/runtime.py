@@ -26,6 +26,7 @@ from typing import BinaryIO, TextIO
 import torch
 import torch.distributed as dist
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -256,6 +257,32 @@ def on_main(work: Callable[[], object]) -> object:
     """Run `work` on rank 0; every rank gets its value, or the same BadInput."""
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     return together(work if is_main else lambda: None)[0]
+
+
+class StopSignals:
+    """Notes the signals that ask this process to stop, so that it can first save its work.
+
+    A rank gets such a signal twice, from Slurm and from torchrun's agent, and at a time of its own.
+    So after a stop they are noted until the process has ended: by default the second one would kill
+    a rank at once, while the others wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.came = dict.fromkeys(STOP_SIGNALS, False)
+        self.agreed = False  # True when all ranks stop, whichever of them it has reached so far
+        self._old = {}
+        came = self.came
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                old = signal.signal(number, lambda number, _: came.update({number: True}))
+                # None: a handler set by C code, which is now lost.
+                self._old[number] = old or signal.SIG_DFL
+
+    def let_go(self) -> None:
+        """Give the handlers back, unless this process is to stop: then the end is near."""
+        if not self.agreed and not any(self.came.values()):
+            for number, old in self._old.items():
+                signal.signal(number, old)
 
 
 def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from manyhands.runtime import BadInput, first_line
 
@@ -200,7 +201,7 @@ def write_checkpoint(final: Path, rank: int, shared: dict, own: dict) -> None:
     Args:
         shared: what is the same on every rank ("identity", "step", "model", "optimizer"); rank 0
             writes it.
-        own: what only this rank has ("rng").
+        own: what only this rank has ("rng", and those of "model" and "optimizer" that are shards).
 
     Raises:
         BadInput: the disk refuses.
@@ -245,7 +246,7 @@ def load_checkpoint(
         BadInput: a file cannot be read, or belongs to another run than `identity`, or to another
             model or optimizer.
     """
-    shared = read_state(checkpoint / "state.pt", {"format", "identity", "step", "model"})
+    shared = read_state(checkpoint / "state.pt", {"format", "identity", "step"})
     own = read_state(checkpoint / f"rank-{rank:05d}.pt", {"rng"})
     remedy = f"delete {checkpoint}, or name a new --out"
     if shared["format"] != FORMAT:
@@ -253,18 +254,50 @@ def load_checkpoint(
     differences = _differences(shared["identity"], identity)
     if differences:
         raise BadInput(f"{checkpoint} was saved with {differences}: {remedy}")
-    theirs = {name: list(t.shape) for name, t in shared["model"].items()}
-    ours = {name: list(t.shape) for name, t in model.state_dict().items()}
-    differences = _differences(theirs, ours)
-    if differences:
-        raise BadInput(f"{checkpoint} holds another model, with {differences}: {remedy}")
+    states = {**shared, **own}
     try:
-        model.load_state_dict(shared["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(shared["optimizer"])
-    except (ValueError, RuntimeError, KeyError) as problem:
+        theirs = {name: list(t.shape) for name, t in states["model"].items()}
+        ours = {name: list(t.shape) for name, t in local(model.state_dict()).items()}
+        differences = _differences(theirs, ours)
+        if differences:
+            raise BadInput(f"{checkpoint} holds another model, with {differences}: {remedy}")
+        load_local(model, optimizer, states)
+    except (ValueError, RuntimeError, KeyError, AttributeError) as problem:
         raise BadInput(f"{checkpoint} does not fit: {first_line(problem)}: {remedy}") from None
     return shared["step"], own["rng"]
+
+
+def local(state: object) -> object:
+    """A state_dict with this rank's own part in place of every DTensor."""
+    return tree_map(lambda leaf: leaf.to_local() if is_dtensor(leaf) else leaf, state)
+
+
+def is_dtensor(value: object) -> bool:
+    """Is it a tensor of which every rank holds a part?"""
+    return hasattr(value, "to_local")  # to import the class takes 0.6 s
+
+
+def load_local(model: nn.Module, optimizer: Optimizer | None, states: dict) -> None:
+    """Set `model` and, if given, `optimizer` to what `local` made of their states."""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            local(value).copy_(states["model"][name])
+    if optimizer is None:
+        return
+    state = states["optimizer"]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, values in state["state"].items():
+        for name, value in values.items():
+            if is_dtensor(params[number]) and value.dim() > 0:
+                values[name] = _as_part_of(params[number], value)
+    optimizer.load_state_dict(state)
+
+
+def _as_part_of(param: Tensor, value: Tensor) -> Tensor:
+    """The DTensor that is cut as `param` is, and of which this rank's part is `value`."""
+    how = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+    value = value.to(param.to_local().device)
+    return type(param).from_local(value, param.device_mesh, param.placements, **how)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -11,7 +11,6 @@ killed goes on with what is missing, on any number of ranks. Price: one message 
 
 import json
 import shlex
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -20,11 +19,20 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands import mine
 from manyhands.meters import Sampler, idle_words, job, machine
-from manyhands.run import STOP_SIGNALS
-from manyhands.runtime import BadInput, World, keep_output, on_main, together
+from manyhands.runtime import (
+    BadInput,
+    StopSignals,
+    World,
+    distributed,
+    keep_output,
+    on_main,
+    together,
+)
 from manyhands.storage import FORMAT, open_folder, read_lines, replace_file, write_end, write_status
 
+WAIT_S = 24 * 3600  # for ranks with longer tasks; of one that is dead the launcher knows at once
 Share = Callable[[Sequence[tuple], int, int], Iterable[tuple]]
 
 
@@ -36,7 +44,23 @@ class Kind(NamedTuple):
     identity: tuple[str, ...]  # settings that have to be equal for a run to go on
     key: tuple[str, ...]  # names of the parts of a task
     loss_name: str  # what the curve shows, with its unit
+    result_name: str  # what the status of a finished run holds as valid_loss
     tell: Callable[[dict], tuple[float | None, int, str]]  # a result's loss, its images, in words
+
+
+def start(kind: Kind, config: object, parts: type, train: Callable) -> object:
+    """Join the ranks and run train(config, world, parts) on each; returns what it returns.
+
+    Args:
+        parts: a named tuple of the exercises that the job can use, the course's own as defaults.
+    """
+    is_mine = config.impl == "mine"
+    yours = mine.load(kind.name, parts._fields) if is_mine else {}
+    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
+    with distributed(config.device, config.seed, timeout_s=WAIT_S) as world:
+        if is_mine:
+            world.print(mine.in_words(yours))
+        return train(config, world, parts(**yours))
 
 
 class TaskRun:
@@ -47,7 +71,7 @@ class TaskRun:
         self.kind, self.config, self.world, self.tasks = kind, config, world, tasks
         self.folder = self._open_folder()
         self.status = {"state": "running", "step": 0, "steps": len(tasks), "valid_loss": None}
-        self.done, self._stops = {}, []  # results by task, and stop signals that have come
+        self.done: dict[tuple, dict] = {}  # results by task
         self._add(on_main(lambda: read_results(self.folder)))
 
     def __enter__(self) -> "TaskRun":
@@ -55,18 +79,16 @@ class TaskRun:
             write_status(self.folder, self.status)
         keep_output(self.folder / "logs" / f"rank-{self.world.rank:05d}.log")
         self._sampler = Sampler.in_folder(self.folder, self.world)
-        note = self._stops.append
-        self._old = {one: signal.signal(one, lambda n, _: note(n)) for one in STOP_SIGNALS}
+        self._stops = StopSignals()
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
         self._sampler.stop()
         if kind is None:
             self.status["state"] = "finished"
         if self.world.is_main:
             write_end(self.folder, self.status)
+        self._stops.let_go()
 
     def do(
         self, tasks: Sequence[tuple], work: Callable[..., dict], share: Share | None = None
@@ -88,19 +110,19 @@ class TaskRun:
         own = share(own, self.world.rank, self.world.world_size) if share else own
         curve = Curve(self.folder, self.kind) if self.world.is_main else None
         results = self._work(own, work, curve, alone=share is not None)
-        everything = together(lambda: (results, len(self._stops)))
+        everything = together(lambda: (results, any(self._stops.came.values())))
         if curve and results:
-            curve.add(results[-1])  # the others may have done more since then
+            curve.add(results[-1], f"{self.kind.noun} done by all ranks")
         self._add(result for found, _ in everything for result in found)
         missing = sum(task not in self.done for task in tasks)
         if missing and any(stops for _, stops in everything):
-            self.status["state"] = "stopped"
+            self.status["state"], self._stops.agreed = "stopped", True
             place = f"{self.status['step']} of {len(self.tasks)} {self.kind.noun}"
             again = f"run the same command again with --out {self.folder} to go on"
             self.world.print(f"stopped after {place}; {again}")
             raise SystemExit(0)
         if missing:
-            raise BadInput(f"my_share gave {missing} of the {len(tasks)} trainings to no rank")
+            raise BadInput(f"my_share gave {missing} of {len(tasks)} {self.kind.noun} to no rank")
         return [self.done[task] for task in tasks]
 
     def _work(
@@ -113,7 +135,7 @@ class TaskRun:
         results = []
         with open(path, "ab", buffering=0) as file:
             for task in own:
-                stops = len(self._stops)
+                stops = any(self._stops.came.values())
                 if stops if alone else any(together(lambda stops=stops: stops)):
                     break
                 line = json.dumps(dict(zip(self.kind.key, task, strict=True)) | work(*task))
@@ -135,7 +157,8 @@ class TaskRun:
             "identity": {"job": kind.name} | {name: settings[name] for name in kind.identity},
             "config": settings | {"steps": len(self.tasks)},
             **{"format": FORMAT, "backend": world.backend, "torch": torch.__version__},
-            **{"loss_name": kind.loss_name, "floor": None},
+            **{"noun": kind.noun, "loss_name": kind.loss_name, "result_name": kind.result_name},
+            "floor": None,
             "ranks": together(lambda: machine(world.device)),
             "job": on_main(lambda: job(settings["out"])),
         }
@@ -169,20 +192,17 @@ class Curve:
         self.before_s = max([line["time_s"] for line in read_lines(self.path)], default=0.0)
         self.start_s = self.last_s = time.time()
         self.count, self.num_images = self._count()
-        self.told = self.count
 
-    def add(self, result: dict) -> None:
+    def add(self, result: dict, words: str | None = None) -> None:
+        """Count what all have done, and say it of this rank's newest result, or in `words`."""
         now, (count, num_images) = time.time(), self._count()
-        if count == self.told:
+        if count == self.count:
             return
-        loss, _, words = self.tell(result)
-        self.told = count
-        print(f"{count} {words}", flush=True)
-        if loss is None:  # what has no loss is part of the next one's time
-            return
+        loss, _, of_result = self.tell(result)
         spent_s = max(1e-6, now - self.last_s)
         line = {
-            **{"step": count, "loss": loss},
+            "step": count,
+            **({} if loss is None else {"loss": loss}),
             "step_s": round(spent_s / max(1, count - self.count), 6),
             "images_per_s": round((num_images - self.num_images) / spent_s, 1),
             "time_s": round(self.before_s + now - self.start_s, 3),
@@ -190,6 +210,7 @@ class Curve:
         self.last_s, self.count, self.num_images = now, count, num_images
         with open(self.path, "a") as file:
             print(json.dumps(line), file=file)
+        print(f"{count} {words or of_result}", flush=True)
 
     def _count(self) -> tuple[int, int]:
         """Tasks done by all ranks, and the images that they looked at."""

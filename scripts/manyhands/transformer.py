@@ -30,8 +30,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, 3, self.head_width)  # (B, T, H, 3, D/H)
+        qkv = self.qkv(x)  # (B, T, 3D)
+        B, T, _ = qkv.shape
+        qkv = qkv.view(B, T, -1, 3, self.head_width)  # (B, T, H, 3, D/H)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # each (B, H, T, D/H)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
@@ -98,6 +99,10 @@ class Transformer(nn.Module):
                 added = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(matrix, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)
 
+    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Run one block; set to another function to run all of them in another way."""
+        return layer(x)
+
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the scores of each next token, (B, T, V), or the targets' mean loss in nats.
 
@@ -108,7 +113,7 @@ class Transformer(nn.Module):
             raise BadInput(f"{T} tokens in a sequence, but the model was built for at most {block}")
         x = self.dropout(self.tokens(inputs) + self.positions.weight[:T])  # (B, T, D)
         for layer in self.blocks:
-            x = layer(x)
+            x = self.through(layer, x)
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits

@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -82,6 +83,8 @@ def watch(job: Job, limit_s: float | None = None) -> Path:
         error, told = JobStopped, f"{job} was interrupted"
     if told:
         _stop(job, screen)
+        if job.state.word == "finished" and job.status().get("state") != "finished":
+            job.state = replace(job.state, word="cancelled")  # it ended before there was a run
     screen.show(last=True)
     if told or job.state.word == "stopped":
         raise error(f"{told or job}. {_words_of_saved(job)}")
@@ -193,7 +196,8 @@ class _Metrics:
         """The newest step in one line; "" before the first."""
         if not self.last:
             return ""
-        words = [f"step {self.last['step']}" + (f" of {num_steps}" if num_steps else "")]
+        total = f" of {num_steps}" if num_steps else ""
+        words = [f"{self._about().get('noun', 'step')} {self.last['step']}{total}"]
         if self.last.get("loss") is not None:
             words.append(f"{self._loss_name().partition(' (')[0]} {self.last['loss']:.3f}")
         speeds = {name[:-6]: value for name, value in self.last.items() if name.endswith("_per_s")}
@@ -212,7 +216,8 @@ class _Metrics:
         x, y = [b[-1][0] for b in bins], [fmean(loss for _, loss in b) for b in bins]
         figure, ax = figures.new_figure(5, 2.2)
         series = {"training": (x, y)}
-        figures.lines(ax, series, "step", self._loss_name(), self._about().get("floor"))
+        xlabel = f"{self._about()['noun']} done" if "noun" in self._about() else "step"
+        figures.lines(ax, series, xlabel, self._loss_name(), self._about().get("floor"))
         return figures.png(figure, dpi=80)
 
 

@@ -149,7 +149,7 @@ def stub(*call):
     raise NotImplementedError("TODO 1.1")
 
 
-@wrong("1.2", "`descend_by_the_stub` calls your `stub`, TODO 1.1, which is not written yet")
+@wrong("1.2", "calls your `stub`, TODO 1.1, which is not written yet")
 def descend_by_the_stub(start, x, y, rate, tolerance, max_steps):
     return torch.stack([start, start - rate * stub(start, x, y)])
 

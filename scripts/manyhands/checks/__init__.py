@@ -83,6 +83,7 @@ class Exercise:
     check: Callable
     hints: tuple[str, ...]
     verdict: Verdict
+    num_answers: int = 1  # or 2, which are handed over together
     answer: object = None
     hints_shown: int = 0
 
@@ -94,15 +95,25 @@ class Lesson:
     module: str
     exercises: dict[str, Exercise] = field(default_factory=dict)
 
-    def exercise(self, todo: str, *hints: str) -> Callable:
-        """Make a check of the function below: it takes the learner's answer and raises Wrong."""
+    def exercise(self, todo: str, *hints: str, num_answers: int = 1) -> Callable:
+        """Make a check of the function below: it takes the learner's answer and raises Wrong.
+
+        With two answers it takes a Pair.
+        """
 
         def register(check: Callable) -> Callable:
             name = check.__name__
-            exercise = Exercise(todo, name, check, hints, Verdict(todo, name, "not started"))
+            verdict = Verdict(todo, name, "not started")
+            exercise = Exercise(todo, name, check, hints, verdict, num_answers)
             self.exercises[todo] = exercise
 
-            def run(answer: object = None) -> None:
+            def run(*answers: object) -> None:
+                if answers and len(answers) != num_answers:
+                    wanted = {1: "one answer", 2: "two answers, in the order of their cell"}
+                    seen = f"TODO {todo}: this check takes {wanted[num_answers]}"
+                    raise NotYet(f"{seen}, and was given {len(answers)}")
+                answers = answers or (None,) * num_answers
+                answer = answers[0] if num_answers == 1 else Pair(*answers)
                 exercise.answer, exercise.verdict = answer, judge(exercise, answer)
                 show(exercise.verdict)
                 strict = "NBGRADER_EXECUTION" in os.environ
@@ -121,7 +132,8 @@ class Lesson:
 
     def ready(self, *todos: str) -> bool:
         """Are all of these done? Says in one line which ones an experiment still waits for."""
-        waits = [str(todo) for todo in todos if not self.done(str(todo))]
+        wanted = sorted(map(str, todos), key=lambda todo: [int(n) for n in todo.split(".")])
+        waits = [todo for todo in wanted if not self.done(todo)]
         if waits:
             print(f"This cell waits for TODO {', '.join(waits)}: it runs once the check is green.")
         self.tell_changed(waits)
@@ -150,7 +162,8 @@ class Lesson:
 
     def keep(self, folder: Path = mine.FOLDER) -> None:
         """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
-        passed = {e.name: e.answer for t, e in self.exercises.items() if self.done(t)}
+        done = [exercise for todo, exercise in self.exercises.items() if self.done(todo)]
+        passed = {name: part for e in done for name, part in named_parts(e).items()}
         self.tell_changed(self.exercises)
         if not passed:
             print("No check is green, so there is nothing to write.")
@@ -172,19 +185,49 @@ class Lesson:
         print(f"{states.count('done')} of {len(states)} done: {line}")
 
 
+class Pair:
+    """Two functions or classes that are one exercise."""
+
+    def __init__(self, first: object, second: object) -> None:
+        self.parts = [first, second]
+
+    def __call__(self, *args: object) -> list:
+        """Return what both make of the arguments."""
+        return [part(*args) for part in self.parts]
+
+
+def parts_of(answer: object) -> list:
+    """The answers of an exercise: two for a pair, else one."""
+    return answer.parts if isinstance(answer, Pair) else [answer]
+
+
+def named_parts(exercise: Exercise) -> dict[str, object]:
+    """The answers of an exercise by their names in the notebook."""
+    if not isinstance(exercise.answer, Pair):
+        return {exercise.name: exercise.answer}
+    return {part.__name__: part for part in exercise.answer.parts}
+
+
 def changed(exercise: Exercise) -> bool:
     """Does the notebook hold another function under this name than the one that passed?"""
     ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    now = ipython.user_ns.get(exercise.name) if ipython else None
-    if exercise.verdict.state != "done" or now is None or now is exercise.answer:
+    if exercise.verdict.state != "done" or ipython is None:
         return False
-    return as_written(now) != as_written(exercise.answer)
+    now = {name: ipython.user_ns.get(name) for name in named_parts(exercise)}
+    return any(
+        now[name] is not None
+        and now[name] is not part
+        and as_written(now[name]) != as_written(part)
+        for name, part in named_parts(exercise).items()
+    )
 
 
 def as_written(value: object) -> object:
     """What two functions or classes have in common when their cell ran twice, unchanged."""
     if isinstance(value, type):
-        parts = {name: as_written(part) for name, part in vars(value).items()}
+        # An autograd.Function holds a class that holds the Function again.
+        names = vars(value).keys() - {"_backward_cls"}
+        parts = {name: as_written(vars(value)[name]) for name in names}
         return [kind.__name__ for kind in value.__mro__], parts
     if isinstance(value, property):
         return [as_written(part) for part in (value.fget, value.fset, value.fdel)]
@@ -218,19 +261,26 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
     """Run one check and turn whatever happens into a verdict."""
     todo, name = exercise.todo, exercise.name
     try:
-        if not callable(answer):
-            raise Wrong(
-                f"{name} is {answer!r}, not a function or class",
-                "",
-                f"run the cell that defines it, and hand over {name} itself, without brackets",
-            )
-        if "NBGRADER_EXECUTION" in os.environ:
-            refuse_the_course_s_own(answer, name)
+        for part in parts_of(answer):
+            if not callable(part):
+                raise Wrong(
+                    f"{name} is {part!r}, not a function or class",
+                    "",
+                    f"run the cell that defines it, and hand over {name} itself, without brackets",
+                )
+            if "NBGRADER_EXECUTION" in os.environ:
+                for known in {name, getattr(part, "__name__", name)}:
+                    refuse_the_course_s_own(part, known)
         exercise.check(answer)
     except Wrong as wrong:
         return Verdict(todo, name, "not yet", wrong.seen, wrong.smell, wrong.hint)
     except RankFailed as failed:
         if failed.failure.error == "NotImplementedError":
+            other = _stub_of_another(failed.failure, todo)
+            if other and not _unwritten(answer):
+                return Verdict(
+                    todo, name, "not yet", f"`{name}` calls {other}", "", "do that first"
+                )
             return Verdict(todo, name, "not started", _unwritten(answer))
         return Verdict(todo, name, "not yet", *told(failed, answer))
     except Exception as error:  # an answer of a form that the check did not think of
@@ -241,22 +291,37 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
     return Verdict(todo, name, "done")
 
 
+def _stub_of_another(failure: Failure, todo: str) -> str:
+    """Words for a learner's function of an earlier TODO, if its stub ended the call."""
+    other = re.fullmatch(r"TODO (\d+\.\d+)", failure.message)
+    if not other or other[1] == todo or not failure.frames:
+        return ""
+    return f"your `{failure.frames[-1][2]}`, TODO {other[1]}, which is not written yet"
+
+
 def _unwritten(answer: object) -> str:
     """What still raises NotImplementedError: methods of a class, or a function with more in it."""
+    if isinstance(answer, Pair):
+        left = [(getattr(part, "__name__", ""), _unwritten(part)) for part in answer.parts]
+        return "; ".join(f"{name}: {words}" for name, words in left if words)
     parts = vars(answer) if isinstance(answer, type) else {}
     if inspect.isfunction(answer) and "NotImplementedError" in answer.__code__.co_names:
         code, given = answer.__code__, len(inspect.signature(answer).parameters)
         if len(code.co_names) > 1 or code.co_nlocals > given:
             return "the line `raise NotImplementedError` still stands there: delete it"
-    codes = {name: getattr(part, "__code__", None) for name, part in parts.items()}
+    codes = {name: getattr(_plain(part), "__code__", None) for name, part in parts.items()}
     left = [n for n, c in codes.items() if c and "NotImplementedError" in c.co_names]
     if not left:
         return ""
     return f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} still to be written"
 
 
+def _plain(part: object) -> object:
+    """The function behind a static method; anything else as it is."""
+    return getattr(part, "__func__", part)
+
+
 SAME_CALLS = "look for a collective inside an `if`, or a loop, that only some ranks enter"
-WAITS = r"dist\.|all_|reduce|broadcast|gather|scatter|send|recv|barrier|wait|\(model|ddp|backward"
 KNOWN_ERRORS = {  # words of an error -> what it smells of, what to try
     "incompatible function arguments": (
         "an argument of a collective is of the wrong kind; the second one of all_reduce is `op`",
@@ -292,8 +357,10 @@ def place(failure: Failure, answer: object = None) -> str:
 
 def _lines_of(answer: object) -> set[tuple[str, int]]:
     """File and number of every line of a function, or of a class's methods."""
+    if isinstance(answer, Pair):
+        return set().union(*map(_lines_of, answer.parts))
     kinds = answer.__mro__ if isinstance(answer, type) else ()
-    parts = [part for kind in kinds for part in vars(kind).values()] or [answer]
+    parts = [_plain(part) for kind in kinds for part in vars(kind).values()] or [answer]
     codes = [inspect.unwrap(part).__code__ for part in parts if inspect.isfunction(part)]
     lines = set()
     while codes:
@@ -332,23 +399,28 @@ def _told_of_a_hang(failed: RanksHung) -> tuple[str, str, str]:
         lines = [f": it is still in{where(s[-1])[1:]}" for s in failed.stacks.values() if s]
         seen = f"a call never ended{''.join(lines)}"
         return seen, "a loop without an end", "see that its condition becomes false at some time"
-    lines = [f"rank {r} is in{where(s[-1])[1:]}" for r, s in failed.stacks.items() if s]
+    inside = {rank: where(stack[-1])[1:] for rank, stack in failed.stacks.items() if stack}
+    lines = [
+        f"rank {rank} {'computes' if rank in failed.computing else 'waits'} in{line}"
+        for rank, line in inside.items()
+    ]
+    left = sorted({*failed.stacks, *failed.finished} - set(inside))
+    if inside and left:  # also where it waits for the check's next case
+        lines.append(f"{name_ranks(left)} {'has' if len(left) == 1 else 'have'} left the function")
     seen = f"the ranks never ended ({'; '.join(lines) or 'no line of yours is waiting'})"
-    elsewhere = [*failed.finished, *(r for r, stack in failed.stacks.items() if not stack)]
-    if lines and not any(re.search(WAITS, line) for line in lines):
+    if any(rank in failed.computing for rank in inside):
         return (
             seen,
-            "a loop without an end: no rank waits for another there",
-            "see that its condition becomes false at some time",
+            "a loop without an end",
+            "see that its condition becomes false at some time, on every rank",
         )
-    if lines and elsewhere:
-        they = f"{name_ranks(sorted(elsewhere))} {'has' if len(elsewhere) == 1 else 'have'} left it"
-        return f"{seen}; {they}", "a hang: not every rank makes the same calls", SAME_CALLS
+    if inside and left:
+        return seen, "a hang: not every rank makes the same calls", SAME_CALLS
     if len({stack[-1][:2] for stack in failed.stacks.values() if stack}) <= 1:
         return (
             seen,
-            "a hang, with every rank at the same line: a loop without an end, a root (src) that is "
-            "not the same on all ranks, or a message that nobody sends",
+            "a hang, with every rank at the same line: a root (src) that is not the same on all "
+            "ranks, or a message that nobody sends",
             "ask for that line what would have to happen for it to go on",
         )
     return seen, "a hang: not every rank makes the same calls in the same order", SAME_CALLS
@@ -388,7 +460,7 @@ def _is_ours(value: object, name: str) -> bool:
 def _globals_used(answer: object) -> list[object]:
     """Every global, and every module imported inside, that the answer's code names."""
     functions = (
-        [f for f in vars(answer).values() if inspect.isfunction(f)]
+        [f for f in map(_plain, vars(answer).values()) if inspect.isfunction(f)]
         if isinstance(answer, type)
         else [inspect.unwrap(answer)]
     )

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from manyhands import loss_surface as truth
 from manyhands.checks import Lesson, Wrong, ranks, told
-from manyhands.checks.shared import Reasons, _raise_if_of_another, alone, because, number
+from manyhands.checks.shared import Reasons, alone, because, number
 from manyhands.failures import RankFailed, RanksHung, is_echo
 
 lesson = Lesson("loss_surface")
@@ -703,7 +703,7 @@ def surface(answer) -> None:
         ([[0], [1, 2, 3]], [-1.5, -0.25, 0.5, 1.0]),
         ([[0, 1, 2, 3]], [0.375]),
     ]
-    seed = _seed()
+    seed = next(s for s in iter(_seed, None) if _true_surface(s, first)[3].min() < 0)
     try:
         results = ranks(_run_surfaces, 4, answer, seed, jobs)
     except RankFailed as failed:
@@ -718,7 +718,6 @@ def surface(answer) -> None:
 
 def _why_stopped(failed: RankFailed, answer) -> Exception:
     if failed.failure.error == "NotImplementedError":
-        _raise_if_of_another(failed.failure, answer)
         return failed
     seen, *why = told(failed, answer)
     if is_echo(failed.failure) or isinstance(failed, RanksHung) and failed.finished:

@@ -1,0 +1,137 @@
+"""Ways to train in less memory: small pieces, computing twice, shorter numbers.
+
+    accumulate      a large batch piece by piece: the activations of one piece at a time
+    checkpointed    forward keeps a module's input only; backward computes the rest again
+                    in --> [block] --> [block] --> loss     kept: the inputs of the blocks
+                            again  <--  again  <--          and one block's activations at a time
+    MasterWeights   compute in bfloat16; step copies of the weights in fp32, where small steps count
+
+Price: accumulation costs only smaller pieces of work; a checkpoint a second forward, a third more
+work; master weights 4 bytes a parameter, beside 2 and 2 where there were 4 and 4.
+Sources: Chen et al. 2016, https://arxiv.org/abs/1604.06174; Micikevicius et al. 2018, "Mixed
+Precision Training", https://arxiv.org/abs/1710.03740, section 3.1.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def accumulate(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Add the gradient of one large batch to .grad, micro-batch by micro-batch; return its loss.
+
+    `model(inputs, targets)` returns the mean loss of the targets. Micro-batches (inputs, targets)
+    may differ in size, and inputs from targets; each target of the large batch counts the same. One
+    graph lives at a time. A frozen parameter has no gradient: its .grad stays None.
+    """
+    num_targets = sum(targets.numel() for _, targets in micro_batches)
+    losses = []
+    for inputs, targets in micro_batches:
+        loss = model(inputs, targets) * (targets.numel() / num_targets)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+class Checkpoint(torch.autograd.Function):
+    """Run a function without keeping anything but its input; backward runs it a second time."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        function: Callable[[Tensor], Tensor],
+        x: Tensor,
+        *params: nn.Parameter,
+    ) -> Tensor:
+        """Return function(x), and keep what backward needs: the input and the random numbers.
+
+        Tensors go to ctx.save_for_backward: autograd can then count them, free them, and see
+        changes in place. Autograd records nothing in here. `params` are the trainable parameters
+        that the function uses: they are arguments so that autograd asks for their gradients.
+        """
+        ctx.function, ctx.rng = function, rng_states(x.device)
+        ctx.save_for_backward(x, *params)
+        return function(x)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Run the function again on its input, with the same random numbers, and differentiate.
+
+        Returns a tuple of one gradient for each argument of forward: None for the function, then
+        those of x and of every parameter. Afterwards the random numbers are where they were before.
+        """
+        x, *params = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        now = rng_states(x.device)
+        set_rng_states(ctx.rng, x.device)
+        with torch.enable_grad():
+            again = ctx.function(x)
+        set_rng_states(now, x.device)
+        return None, *torch.autograd.grad(again, (x, *params), grad)
+
+
+def checkpointed(
+    module: nn.Module, x: Tensor, rule: type[torch.autograd.Function] = Checkpoint
+) -> Tensor:
+    """module(x), whose activations are dropped in forward and computed again in backward."""
+    device = x.device.type
+    precision = {
+        "dtype": torch.get_autocast_dtype(device),
+        "enabled": torch.is_autocast_enabled(device),
+    }
+
+    def function(x: Tensor) -> Tensor:  # backward runs outside the block of autocast
+        with torch.autocast(device, **precision):
+            return module(x)
+
+    params = [param for param in module.parameters() if param.requires_grad]
+    return rule.apply(function, x, *params)
+
+
+def rng_states(device: torch.device) -> list[Tensor]:
+    """Where the random numbers stand, of the CPU and of a GPU."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def set_rng_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Go on with the random numbers from where `rng_states` found them."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class MasterWeights:
+    """Step fp32 copies of short weights, so that no step is too small to be seen.
+
+    Args:
+        params: of a model in bfloat16, say. Frozen ones stay as they are.
+        make_optimizer: gets the fp32 copies and returns the optimizer that steps them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        self.params = [param for param in params if param.requires_grad]
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.optimizer = make_optimizer(self.masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the copies by the parameters' gradients, and round the result into the parameters.
+
+        A parameter without a gradient stays as it is. No gradient is left afterwards, neither of
+        the parameters nor of the copies.
+        """
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+            param.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)

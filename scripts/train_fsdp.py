@@ -1,0 +1,191 @@
+"""Train the language model sharded: every rank keeps its part of optimizer, gradients and weights.
+
+torchrun --standalone --nproc-per-node=4 scripts/train_fsdp.py --impl zero3 --mesh 2x2
+bash sbatch/fsdp.sbatch --impl mine         with your own functions in it
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+
+from manyhands import corpus, ddp, flat, fsdp, mine, wrapping, zero
+from manyhands.data_parallel import broadcast_state
+from manyhands.live import Live, parts_of
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.transformer import Transformer, flops_per_token, total_loss
+from report import write_report
+
+WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
+SHARDED = {"zero1": ["optimizer"], "zero2": ["optimizer"]}  # of a checkpoint; the rest: all of it
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+    impl: Literal["mine", "zero1", "zero2", "zero3", "torch"] = "zero3"
+    """What is sharded, by hand: the optimizer; gradients, too; weights, too. Or fully_shard."""
+    mesh: str = ""
+    """Replicas x shards, such as 2x2; empty shards over all ranks. For mine, zero3 and torch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To send weights and to compute in; bfloat16 for mine, zero3 and torch."""
+    offload: bool = False
+    """Keep shards and optimizer in the CPU's memory, and bring a unit when needed; for torch."""
+    limit_mb: float = 0.0
+    """Stop when a rank's tensors take more than so many MB; 0 for no limit. Slow."""
+
+
+class Parts(NamedTuple):
+    """The exercises of lesson 10 that a job can use."""
+
+    Flat: Callable = flat.Flat
+    ShardedOptimizer: Callable = zero.ShardedOptimizer
+    reduce_during_backward: Callable = zero.reduce_during_backward
+    ShardedFlat: Callable = flat.ShardedFlat  # which FSDP makes for itself
+    FSDP: Callable = fsdp.FSDP
+    torch_fsdp: Callable = wrapping.torch_fsdp
+    make_mesh: Callable = wrapping.make_mesh
+
+
+HIGHEST = {  # what --impl mine trains with: the first of these parts that the learner has
+    "FSDP": "zero3",
+    "reduce_during_backward": "zero2",
+    "ShardedOptimizer": "zero1",
+    "Flat": "zero1",
+    "torch_fsdp": "torch",
+}
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    yours = mine.load("fsdp", Parts._fields) if config.impl == "mine" else {}
+    impl = next((HIGHEST[name] for name in HIGHEST if name in yours), config.impl)
+    if impl in SHARDED and (config.mesh or config.dtype != "float32"):
+        raise BadInput(
+            f"--impl {impl} keeps whole weights in float32 on one row of ranks: leave out --mesh "
+            "and --dtype, or take --impl zero3 or torch"
+        )
+    if impl != "torch" and config.offload:
+        raise BadInput(f"--impl {impl} does not offload: leave out --offload, or take --impl torch")
+    with distributed(config.device, config.seed) as world:
+        if config.impl == "mine":
+            world.print(f"{mine.in_words(yours)}; trains as --impl {impl}")
+        return train(config, world, impl, Parts(**yours))
+
+
+def train(config: Config, world: World, impl: str, parts: Parts) -> float:
+    # Data
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    shape = data.tokenizer.vocab_size, config.block, config.layers
+    mesh = mesh_of(config, world, parts)
+    about = (len(data.train), flops_per_token(*shape), data.entropy_floor)
+    run, batch = Run(config, world, "fsdp", *about), config.batch // world.world_size
+    sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+
+    # Model
+    model = Transformer(*shape).to(world.device)
+    torch.manual_seed(world.data_seed)
+    model, optimizer = shard(config, impl, parts, model, mesh)
+    live = Live(parts_of(model, optimizer), limit=int(config.limit_mb * 1e6) or None)
+
+    # Training
+    run.resume(model, *in_checkpoint(impl, optimizer))
+    last_weighed = config.steps if live.limit else run.step + WEIGHED_STEPS
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for inputs, targets in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            with live if run.step < last_weighed else nullcontext():
+                loss = model(inputs, targets)
+                loss.backward()
+                optimizer.step()
+                model.zero_grad()
+            run.log(loss)
+
+    # Result
+    world.print(live.in_words())
+    valid_loss = ddp.mean_over_ranks(*valid_total(model, data.valid, batch, world))
+    plain = model if impl in SHARDED else unshard(model, Transformer(*shape), world)
+    save_once(plain, run.folder / "model.pt")
+    run.finish(valid_loss, live.peak)
+    if world.is_main:
+        world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+def mesh_of(config: Config, world: World, parts: Parts) -> DeviceMesh | None:
+    """The mesh that the setting asks for, or None."""
+    if not config.mesh:
+        return None
+    replicas, _, shards = config.mesh.partition("x")
+    if not (replicas.isdigit() and shards.isdigit()):
+        raise BadInput(f"--mesh is {config.mesh}: give replicas x shards, such as 2x2")
+    if int(replicas) * int(shards) != world.world_size:
+        raise BadInput(
+            f"--mesh {config.mesh} has {int(replicas) * int(shards)} places, but there are "
+            f"{world.world_size} ranks: start as many, or take another mesh"
+        )
+    return parts.make_mesh(int(replicas), int(shards), world.device.type)
+
+
+def shard(
+    config: Config, impl: str, parts: Parts, model: Transformer, mesh: DeviceMesh | None
+) -> tuple[nn.Module, object]:
+    """Shard the model, block by block, and make the optimizer of this rank's shards."""
+    blocks, adamw = list(model.blocks), partial(torch.optim.AdamW, fused=True)
+    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+    if impl in SHARDED:
+        broadcast_state(model)
+        in_blocks = set(model.blocks.parameters())
+        root = [param for param in model.parameters() if param not in in_blocks]
+        flats = [parts.Flat(params) for params in [root, *(b.parameters() for b in blocks)]]
+        if impl == "zero2":
+            parts.reduce_during_backward(flats)
+        return model, parts.ShardedOptimizer(flats, adamw)
+    if impl == "torch":
+        model = parts.torch_fsdp(model, blocks, mesh, dtype=dtype, offload=config.offload)
+    elif mesh is None:
+        model = parts.FSDP(model, blocks, dtype=dtype)
+    else:
+        groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
+        model = parts.FSDP(model, blocks, dtype=dtype, **groups)
+    return model, adamw(model.parameters())
+
+
+def in_checkpoint(impl: str, optimizer: object) -> tuple[torch.optim.Optimizer, list[str]]:
+    """The optimizer whose state is saved, and what each rank saves for itself."""
+    return getattr(optimizer, "optimizer", optimizer), SHARDED.get(impl, ["model", "optimizer"])
+
+
+def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:
+    """Set `plain`, on the CPU of rank 0, to the weights of all shards; returns it on all ranks."""
+    state = wrapping.full_state(sharded)
+    if world.is_main:
+        plain.load_state_dict(state)
+    return plain
+
+
+def valid_total(model: nn.Module, valid: Dataset, batch: int, world: World) -> tuple:
+    """Sum and number of this rank's validation losses; every rank calls the model as often."""
+    share = range(world.rank, len(valid), world.world_size)
+    loader = DataLoader(valid, batch, sampler=share)
+    total, count = total_loss(model, loader, world.device)
+    most = math.ceil(math.ceil(len(valid) / world.world_size) / batch)
+    for _ in range(most - len(loader)):  # all ranks must gather, also one whose share is done
+        total_loss(model, [[part[None] for part in valid[0]]], world.device)
+    return total, count
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

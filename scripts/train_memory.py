@@ -1,0 +1,128 @@
+"""Train the language model in less memory: computing twice, in small pieces, with short numbers.
+
+torchrun --standalone --nproc-per-node=2 scripts/train_memory.py --save all
+bash sbatch/memory.sbatch --save checkpointing --impl mine      with your own functions in it
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from manyhands import corpus, ddp, mine, savings
+from manyhands.data_parallel import average_gradients, broadcast_state
+from manyhands.live import Live, parts_of
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import World, command_line, distributed
+from manyhands.transformer import Transformer, flops_per_token, total_loss
+from report import write_report
+
+WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
+NUM_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+    impl: Literal["mine", "scratch", "torch"] = "scratch"
+    """Whose functions: yours (mine/memory.py), the course's, or PyTorch's checkpoint."""
+    save: Literal["nothing", "autocast", "checkpointing", "accumulation", "all"] = "all"
+    """How to save: bfloat16 numbers, blocks computed twice, batches in 4 pieces, or all three."""
+
+
+class Parts(NamedTuple):
+    """The exercises of lesson 09 that a job can use."""
+
+    accumulate: Callable = savings.accumulate
+    Checkpoint: type = savings.Checkpoint
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    yours = mine.load("memory", Parts._fields) if config.impl == "mine" else {}
+    with distributed(config.device, config.seed) as world:
+        if config.impl == "mine":
+            world.print(mine.in_words(yours))
+        return train(config, world, Parts(**yours))
+
+
+def train(config: Config, world: World, parts: Parts) -> float:
+    # Data
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    shape = data.tokenizer.vocab_size, config.block, config.layers
+    about = (len(data.train), flops_per_token(*shape), data.entropy_floor)
+    run = Run(config, world, "memory", *about)
+    sampler, loader, valid = make_loaders(data, config, world)
+
+    # Model
+    model = Transformer(*shape).to(world.device)
+    torch.manual_seed(world.data_seed)
+    broadcast_state(model)
+    loss_of, num_pieces = saving(config, model, parts)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    live = Live(parts_of(model, optimizer))
+
+    # Training
+    run.resume(model, optimizer)
+    last = run.step + WEIGHED_STEPS
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for batch_of_rank in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            pieces = list(zip(*(part.chunk(num_pieces) for part in batch_of_rank), strict=True))
+            with live if run.step < last else nullcontext():
+                loss = parts.accumulate(loss_of, pieces)
+                average_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.log(torch.as_tensor(loss))
+
+    # Result
+    world.print(live.in_words())
+    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    save_once(model, run.folder / "model.pt")
+    run.finish(valid_loss, live.peak)
+    if world.is_main:
+        world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+def make_loaders(data: corpus.Corpus, config: Config, world: World) -> tuple:
+    """This rank's sampler, and its batches for training and validation."""
+    batch = config.batch // world.world_size
+    sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
+    share = range(world.rank, len(data.valid), world.world_size)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+    return sampler, loader, DataLoader(data.valid, batch, sampler=share)
+
+
+def saving(
+    config: Config, model: Transformer, parts: Parts
+) -> tuple[Callable[[Tensor, Tensor], Tensor], int]:
+    """Set the model up as `--save` asks; returns the loss of a piece, and the number of pieces."""
+    if config.save in ("checkpointing", "all"):
+        again: Callable[[nn.Module, Tensor], Tensor] = partial(
+            savings.checkpointed, rule=parts.Checkpoint
+        )
+        if config.impl == "torch":
+            again = partial(checkpoint, use_reentrant=False)
+        model.through = again
+    is_short = config.save in ("autocast", "all")
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=is_short):
+            return model(inputs, targets)
+
+    return loss_of, NUM_PIECES if config.save in ("accumulation", "all") else 1
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

@@ -1,0 +1,296 @@
+"""Train the language model in a pipeline: each rank has some of its layers, replicas if you like.
+
+torchrun --standalone --nproc-per-node=4 scripts/train_pipeline.py --stages 2 --schedule gpipe
+bash sbatch/pipeline.sbatch --impl mine     with your own functions in it
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from manyhands import bubble, corpus, ddp, mine, pipeline, schedules, stages, storage, wiring
+from manyhands.data_parallel import average_gradients
+from manyhands.live import Live, parts_of
+from manyhands.meters import Stopwatch
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import BadInput, World, command_line, distributed, on_main
+from manyhands.transformer import Transformer, flops_per_token
+from report import write_report
+
+WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
+SEVERAL = ("interleaved", "zero-bubble")  # two stages a rank
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+    impl: Literal["mine", "scratch", "torch"] = "scratch"
+    """Who runs the pipeline: your own functions, the course's by hand, or PyTorch."""
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """The order of forwards and backwards; zero-bubble is PyTorch's only."""
+    stages: int = 0
+    """Ranks in a pipeline; 0 takes all. With fewer, the ranks hold replicas of the pipeline."""
+    micro_batches: int = 4
+    """Pieces into which a pipeline's share of the batch is cut."""
+    recompute: bool = False
+    """Keep only the inputs of stages, and compute forward again in backward; not for torch."""
+
+
+class Parts(NamedTuple):
+    """The exercises of lesson 12 that a job can use."""
+
+    partition: Callable = stages.partition
+    Pipeline: Callable = pipeline.Pipeline
+    sum_tied: Callable = wiring.sum_tied
+    gpipe: Callable = schedules.gpipe
+    one_f_one_b: Callable = schedules.one_f_one_b
+    interleaved: Callable = schedules.interleaved
+    make_grid: Callable = wiring.make_grid
+
+
+class Place(NamedTuple):
+    """This rank's pipeline, the replicas of its stage, and which stages of how many it has."""
+
+    pipe: dist.ProcessGroup
+    back: dist.ProcessGroup  # the same ranks; gradients go through it
+    replicas: dist.ProcessGroup
+    share: tuple[int, int]  # of the data: the number of the replica, and how many there are
+    ranks: int  # of the pipeline
+    stages: range
+    num_stages: int
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    if config.impl != "torch" and config.schedule == "zero-bubble":
+        raise BadInput("--schedule zero-bubble is PyTorch's: add --impl torch, or take another")
+    if config.impl == "torch" and (config.recompute or config.schedule == "naive"):
+        raise BadInput("--recompute and --schedule naive are by hand: leave out --impl torch")
+    if config.micro_batches < 1:
+        raise BadInput(f"micro_batches is {config.micro_batches}: take at least 1")
+    yours = mine.load("pipeline", Parts._fields) if config.impl == "mine" else {}
+    with distributed(config.device, config.seed) as world:
+        if config.impl == "mine":
+            world.print(mine.in_words(yours))
+        return train(config, world, Parts(**yours))
+
+
+def train(config: Config, world: World, parts: Parts) -> float:
+    # Data
+    place = find_place(config, world, parts)
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    shape, num_shares = (data.tokenizer.vocab_size, config.block, config.layers), place.share[1]
+    about = ("pipeline", len(data.train), flops_per_token(*shape), data.entropy_floor)
+    run, batch = Run(config, world, *about, num_shares=num_shares), config.batch // num_shares
+    sampler = corpus.ShardedSampler(len(data.train), *place.share, config.seed)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+
+    # Model
+    whole = Transformer(*shape).to(world.device)
+    example = data.train[0][0].expand(batch // config.micro_batches, -1).to(world.device)
+    every = cut_model(whole, example, place, parts, run.folder / "stages.json")
+    own, tied = {s: every[s] for s in place.stages}, wiring.find_tied(every, place.ranks)
+    model = nn.ModuleList(own.values())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = marked(make_engine(config, parts, own, len(example), place), run.stopwatch)
+    live = Live(parts_of(model, optimizer))
+
+    # Training
+    run.resume(model, optimizer, sharded=["model", "optimizer"])
+    last_weighed = run.step + WEIGHED_STEPS
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for inputs, targets in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            with live if run.step < last_weighed else nullcontext():
+                loss = engine.step(inputs, targets)
+                parts.sum_tied(tied, place.pipe)
+                average_gradients(model, place.replicas)
+                optimizer.step()
+                model.zero_grad()
+            run.log(loss)
+
+    # Result
+    notes = {"waiting": idle_words(engine, config, place, world.device)}
+    valid_loss = mean_loss(config, data.valid, batch, own, place)
+    return finish(run, gather(own, every, whole, place), valid_loss, live, notes)
+
+
+def finish(run: Run, whole: nn.Module, valid_loss: float, live: Live, notes: dict) -> float:
+    """Save the weights, write down the end of the run, and the report."""
+    run.world.print(f"{live.in_words()}\n{notes['waiting']}")
+    save_once(whole, run.folder / "model.pt")
+    run.finish(valid_loss, live.peak, notes)
+    if run.world.is_main:
+        run.world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+def find_place(config: Config, world: World, parts: Parts) -> Place:
+    """Put the ranks into pipelines; BadInput where they or the batch do not fit."""
+    ranks, m = config.stages or world.world_size, config.micro_batches
+    if ranks < 1 or world.world_size % ranks:
+        raise BadInput(
+            f"--stages {ranks} does not fit {world.world_size} rank(s): take a divisor of that"
+        )
+    d, per_rank = world.world_size // ranks, 1 + (config.schedule in SEVERAL)
+    if config.batch % (d * m):
+        raise BadInput(
+            f"batch {config.batch} cannot be cut into {d} replica(s) x {m} micro-batches: take a "
+            f"multiple of {d * m}"
+        )
+    if config.layers + 2 < ranks * per_rank:
+        raise BadInput(
+            f"{ranks * per_rank} stages, but the model has only {config.layers + 2} layers with "
+            f"embedding and head: take --layers {ranks * per_rank - 2} or more, or fewer ranks"
+        )
+    if per_rank > 1 and (ranks < 2 or m % max(1, m // ranks)):
+        raise BadInput(
+            f"--schedule {config.schedule} with {m} micro-batches on {ranks} rank(s): take 2 ranks "
+            "or more, and a multiple of their number as --micro-batches"
+        )
+    pipe, replicas = parts.make_grid(ranks)
+    back, _ = parts.make_grid(ranks)
+    num_stages = ranks * per_rank
+    own = range(dist.get_rank(pipe), num_stages, ranks)
+    return Place(pipe, back, replicas, (dist.get_rank(replicas), d), ranks, own, num_stages)
+
+
+def cut_model(
+    whole: Transformer, example: Tensor, place: Place, parts: Parts, path: Path
+) -> list[nn.Sequential]:
+    """Cut by the measured time of each layer. A run that goes on keeps its cut."""
+    layers = stages.layers_of(whole)
+
+    def choose() -> list[int]:
+        if not path.is_file():
+            costs_s = stages.measure(layers, example)
+            bounds = parts.partition(costs_s, place.num_stages)
+            storage.write_json(path, {"bounds": bounds, "costs_s": costs_s})
+        told = storage.read_json(path)
+        words = [
+            f"{stop - start} of {1e3 * sum(told['costs_s'][start:stop]):.1f} ms"
+            for start, stop in pairwise(told["bounds"])
+        ]
+        print(f"layers of each stage and their time for a micro-batch: {', '.join(words)}")
+        return told["bounds"]
+
+    return stages.cut(layers, on_main(choose))
+
+
+def message_shape(config: Config, size: int) -> tuple[int, int, int]:
+    """The shape of what goes from stage to stage for `size` samples."""
+    return size, config.block, 32 * config.layers
+
+
+def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of scores (B, T, V) for targets (B, T), in nats."""
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+class Native:
+    """PyTorch's schedule, called like Pipeline; it records no spans."""
+
+    def __init__(self, schedule: object, place: Place) -> None:
+        self.schedule, self.place = schedule, place
+        self.span = nullcontext  # nothing enters it
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of a batch; returns its mean loss on every rank."""
+        losses, last = [], self.place.num_stages - 1
+        given = [inputs] if 0 in self.place.stages else []
+        wanted = {"target": targets, "losses": losses} if last in self.place.stages else {}
+        self.schedule.step(*given, **wanted)
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=inputs.device)
+        dist.broadcast(loss, group=self.place.pipe, group_src=last % self.place.ranks)
+        return loss
+
+
+def make_engine(
+    config: Config, parts: Parts, own: Mapping[int, nn.Module], size: int, place: Place
+) -> pipeline.Pipeline | Native:
+    """What runs a training step over this rank's stages, with `size` samples a micro-batch."""
+    m, kind = config.micro_batches, config.schedule
+    if config.impl == "torch":
+        about = (own, place.num_stages, m, token_loss, kind, place.pipe)
+        return Native(wiring.torch_pipeline(*about), place)
+    makers = {"naive": schedules.naive, "gpipe": parts.gpipe, "1f1b": parts.one_f_one_b}
+    schedule = makers.get(kind, parts.interleaved)(place.ranks, m)
+    shape, groups = message_shape(config, size), {"back": place.back, "group": place.pipe}
+    return parts.Pipeline(own, schedule, token_loss, shape, config.recompute, **groups)
+
+
+def marked(engine: pipeline.Pipeline | Native, stopwatch: Stopwatch) -> pipeline.Pipeline | Native:
+    """Have the engine tell the stopwatch of its actions; between them a rank waits for others."""
+    span = engine.span
+
+    @contextmanager
+    def span_and_mark(action: schedules.Action) -> Iterator[None]:
+        stopwatch.mark("forward" if action.kind == "F" else "backward")
+        with span(action):
+            yield
+        stopwatch.mark("communication")
+
+    engine.span = span_and_mark
+    return engine
+
+
+def idle_words(
+    engine: pipeline.Pipeline | Native, config: Config, place: Place, device: torch.device
+) -> str:
+    """How much of the last step the ranks of a pipeline waited, beside the formula."""
+    _, share = bubble.bubble(place.ranks, config.micro_batches, len(place.stages))
+    formula = f"the bubble of equal stages is {float(share):.0%} of the time"
+    if isinstance(engine, Native) or device.type != "cpu":
+        return f"{formula}; no times are taken by PyTorch's schedules, and none on GPUs"
+    if config.schedule == "naive":
+        formula = f"naive stages idle {1 - 1 / place.ranks:.0%} of the time"
+    spans: list = [None] * place.ranks
+    dist.all_gather_object(spans, engine.spans, group=place.pipe)
+    return f"in the last step the ranks waited {bubble.idle_share(spans):.0%}; {formula}"
+
+
+@torch.no_grad()
+def mean_loss(
+    config: Config, valid: Dataset, batch: int, own: Mapping[int, nn.Module], place: Place
+) -> float:
+    """The validation loss: forwards only, each replica of the pipeline with its share."""
+    replica, d = place.share
+    device = next(next(iter(own.values())).parameters()).device
+    schedule = schedules.forwards(place.ranks, 1, len(place.stages))
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    for inputs, targets in DataLoader(valid, batch, sampler=range(replica, len(valid), d)):
+        about = (own, schedule, token_loss, message_shape(config, len(inputs)))
+        engine = pipeline.Pipeline(*about, group=place.pipe)
+        loss = engine.step(inputs.to(device), targets.to(device))
+        total += loss.double() * targets.numel()
+        count += targets.numel()
+    return ddp.mean_over_ranks(total, count)
+
+
+def gather(
+    own: Mapping[int, nn.Module], every: Sequence[nn.Module], whole: nn.Module, place: Place
+) -> nn.Module:
+    """Set all weights of `whole`, of which `every` has the stages, on rank 0; returns it."""
+    states: list = [None] * place.ranks
+    weights = {stage: storage.local(module.state_dict()) for stage, module in own.items()}
+    dist.all_gather_object(states, weights, group=place.pipe)
+    for state in states:
+        for stage, tensors in state.items():
+            every[stage].load_state_dict(tensors)
+    return whole
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

@@ -1,0 +1,178 @@
+"""Train the language model with every matrix cut over ranks, and replicas of that if you like.
+
+torchrun --standalone --nproc-per-node=4 scripts/train_tensor.py --tensor 2 --sequence
+bash sbatch/tensor.sbatch --impl mine       with your own functions in it
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.data import DataLoader
+
+from manyhands import corpus, ddp, mine, plans, split_model, storage
+from manyhands.live import Live, parts_of
+from manyhands.run import Run, TrainConfig, save_once
+from manyhands.runtime import BadInput, World, command_line, distributed
+from manyhands.transformer import Transformer, flops_per_token, total_loss
+from report import write_report
+
+MESH = ("replicate", "tensor")
+ADAMW = {False: {"fused": True}, True: {"foreach": False}}  # DTensors do not mix with others
+WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig):
+    """Settings of the run."""
+
+    impl: Literal["mine", "scratch", "torch"] = "scratch"
+    """Who cuts the model: your own functions, the course's by hand, or PyTorch's plan."""
+    tensor: int = 0
+    """Ranks that hold one model together; 0 takes all. With fewer, there are replicas of it."""
+    sequence: bool = False
+    """Between the cut layers, keep only each rank's part of the positions."""
+
+
+class Parts(NamedTuple):
+    """The exercises of lesson 13 that a job can use."""
+
+    TensorParallel: Callable = split_model.TensorParallel
+    data_place: Callable = split_model.data_place
+
+
+def main(config: Config) -> float:
+    """Train, write the report, and return the validation loss in nats per token."""
+    yours = mine.load("tensor", Parts._fields) if config.impl == "mine" else {}
+    # Inside it cross_entropy takes scores that are cut by the vocabulary, as DTensors.
+    inside = loss_parallel() if config.impl == "torch" else nullcontext()
+    with distributed(config.device, config.seed) as world, inside:
+        if config.impl == "mine":
+            world.print(mine.in_words(yours))
+        return train(config, world, Parts(**yours))
+
+
+def train(config: Config, world: World, parts: Parts) -> float:
+    # Data
+    data = corpus.load(config.data, config.block, config.vocab)
+    world.print(data.note)
+    shape = data.tokenizer.vocab_size, config.block, config.layers
+    ranks = ranks_of_a_model(config, world, shape[0])
+    share, num_shares = parts.data_place(world.rank, world.world_size, ranks)
+    about = ("tensor", len(data.train), flops_per_token(*shape), data.entropy_floor)
+    run, batch = Run(config, world, *about, num_shares=num_shares), config.batch // num_shares
+    sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+
+    # Model
+    mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)
+    model = cut(config, parts, Transformer(*shape).to(world.device), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW[config.impl == "torch"])
+    live = Live(parts_of(model, optimizer))
+
+    # Training
+    run.resume(model, optimizer, sharded=["model", "optimizer"])
+    last_weighed = run.step + WEIGHED_STEPS
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for inputs, targets in run.batches(loader):
+            run.set_learning_rate(optimizer)
+            with live if run.step < last_weighed else nullcontext():
+                loss = model(inputs, targets)
+                loss.backward()
+                model.finish_gradients()
+                average_parts(model, mesh.get_group("replicate"))
+                optimizer.step()
+                model.zero_grad()
+            run.log(loss)
+
+    # Result
+    valid = DataLoader(data.valid, batch, sampler=range(share, len(data.valid), num_shares))
+    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    return finish(run, uncut(model, Transformer(*shape), world), valid_loss, live)
+
+
+def finish(run: Run, whole: nn.Module, valid_loss: float, live: Live) -> float:
+    """Save the weights, write down the end of the run, and the report."""
+    run.world.print(live.in_words())
+    save_once(whole, run.folder / "model.pt")
+    run.finish(valid_loss, live.peak)
+    if run.world.is_main:
+        run.world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
+
+
+class Native(nn.Module):
+    """PyTorch's cut model, called like TensorParallel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss as a plain scalar."""
+        return self.module(inputs, targets).full_tensor()
+
+    def finish_gradients(self) -> None:
+        """Do nothing: DTensor completes the gradients of norms in backward."""
+
+
+def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
+    """How many ranks hold one model; BadInput where the sizes cannot be cut for them."""
+    ranks = config.tensor or world.world_size
+    if ranks < 1 or world.world_size % ranks:
+        raise BadInput(f"--tensor {ranks} does not fit {world.world_size} rank(s): take a divisor")
+    if config.sequence and config.block % ranks:
+        raise BadInput(
+            f"--sequence with --block {config.block} on {ranks} ranks: take a multiple of {ranks}"
+        )
+    if config.layers < ranks:
+        raise BadInput(
+            f"{config.layers} heads cannot be shared by {ranks} ranks: take --layers {ranks} (it "
+            "gives as many heads), or a smaller --tensor"
+        )
+    if config.impl == "torch" and (vocab_size % ranks or config.layers % ranks):
+        raise BadInput(
+            f"PyTorch's plan cuts evenly, but {vocab_size} tokens and {config.layers} heads are "
+            f"not both multiples of {ranks}: take --impl scratch, or fit --vocab and --layers"
+        )
+    return ranks
+
+
+def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> nn.Module:
+    """Cut the model over the ranks of this rank's row of the mesh."""
+    if config.impl == "torch":
+        return Native(plans.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
+    group = mesh.get_group("tensor")
+    return parts.TensorParallel(model, config.sequence, config.seed, group)
+
+
+def average_parts(model: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Replace each part of a gradient by its mean over the replicas of this part."""
+    for param in model.parameters():
+        part = storage.local(param.grad)
+        dist.all_reduce(part, group=replicas)
+        part /= dist.get_world_size(replicas)
+
+
+def uncut(model: nn.Module, plain: nn.Module, world: World) -> nn.Module:
+    """Set `plain` to the whole weights on rank 0; returns it on all ranks."""
+    if isinstance(model, Native):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model.module, options=options)
+    else:
+        state = split_model.whole_state(model, plain)
+    if world.is_main:
+        plain.load_state_dict(state)
+    return plain
+
+
+if __name__ == "__main__":
+    command_line(main, Config)

@@ -1,0 +1,785 @@
+# ---
+# manyhands: {title: Memory, minutes: 120, goal: "Say where the memory of training goes, part by part and rank by rank, predict it to the byte, and build three ways to need less", needs: [data_parallel], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# ---
+
+# %% [markdown]
+# # 09 Memory
+#
+# A model with 7 billion parameters has 14 GB of weights in bfloat16. A GPU has 80 GB. Training it on that GPU
+# still ends with "out of memory". Where do the other 66 GB go, and what can be done about it?
+#
+# There are four parts. **Weights** and their **gradients** you know. The **optimizer state** is what the optimizer
+# keeps for each parameter between steps; Adam keeps two numbers, its **moments**: running means of the gradient and of
+# its square. The **activations** are what forward keeps because
+# backward will need it.
+#
+# ![What each of three ranks holds in stages 0 to 3: in stage 0 everybody holds everything; stage 1 cuts the optimizer state into three shards, stage 2 also the gradients, stage 3 also the weights](figures/memory_stages.svg)
+#
+# The picture shows the way out for the first three parts. In lesson 05 every rank held all of them. They can be cut
+# into **shards**, one for each rank: that is ZeRO, in its stages 1 to 3. Lesson 10 builds it. Here you find out
+# what it is worth, and what helps against the fourth part.
+
+# %%
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands import (
+    corpus,
+    data_parallel,
+    figures,
+    flat,
+    fsdp,
+    lab,
+    storage,
+    watch,
+    wrapping,
+    zero,
+)
+from manyhands.checks import memory as check
+from manyhands.checks import score
+from manyhands.lab import run_ranks
+from manyhands.live import Live, parts_of
+from manyhands.transformer import Block, Transformer, num_parameters
+
+lab.warm_up()
+torch.set_num_threads(1)
+print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CPU + gloo")
+
+# %% [markdown]
+# ## 1. Bytes of one parameter
+#
+# How many bytes one parameter costs depends on the **data types**. float32 takes 4 bytes, bfloat16 takes 2. A common
+# recipe computes in bfloat16 and keeps a second copy of the weights in float32 for the optimizer, the **master
+# weights**; section 7 shows why.
+#
+# Write the accounting as a function. It returns a `Recipe`, three numbers.
+
+# %% show="true"
+from manyhands.memory import Recipe
+
+# %% exercise="recipe" todo="9.1" minutes=10 difficulty=1 points=1
+from manyhands.memory import recipe
+
+# %% check="9.1" tags=["nbval-check-output"]
+check.recipe(recipe)
+
+# %% [markdown]
+# ### The slides disagree: 16, 12 or 18 bytes?
+#
+# "Mixed precision takes 12 bytes a parameter", says one lecture. "It saves no memory, it takes 16", says the ZeRO
+# paper. "18", says a well-known handbook. You will see that all are right: each means another recipe.
+
+# %% tags=["nbval-check-output"]
+fp32, bf16 = torch.float32, torch.bfloat16
+WAYS = {  # weights, gradients, states, master copy
+    "float32, Adam": (fp32, fp32, [fp32, fp32]),
+    "float32, SGD without momentum": (fp32, fp32, []),
+    "float32 weights, bfloat16 gradients and momentum": (fp32, bf16, [bf16, fp32]),
+    "bfloat16 with float32 master": (bf16, bf16, [fp32, fp32], fp32),
+    "the same, gradients in float32": (bf16, fp32, [fp32, fp32], fp32),
+    "bfloat16 alone": (bf16, bf16, [bf16, bf16]),
+}
+if check.ready("9.1"):
+    for name, way in WAYS.items():
+        parts = recipe(*way)
+        words = ", ".join(f"{part} {count}" for part, count in parts._asdict().items())
+        print(f"{name:48} {sum(parts):2} bytes: {words}")
+
+# %% [markdown]
+# Mixed precision does not make the first three parts smaller, unless something is left out. What it makes smaller
+# are the activations, and the time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine Learning Engineering
+# Open Book", for the 18.
+
+# %% [markdown]
+# ## 2. Bytes of a rank
+#
+# Now n ranks train together. In **stage 0** everybody holds everything. **Stage 1** gives each rank one shard of the
+# optimizer state, **stage 2** one shard of the gradients as well, **stage 3** one of the weights as well.
+#
+# What is cut is not each parameter by itself. All parameters of a layer are laid one behind the other into one long
+# **vector**, and that is cut. Shards must be equal in size, since a collective moves equal parts. So each vector is
+# **padded** with zeros up to a multiple of n first. Two vectors of 5 and 3 numbers on 2 ranks become 6 and 4, and a
+# rank's shards have 3 and 2 numbers. Adam also counts its steps: one counter of 4 bytes for each vector that it steps.
+# Your function counts all of it, to the byte.
+
+# %% exercise="bytes_per_rank" todo="9.2" minutes=15 difficulty=2 points=2
+from manyhands.memory import bytes_per_rank
+
+# %% check="9.2" tags=["nbval-check-output"]
+check.bytes_per_rank(bytes_per_rank)
+
+# %% [markdown]
+# The ZeRO paper has a table for 7.5 billion parameters on 64 ranks: 120 GB in stage 0, then 31.4, 16.6 and 1.9 GB.
+# What do you get?
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.1", "9.2"):
+    mixed = recipe(bf16, bf16, [fp32, fp32], fp32)
+    for stage in range(4):
+        parts = bytes_per_rank([7_500_000_000], mixed, stage, 64)
+        print(f"stage {stage}: {sum(parts) / 1e9:6.1f} GB")
+
+# %% [markdown]
+# ### Predict: how many GPUs for 66 billion parameters?
+#
+# The same recipe, stage 3, GPUs of 80 GB of which half has to stay free for activations. How many GPUs does it take
+# at least?
+
+# %%
+num_gpus = None  # your number
+
+# %% answer="true"
+num_gpus = 27
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.1", "9.2"):
+    fits = (n for n in range(1, 100) if sum(bytes_per_rank([66 * 10**9], mixed, 3, n)) <= 40e9)
+    # 40 of the 80 GB are free for the three parts: 66e9 x 16 / 40e9 = 26.4
+    score("GPUs of 80 GB", num_gpus, math.ceil(66e9 * 16 / 40e9), next(fits))
+
+# %% [markdown]
+# ## 3. What forward keeps
+#
+# The fourth part grows with the batch, not with the ranks. What does autograd keep? For each operation, what its
+# gradient formula needs:
+#
+# - `y = x @ W`: the gradient of W is made from `x`. So the **input** is kept.
+# - GELU: its slope at the input. The input is kept.
+# - A norm: its input, and two numbers a token, the mean and the scale.
+# - Attention: queries, keys, values and its output. The fused kernel computes the T x T scores again in backward, and
+#   keeps one number a head and token instead.
+# - A sum `x + y`: nothing.
+#
+# If an operation has kept its own *output*, the next one, whose input that is, keeps nothing new. Attention keeps its
+# output, so `out` behind it adds nothing. A norm keeps its input and not its output, so `qkv` behind it does add.
+#
+# Here is what a block computes. `qkv` makes queries, keys and values in one product, `up` has four times the width:
+
+# %%
+import inspect
+
+from manyhands.transformer import MLP, Attention
+
+for part in (Block, Attention, MLP):
+    print(inspect.getsource(part.forward))
+
+# %% exercise="block_activations" todo="9.3" minutes=15 difficulty=2 points=2
+from manyhands.memory import block_activations
+
+# %% check="9.3" tags=["nbval-check-output"]
+check.block_activations(block_activations)
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.3"):
+    kept = block_activations(tokens=1, width=64, heads=2)
+    for name, nbytes in kept.items():
+        print(f"{name:10} {nbytes:5} bytes a token")
+    print(f"{'together':10} {sum(kept.values()):5} bytes a token: 4 x (16 D + H + 4)")
+
+# %% [markdown]
+# Is that so? PyTorch lets you look. Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` every tensor that
+# autograd keeps is given to your `pack`, which returns what shall be kept in its place; `unpack` gets that back in
+# backward. A hook that returns its tensor changes nothing and sees everything.
+#
+# Two traps: several tensors may be views of the same memory, and the weights are kept as well, although they would
+# be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a `data_ptr()` and `nbytes()`.
+
+# %% exercise="saved_bytes" todo="9.4" minutes=15 difficulty=2 points=2
+from manyhands.memory import saved_bytes
+
+# %% check="9.4" tags=["nbval-check-output"]
+check.saved_bytes(saved_bytes)
+
+# %% [markdown]
+# Predicted and measured, for a block and for a whole Transformer. Around the blocks it keeps the input of the last
+# norm and of the head, two numbers a token for that norm, and V numbers a token for the loss.
+
+# %% tags=["nbval-check-output"]
+B, T, D, H, L, V = 8, 32, 64, 2, 3, 50
+torch.manual_seed(0)
+block, model = Block(D, H, 0.0), Transformer(V, T, L, H, D)
+x, tokens = torch.randn(B, T, D, requires_grad=True), torch.randint(V, (B, T))
+if check.ready("9.3", "9.4"):
+    of_block = sum(block_activations(B * T, D, H).values())
+    of_model = L * of_block + 4 * B * T * (2 * D + 2 + V)
+    measured = saved_bytes(partial(block, x), block.parameters())
+    print(f"block: predicted {of_block:,}, measured {measured:,} bytes")
+    assert measured == of_block
+    measured = saved_bytes(partial(model, tokens, tokens), model.parameters())
+    print(f"model: predicted {of_model:,}, measured {measured:,} bytes")
+    assert abs(measured / of_model - 1) < 0.01
+
+# %% [markdown]
+# The 2052 bytes more are the token numbers, 8 bytes each, which the embedding keeps, and one number of the loss.
+#
+# ### What fused attention is worth
+#
+# Older attention computes all T x T scores and keeps them: T numbers for each head and token more. The next cell
+# measures both for growing T. Both axes are logarithmic; the line is the formula with the scores in it.
+
+# %%
+if check.ready("9.3", "9.4"):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    lengths, kept = [64, 128, 256, 512, 1024], {"fused": [], "with scores": []}
+    for length in lengths:
+        longer = torch.randn(2, length, D, requires_grad=True)
+        for name, backend in (
+            ("fused", SDPBackend.FLASH_ATTENTION),
+            ("with scores", SDPBackend.MATH),
+        ):
+            with sdpa_kernel(backend):
+                nbytes = saved_bytes(partial(block, longer), block.parameters())
+            kept[name].append(nbytes / (2 * length))
+    formula = [4 * (16 * D + H + 4 + H * length) for length in lengths]
+    figure, ax = figures.new_figure()
+    series = {name: (lengths, values) for name, values in kept.items()}
+    names = ("sequence length T", "bytes kept a token")
+    predicted = {"4 (16 D + H + 4 + H T)": (lengths, formula)}
+    figures.measured_and_predicted(ax, series, predicted, *names)
+    ax.set_xticks(lengths, lengths)
+    ax.minorticks_off()
+    figures.show(figure, "Kept bytes a token against length: level, and growing with T.")
+
+# %% [markdown]
+# Fused attention is level: a token costs the same in a text of any length. With scores it grows with T, so twice the
+# length takes nearly four times the memory in all. This is why long texts were so expensive before 2022 (Dao et al.,
+# "FlashAttention", https://arxiv.org/abs/2205.14135).
+
+# %% [markdown]
+# ## 4. Predicted beside measured, for every part
+#
+# `Live` counts the bytes of all tensors that live on a rank, by part. It looks at the tensors themselves, not at the
+# size of the process, so its numbers can be compared with a formula to the byte. Two ranks train three steps in each
+# stage; the code of stages 1 to 3 is lesson 10's.
+#
+# The bars show predicted and measured. The first three parts are looked at right after backward, activations right
+# after forward.
+
+
+# %%
+def sharded(stage, model):
+    """The model and its optimizer in a ZeRO stage, and the sizes of the vectors that are cut."""
+    blocks, adamw = list(model.blocks), partial(torch.optim.AdamW, lr=1e-3)
+    in_blocks = set(model.blocks.parameters())
+    root = [param for param in model.parameters() if param not in in_blocks]
+    units = [root, *(list(block.parameters()) for block in blocks)]
+    sizes = [sum(param.numel() for param in unit) for unit in units]
+    if stage == 0:
+        return model, adamw(model.parameters()), [p.numel() for p in model.parameters()]
+    if stage == 3:
+        model = fsdp.FSDP(model, blocks)
+        return model, adamw(model.parameters()), sizes
+    flats = [flat.Flat(unit) for unit in units]
+    if stage == 2:
+        zero.reduce_during_backward(flats)
+    return model, zero.ShardedOptimizer(flats, adamw), sizes
+
+
+# %%
+def weigh(stage):
+    """Bytes by part on this rank, measured in the third step; and the sizes that were cut."""
+    torch.manual_seed(0)
+    model, optimizer, sizes = sharded(stage, Transformer(V, T, L, H, D))
+    inputs = torch.randint(V, (B, T))
+    for _ in range(3):
+        with Live(parts_of(model, optimizer)) as live:
+            loss = model(inputs, inputs)
+            activations = live.now()["other"]
+            loss.backward()
+            if stage == 0:
+                data_parallel.average_gradients(model)
+            measured = live.now() | {"activations": activations}
+            optimizer.step()
+        model.zero_grad()
+    del measured["other"]
+    return measured, sizes, live.total
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.1", "9.2", "9.3", "9.4"):
+    bars, peaks = [], []
+    for stage in range(4):
+        measured, sizes, peak = run_ranks(weigh, 2, stage)[1]
+        parts = bytes_per_rank(sizes, recipe(fp32, fp32, [fp32, fp32]), stage, 2)
+        predicted = parts._asdict() | {"activations": of_model}
+        for part, nbytes in predicted.items():
+            print(f"stage {stage} {part:12} predicted {nbytes:9,}, measured {measured[part]:9,}")
+            assert abs(measured[part] - nbytes) <= (0.01 * nbytes if part == "activations" else 0)
+        bars += [(f"predicted\nstage {stage}", predicted), (f"measured\nstage {stage}", measured)]
+        peaks.append(peak)
+
+# %%
+if check.ready("9.1", "9.2", "9.3", "9.4"):
+    figure, ax = figures.new_figure(8, 4)
+    in_mb = [(name, {k: v / 1e6 for k, v in parts.items()}) for name, parts in bars]
+    figures.stacked_bars(ax, in_mb, "MB on a rank, 2 ranks", gap_every=2)
+    figures.legend_below(figure, ax)
+    in_words = ", ".join(f"{peak / 1e6:.2f}" for peak in peaks)
+    print(f"most bytes that ever lived at the same time, stages 0 to 3: {in_words} MB")
+    figures.show(figure, "Stacked bars of four parts in stages 0 to 3: predicted equals measured.")
+
+# %% [markdown]
+# Weights, gradients and optimizer state agree to the byte. The model is small here and the batch is not, so the
+# activations are the largest part, and no stage touches them. The bars are higher than the most that ever lived at the
+# same time, which the line above the figure says. Why?
+#
+# ### The parts do not peak together
+#
+# A step begins without gradients, and ends without activations. The next figure shows all bytes that live, after
+# every single operation of one step of plain training.
+
+
+# %%
+def history():
+    torch.manual_seed(0)
+    model, inputs = Transformer(V, T, L, H, D), torch.randint(V, (B, T))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(2):
+        with Live(parts_of(model, optimizer), keep=step == 1) as live:
+            model(inputs, inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.history
+
+
+# %%
+(steps,) = run_ranks(history, 1, join=False)
+parts = {"weights": "weights", "optimizer": "optimizer", "gradients": "gradients"}
+parts |= {"other": "activations"}
+figure, ax = figures.new_figure()
+areas = {role: [now[part] / 1e6 for now in steps] for part, role in parts.items()}
+figures.stack(ax, range(len(steps)), areas, "operations since the step began", "MB that live")
+figures.show(figure, "Bytes of each part over the operations of a step: a mountain of activations.")
+
+# %% [markdown]
+# Forward heaps the activations up, backward takes them down and heaps the gradients up. (Temporary values are
+# counted with the activations: the last bumps are the optimizer's.) So the highest point is at the turn, where there
+# are hardly any gradients yet. (In stage 3 whole layers come back for a moment. In a model of three layers that is
+# more than what stage 3 saves over stage 2; lesson 10 shows it.)
+
+# %% [markdown]
+# ## 5. Save: smaller pieces
+#
+# Activations grow with the batch. So cut a batch into **micro-batches**, run forward and backward for each of them,
+# and let the gradients add up: backward adds to `.grad` anyway. Then take one step. This is **gradient accumulation**.
+#
+# `model(inputs, targets)` returns the *mean* loss of its tokens. When micro-batches differ in size, the mean of their
+# means is not the mean of all tokens. Make yours right for those, too.
+
+# %% exercise="accumulate" todo="9.5" minutes=10 difficulty=2 points=2
+from manyhands.savings import accumulate
+
+# %% check="9.5" tags=["nbval-check-output"]
+check.accumulate(accumulate)
+
+# %% [markdown]
+# How wrong is the mean of means? A batch of 24 sequences, cut evenly and unevenly. You will see the largest
+# difference between its gradients and those of the whole batch, as a share of the largest gradient.
+
+
+# %%
+def gradients(step):
+    """All gradients as one vector, after step(model)."""
+    torch.manual_seed(0)
+    model = Transformer(V, T, L, H, D)
+    step(model)
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+
+def mean_of_means(model, micro_batches):
+    for inputs, targets in micro_batches:
+        (model(inputs, targets) / len(micro_batches)).backward()
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.5"):
+    generator = torch.Generator().manual_seed(2)
+    inputs, targets = torch.randint(V, (2, 24, T), generator=generator)
+    whole = gradients(lambda model: model(inputs, targets).backward())
+    for name, sizes in (("8 + 8 + 8", [8, 8, 8]), ("20 + 3 + 1", [20, 3, 1])):
+        pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+        for way in (mean_of_means, accumulate):
+            off = (gradients(lambda m: way(m, pieces)) - whole).abs().max() / whole.abs().max()  # noqa: B023
+            print(f"{name:10} {way.__name__:14} off by {off.item():.0%}")
+            assert way is mean_of_means or off < 1e-5
+
+# %% [markdown]
+# Even pieces hide the mistake. Uneven ones do not: the last sequence counts as much as twenty others. Popular
+# training libraries had this error until October 2024
+# (https://github.com/huggingface/transformers/pull/34191).
+
+# %% [markdown]
+# ## 6. Save: compute twice
+#
+# **Activation checkpointing** drops a block's activations in forward and keeps its input only. Backward runs the block
+# again before it needs them. It costs a second forward: a third more work, since backward takes about twice the time
+# of forward.
+#
+# Write it as an `autograd.Function`, a forward and a backward of your own. Three things to know:
+#
+# - Inside `forward` of a Function autograd records nothing. Inside `backward` neither, unless you say
+#   `with torch.enable_grad():`.
+# - `ctx` carries things from forward to backward: `ctx.save_for_backward(tensors)` and `ctx.saved_tensors`.
+# - Dropout draws random numbers. The second run must draw the same ones. `rng_states` and `set_rng_states` are given.
+#
+# `torch.autograd.grad(output, inputs, grad)` returns the gradients of `inputs`, where `grad` is that of `output`.
+
+# %% show="true"
+from manyhands.savings import rng_states, set_rng_states
+
+# %% exercise="Checkpoint.forward Checkpoint.backward" todo="9.6" minutes=20 difficulty=3 points=3
+from manyhands.savings import Checkpoint
+
+# %% check="9.6" tags=["nbval-check-output"]
+check.Checkpoint(Checkpoint)
+
+# %% [markdown]
+# `checkpointed(module, x)` applies it to a module. Where forward ran under autocast, which you meet in the next
+# section, the second run has to do so, too.
+
+# %% show="true"
+from manyhands.savings import checkpointed
+
+# %% [markdown]
+# Predict, then measure: 8 blocks, checkpointed one by one. Autograd then keeps the input of each block, D numbers a
+# token, and what is kept around the blocks. By which factor do the kept bytes fall?
+
+# %%
+factor = None  # your number: kept without checkpoints / kept with them
+
+# %% answer="true"
+factor = 12
+
+
+# %%
+def deep(how):
+    torch.manual_seed(0)
+    model = Transformer(V, T, 8, H, D)
+    if how is not None:
+        model.through = how
+    return model
+
+
+def native(block, x):
+    return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+
+def timed(model, repeats=7):
+    """Median seconds of forward and backward."""
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        model(tokens, tokens).backward()
+        seconds.append(time.perf_counter() - start_s)
+    return sorted(seconds)[repeats // 2]
+
+
+# %%
+if check.ready("9.4", "9.6"):
+    plain, mine, theirs = (deep(how) for how in (None, checkpointed, native))
+    kept = [saved_bytes(partial(m, tokens, tokens), m.parameters()) for m in (plain, mine)]
+    around = 2 * D + 2 + V
+    formula = (8 * (16 * D + H + 4) + around) / (8 * D + around)
+    score("times fewer bytes kept", factor, formula, kept[0] / kept[1])
+    seconds = [timed(model) for model in (plain, mine, theirs)]
+    for name, spent_s in zip(("plain", "Checkpoint", "PyTorch's"), seconds, strict=True):
+        print(f"{name:11} {1e3 * spent_s:5.1f} ms a step, {spent_s / seconds[0]:.2f} x")
+    grads = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, mine)]
+    assert torch.allclose(*grads, atol=1e-6)
+
+# %% [markdown]
+# By the count of work it is a third more. On an idle machine the time is near that; small tensors and other programs
+# make it more. PyTorch's version does more than yours (nested calls, several inputs, early stops), which shows at this
+# size. And one thing is not in the kept bytes: while a block is differentiated, its own activations are back. At the
+# highest point those of one block come on top.
+
+# %% [markdown]
+# ## 7. Save: shorter numbers
+#
+# bfloat16 has float32's range, but only 8 binary digits of precision, about 2 to 3 decimal ones.
+# `torch.autocast` computes matrix products in it and leaves the rest as it was. What changes, and what does not?
+
+# %% tags=["nbval-check-output"]
+model = Transformer(V, T, L, H, D)
+with torch.autocast("cpu", torch.bfloat16):
+    hidden = model.blocks[0].attention.qkv(torch.randn(2, T, D))
+    loss = model(tokens, tokens)
+loss.backward()
+print("output of a matrix product:", hidden.dtype)
+print("weights:                   ", model.tokens.weight.dtype)
+print("gradients:                 ", model.tokens.weight.grad.dtype)
+print("loss:                      ", loss.dtype)
+
+# %% [markdown]
+# Weights and gradients stay in float32, so the first three parts are as large as before. The kept inputs of matrix
+# products are half as large; the norms' inputs and the sums stay in float32. But now the weights have bfloat16
+# copies, which live until backward has used them.
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.4"):
+    short = partial(torch.autocast, "cpu", torch.bfloat16)
+    for batch in (1, 64):
+        inputs = torch.randn(batch, T, D, requires_grad=True)
+        full = saved_bytes(partial(block, inputs), block.parameters())
+        with short():
+            half = saved_bytes(partial(block, inputs), block.parameters())
+        print(
+            f"{batch * T:5} tokens: {full:9,} bytes, with autocast {half:9,}: {half / full:.2f} x"
+        )
+
+# %% [markdown]
+# With few tokens the copies of the weights eat the gain; with many the activations fall to 58 %.
+#
+# ### Why a master copy?
+#
+# To halve weights, gradients and state, everything would have to be bfloat16. Try a small step on a weight of 1:
+
+# %% tags=["nbval-check-output"]
+weight = torch.ones(1, dtype=torch.bfloat16)
+for step in (0.01, 0.005, 0.002, 0.001):
+    print(f"1 - {step} = {(weight - step).item()}")
+
+# %% [markdown]
+# The nearest number below 1 is 0.99609375, so steps are rounded to it or past it, and one smaller than half of that
+# distance is lost, as 0.001 is. Most steps of a training are that small. So keep a copy in float32, step the copy,
+# and round it into the weight.
+
+# %% exercise="MasterWeights.step" todo="9.7" minutes=15 difficulty=2 points=2
+from manyhands.savings import MasterWeights
+
+# %% check="9.7" tags=["nbval-check-output"]
+check.MasterWeights(MasterWeights)
+
+# %% [markdown]
+# Three trainings from the same start with the same batches: all in float32, all in bfloat16, and bfloat16 with master
+# weights.
+
+# %%
+data = corpus.load("embedded", 32)
+print(data.note)
+
+
+def losses(how, num_steps=300):
+    torch.manual_seed(0)
+    model = Transformer(data.tokenizer.vocab_size, 32, layers=2)
+    model = model if how == "float32" else model.bfloat16()
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    has_master = how == "bfloat16 + master"
+    make = MasterWeights if has_master else lambda params, adamw: adamw(params)
+    optimizer, found = make(model.parameters(), adamw), []
+    for number in range(num_steps):
+        pairs = [data.train[index] for index in range(8 * number, 8 * number + 8)]
+        loss = model(*(torch.stack(part) for part in zip(*pairs, strict=True)))
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+# %%
+if check.ready("9.7"):
+    curves = {how: losses(how) for how in ("float32", "bfloat16", "bfloat16 + master")}
+    figure, ax = figures.new_figure()
+    smooth = {
+        how: (range(15, 300, 15), [sum(found[i - 15 : i + 15]) / 30 for i in range(15, 300, 15)])
+        for how, found in curves.items()
+    }
+    figures.lines(ax, smooth, "step", "loss (nats per token)", data.entropy_floor)
+    figures.show(figure, "Loss of three trainings: bfloat16 alone stays above the other two.")
+    last = {how: sum(found[-60:]) / 60 for how, found in curves.items()}
+    print(", ".join(f"{how} {loss:.3f}" for how, loss in last.items()))
+    assert abs(last["bfloat16 + master"] - last["float32"]) < 0.5 * (
+        last["bfloat16"] - last["float32"]
+    )
+
+# %% [markdown]
+# bfloat16 alone falls behind, since its small steps are lost. With master weights the curve lies on that of float32, at
+# 2 + 2 + 12 bytes a parameter.
+
+# %% [markdown]
+# ## 8. Save: leave it on the CPU
+#
+# A node has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the optimizer state
+# there, brings a unit's weights to the GPU when they are needed, and takes gradients back; the CPU takes the step.
+# `fully_shard`, which lesson 10 introduces, has it as a policy. It runs without a GPU as well, and gives the same
+# losses; it just has nothing to save here.
+
+
+# %%
+def offloaded(offload):
+    torch.manual_seed(0)
+    model = Transformer(V, T, L, H, D)
+    model = wrapping.torch_fsdp(model, list(model.blocks), offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found, inputs = [], torch.arange(B * T).view(B, T) % V
+    for _ in range(3):
+        loss = model(inputs, inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+without, with_offload = (run_ranks(offloaded, 2, offload)[0] for offload in (False, True))
+print("losses without", without, "and with offload", with_offload)
+assert without == with_offload
+
+# %% [markdown]
+# What does it cost on a GPU? Count the bytes for 7 billion parameters in bfloat16 on 8 GPUs:
+#
+# - Each GPU's shard, 1.75 GB, goes up twice in a step, before forward and before backward: 3.5 GB.
+# - Its gradients come down once: 1.75 GB.
+# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s (PCI-SIG), so the link takes 0.08 s a step or more.
+# - The CPU's AdamW reads and writes 16 bytes for each of 0.9 billion parameters, on every rank.
+#
+# No run on a GPU is stored with this course yet. On a node with GPUs `sbatch sbatch/fsdp.sbatch --impl torch
+# --offload`, and the same without `--offload`, give memory and time of both in their reports.
+
+# %% [markdown]
+# ## 9. As many ranks as you like
+#
+# What do 512 ranks hold each? PyTorch has a **fake** process group: one process that believes to be rank 0 of 512,
+# and whose messages go nowhere. With weights on the **meta** device, which have a shape but no memory, it shards a
+# model of half a billion parameters in less than a second, with PyTorch's own code.
+
+
+# %%
+def shard_of_rank_0(world_size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    start_s = time.perf_counter()
+    with torch.device("meta"):
+        model = Transformer(32_000, 1024, layers=24, heads=20, width=1280)
+    for module in (*model.blocks, model):
+        torch.distributed.fsdp.fully_shard(module)
+    num = sum(param.to_local().numel() for param in model.parameters())
+    spent_s = time.perf_counter() - start_s
+    dist.destroy_process_group()
+    return num, spent_s
+
+
+# %%
+worlds = [2**k for k in range(10)]
+found = {n: run_ranks(shard_of_rank_0, 1, n, join=False)[0] for n in worlds}
+total = num_parameters(32_000, 1024, 24, 1280)
+for n in (1, 8, 512):
+    print(f"{n:3} ranks: {16 * found[n][0] / 1e6:8.1f} MB on rank 0, found in {found[n][1]:.2f} s")
+
+# %%
+if check.ready("9.1", "9.2"):
+    adam = recipe(fp32, fp32, [fp32, fp32])
+    series = {
+        f"stage {k}": (worlds, [sum(bytes_per_rank([total], adam, k, n)) / 1e9 for n in worlds])
+        for k in range(4)
+    }
+    measured = {"fully_shard": (worlds, [16 * found[n][0] / 1e9 for n in worlds])}
+    figure, ax = figures.new_figure(7, 4)
+    names = ("ranks", "GB on rank 0, without activations")
+    figures.measured_and_predicted(ax, measured, series, *names)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    figures.show(figure, "Memory of rank 0 against ranks for four stages; points on stage 3.")
+
+# %% [markdown]
+# Stages 1 and 2 come to rest at the part that is not cut: 8 and 4 bytes a parameter. Stage 3 keeps falling. At 512
+# ranks rank 0 holds 9 % more than its share: `fully_shard` cuts each parameter by its rows, and 1280 rows on 512
+# ranks are 3 for some and 2 for others.
+#
+# ### The slides disagree: 16 N / GPUs?
+#
+# "Model parallelism takes 16 N / (number of GPUs) bytes", says one lecture. If whole layers go to different GPUs, it
+# is not that even. Cut the model above into four stages with 6 blocks each:
+
+# %% tags=["nbval-check-output"]
+with torch.device("meta"):
+    model = Transformer(32_000, 1024, layers=24, heads=20, width=1280)
+block_size = sum(param.numel() for param in model.blocks[0].parameters())
+ends = {0: model.tokens.weight.numel() + model.positions.weight.numel()}
+ends[3] = model.head.weight.numel() + model.norm.weight.numel()
+for stage in range(4):
+    num = 6 * block_size + ends.get(stage, 0)
+    print(f"stage {stage}: {16 * num / 1e9:.2f} GB, {4 * num / total - 1:+.0%} beside 16 N / 4")
+
+# %% [markdown]
+# The ends hold the embedding and the head, which is a copy of the embedding on another GPU: the sum is more than
+# 16 N, and the largest stage is what must fit.
+
+# %% [markdown]
+# ## 10. Run it as a job
+#
+# The job trains the language model on two ranks, with your `accumulate` and your `Checkpoint` in it. `--save all` means
+# autocast, checkpoints, and each batch in four pieces; a second run saves nothing.
+
+# %%
+if check.ready("9.5", "9.6"):
+    check.keep()
+    short = "--steps 40 --layers 2 --block 32 --batch 32".split()
+    saving = watch.run("../sbatch/memory.sbatch", "--impl", "mine", "--save", "all", *short)
+
+# %%
+if check.ready("9.5", "9.6"):
+    plain = watch.run("../sbatch/memory.sbatch", "--impl", "scratch", "--save", "nothing", *short)
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.5", "9.6"):
+    for name, folder in (("all", saving), ("nothing", plain)):
+        peak = storage.read_json(folder / "status.json")["peak_bytes"]
+        words = ", ".join(f"{part} {nbytes:,}" for part, nbytes in peak.items())
+        print(f"--save {name}: {sum(peak.values()):,} bytes at the peak ({words})")
+
+# %% [markdown]
+# With all three the peak is a third, and it has moved: gradients live from piece to piece, so they are there when
+# the activations are highest. It trains about half as fast: every block is computed twice, and small pieces use the
+# cores less well. The report's "Memory of each device" is that of the whole process, most of which is PyTorch itself;
+# its row "tensors at their peak" is the number above.
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - say for any recipe and stage what each rank holds, to the byte, and prove it on real tensors,
+# - count what forward keeps, operation by operation, and look at what autograd really kept,
+# - train a large batch in small pieces, so that the gradient is the same,
+# - trade a third more time for an order of magnitude fewer activations,
+# - say what autocast changes, and why bfloat16 weights need a master copy.
+#
+# **Questions**
+#
+# <details><summary>13 billion parameters, bfloat16 with float32 master, 16 GPUs. What does stage 1 leave on each, and what does stage 3?</summary>
+#
+# Stage 1: 13e9 x (2 + 2 + 12/16) = 62 GB. Stage 3: 13e9 x 16/16 = 13 GB. Activations come on top of both.
+# </details>
+#
+# <details><summary>Out of memory, and a smaller model is no option. You have one GPU. What do you try first?</summary>
+#
+# Micro-batches with accumulation: they cost nearly nothing. Then checkpointing, at a third more time. Only then
+# offload, which has to cross a slow link in every step.
+# </details>
+#
+# <details><summary>Why does accumulation not help against the optimizer state?</summary>
+#
+# It makes the activations smaller, since fewer tokens pass at a time. Weights, gradients and state have the size of
+# the model, whatever the batch is.
+# </details>
+#
+# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Korthikanti et al. 2022, "Reducing
+# Activation Recomputation in Large Transformer Models", https://arxiv.org/abs/2205.05198; Chen et al. 2016, "Training
+# Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; Micikevicius et al. 2018, "Mixed Precision
+# Training", https://arxiv.org/abs/1710.03740; Bekman, "Machine Learning Engineering Open Book",
+# https://github.com/stas00/ml-engineering.

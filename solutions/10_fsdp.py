@@ -1,0 +1,777 @@
+# ---
+# manyhands: {title: FSDP, minutes: 180, goal: "Cut optimizer state, gradients and weights into shards by hand, equal to one process, and use fully_shard knowing each of its messages", needs: [data_parallel, memory], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# ---
+
+# %% [markdown]
+# # 10 Sharded data parallelism
+#
+# In data parallelism every rank holds the whole model, its gradients and the optimizer's state. All ranks hold the
+# same. Lesson 09 counted it: 16 bytes a parameter with Adam in float32, on every rank. With n ranks, n - 1 of the n
+# copies are not needed.
+#
+# So keep each number on one rank only. This is **ZeRO**, the "zero redundancy optimizer". You build its three stages:
+# stage 1 shares the optimizer state, stage 2 also the gradients, stage 3 also the weights. In stage 3 a layer's weights
+# come together on every rank for the moment in which the layer computes, and then they go again.
+#
+# ![In forward a unit's shards are gathered, the unit computes, and its whole weights are freed, while the next unit is being gathered; in backward it is gathered again, a reduce-scatter leaves each rank its shard of the mean gradients, and it is freed](figures/fsdp_unit.svg)
+#
+# PyTorch calls this **FSDP**, fully sharded data parallelism, and its function for it `fully_shard`. You will use that,
+# too, and predict every message that it sends.
+
+# %%
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from manyhands import data_parallel, figures, lab, watch
+from manyhands.checks import fsdp as check
+from manyhands.checks import score
+from manyhands.collectives import Group
+from manyhands.data_parallel import broadcast_state, pack
+from manyhands.failures import RankFailed
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls
+from manyhands.live import Live, parts_of
+from manyhands.transformer import Transformer, num_parameters
+
+lab.warm_up()
+print(
+    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
+)
+
+# %% [markdown]
+# ## 1. A vector and its shards
+#
+# A model has many parameters of all sizes. To cut them evenly, lay them one behind the other into one vector, add
+# zeros until its length is a multiple of the number of ranks, and cut that. Rank r owns part r, its **shard**.
+#
+# Two collectives of lesson 04 move between shard and whole:
+#
+# - **all-gather**: from everybody's shard to the whole, on all ranks. For weights.
+# - **reduce-scatter**: from everybody's whole to the sum of them, a shard on each rank. For gradients.
+#
+# PyTorch renamed both functions in version 2.13, so here they are under one name each.
+
+# %% show="true"
+from manyhands.flat import all_gather, reduce_scatter
+
+# %% [markdown]
+# `pack`, from lesson 05, copies tensors into one vector.
+#
+# The class `Flat` holds such a vector. The trick is in `show`: it makes the model's parameters **views** of the vector.
+# The model computes with them and does not notice. When the vector changes, the model has new weights; nothing has to
+# be copied back.
+#
+# Three methods are yours:
+#
+# - `__init__` builds the padded vector `whole`, shows it, and makes `shard` from this rank's part of it.
+# - `gather` starts an all-gather that fills `whole`.
+# - `reduce` turns the gradients into `shard.grad`, their mean over the ranks.
+#
+# `self.replicas` is `None` until section 7. There it is a second group, over which the reduced shard is averaged, too.
+
+# %% exercise="Flat.__init__ Flat.gather Flat.reduce" todo="10.1" minutes=30 difficulty=2 points=3
+from manyhands.flat import Flat
+
+# %% check="10.1" tags=["nbval-check-output"]
+check.Flat(Flat)
+
+
+# %% [markdown]
+# Look at a small one on three ranks: seven parameters, padded to nine, three numbers for each rank.
+
+
+# %%
+def look_at_shards():
+    layer = nn.Linear(3, 2, bias=False)
+    layer.bias = nn.Parameter(torch.tensor([9.0]))
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(1.0, 7.0).view(2, 3))
+    flat = Flat(layer.parameters())
+    return flat.whole.tolist(), flat.shard.tolist()
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.1"):
+    for rank, (whole, mine) in enumerate(run_ranks(look_at_shards, 3)):
+        print(f"rank {rank}: whole {whole}, shard {mine}")
+
+# %% [markdown]
+# ## 2. Stage 1: share the optimizer
+#
+# All ranks have all weights, and backward gives each the gradients of its own samples. Up to here it is lesson 05.
+# Then, in place of the all-reduce:
+#
+# 1. reduce-scatter the gradients: each rank has the mean of its own shard,
+# 2. step the shard. The optimizer knows only the shard, so its state is 1/n,
+# 3. all-gather the new weights.
+#
+# It sends no byte more. An all-reduce *is* a reduce-scatter and an all-gather (lesson 04). They are two calls in place of
+# one, though, and the second can no longer hide behind backward.
+
+# %% exercise="ShardedOptimizer.step" todo="10.2" minutes=10 difficulty=2 points=2
+from manyhands.zero import ShardedOptimizer
+
+# %% check="10.2" tags=["nbval-check-output"]
+check.ShardedOptimizer(ShardedOptimizer)
+
+# %% [markdown]
+# ## 3. Stage 2: share the gradients
+#
+# After backward a whole set of gradients was there, 4 bytes a parameter, only to be cut. But backward makes them layer
+# by layer. So cut the model into several Flats, one for each block, and reduce each one as soon as its last gradient
+# has come. Its whole gradients are then dropped, while backward goes on.
+#
+# The hook for it is the one of lesson 05: `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` when
+# `param.grad` has just been written. It works for parameters that want a gradient only; a frozen Flat has none to reduce.
+
+# %% exercise="reduce_during_backward" todo="10.3" minutes=15 difficulty=2 points=2
+from manyhands.zero import reduce_during_backward
+
+# %% check="10.3" tags=["nbval-check-output"]
+check.reduce_during_backward(reduce_during_backward)
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# Ten steps of AdamW on four ranks, each with a quarter of the batch, against one process with all of it. You will see
+# the largest difference between any two weights. The blocks are units of their own; what is in no block, the
+# embedding, the last norm and the head, is the **root** unit.
+
+# %%
+V, T, L, D, B = 50, 16, 3, 96, 8
+ADAMW = partial(torch.optim.AdamW, lr=3e-4)
+
+
+def batches(num=10):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(V, (num, 2, B, T), generator=generator)
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Transformer(V, T, L)
+
+
+def one_process():
+    model = make_model()
+    optimizer = ADAMW(model.parameters())
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        model(inputs, targets).backward()
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+WEIGHTS = one_process()
+
+
+# %%
+def units_of(model):
+    """The parameters of the root unit, and then of each block."""
+    in_blocks = set(model.blocks.parameters())
+    root = [param for param in model.parameters() if param not in in_blocks]
+    return [root, *(list(block.parameters()) for block in model.blocks)]
+
+
+def train_in_stage(stage):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_model()
+    flats = [Flat(unit) for unit in units_of(model)]
+    optimizer = ShardedOptimizer(flats, ADAMW)
+    if stage == 2:
+        reduce_during_backward(flats)
+    for inputs, targets in batches()[:, :, rank::world_size]:
+        model(inputs, targets).backward()
+        optimizer.step()
+    pairs = ((param, WEIGHTS[name]) for name, param in model.named_parameters())
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+# %%
+for stage, needs in ((1, ["10.1", "10.2"]), (2, ["10.1", "10.2", "10.3"])):
+    if check.ready(*needs):
+        off = max(run_ranks(train_in_stage, 4, stage))
+        print(f"stage {stage}: the weights differ from one process by at most {off:.1e}")
+        assert off < 1e-5
+
+# %% [markdown]
+# ## 4. Stage 3: share the weights
+#
+# What is left on every rank are the whole weights. Now they shall live only while they are used. `ShardedFlat` is a
+# `Flat` whose shard has memory of its own, and whose `whole` can be given back.
+#
+# Giving it back has a catch. In forward autograd keeps the weights for backward. They are views of `whole`, so if you
+# dropped `whole`, autograd's views would keep the memory alive, and nothing would be gained. The way out is to leave the
+# tensors where they are and to take the *memory behind them* away: `tensor.untyped_storage().resize_(0)` gives it
+# back, and `resize_(number of bytes)` takes new memory, which all views then see. What was in it is lost, so it has
+# to be gathered again before anybody reads it.
+#
+# Write `start`, `wait` and `free`. `self.coming` is the work of a gather that is on its way, or `None`.
+
+# %% exercise="ShardedFlat.start ShardedFlat.wait ShardedFlat.free" todo="10.4" minutes=15 difficulty=2 points=2
+from manyhands.flat import ShardedFlat
+
+# %% check="10.4" tags=["nbval-check-output"]
+check.ShardedFlat(ShardedFlat)
+
+
+# %% [markdown]
+# One layer's life on two ranks:
+
+
+# %%
+def life_of_a_layer():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False)
+    flat = ShardedFlat(layer.parameters())
+    told = []
+
+    def tell(when):
+        told.append((when, flat.whole.untyped_storage().nbytes(), flat.shard.nbytes))
+
+    tell("at rest")
+    flat.wait()
+    tell("gathered")
+    loss = layer(torch.ones(1, 64)).sum()
+    flat.free()
+    tell("after forward")
+    flat.wait()
+    loss.backward()
+    flat.reduce()
+    flat.free()
+    tell("after backward")
+    return told
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.1", "10.4"):
+    for when, whole_bytes, shard_bytes in run_ranks(life_of_a_layer, 2)[0]:
+        print(f"{when:15} whole {whole_bytes:6,} bytes, shard {shard_bytes:5,} bytes")
+
+# %% [markdown]
+# ### Around forward and backward
+#
+# Now all of it, by itself. `FSDP` wraps a model. For each unit hooks call four methods, which are yours: before and
+# after its forward, before and after its backward. The hooks are given, and so is a helper that makes Flats.
+#
+# Two rules are worth a thought:
+#
+# - **Prefetch.** While a unit computes, the next one should be on its way: in forward the unit behind it, in backward
+#   the unit before it. `start` begins, `wait` waits.
+# - **The root stays.** Its head is used last in forward and first in backward, so it is not freed in between.
+#
+# Units are numbered in the order of forward; the root is unit 0.
+
+# %% show="true"
+from manyhands.flat import make_flats
+
+# %% exercise="FSDP.before_forward FSDP.after_forward FSDP.before_backward FSDP.after_backward" todo="10.5" minutes=35 difficulty=3 points=4
+from manyhands.fsdp import FSDP
+
+# %% check="10.5" tags=["nbval-check-output"]
+check.FSDP(FSDP)
+
+# %% [markdown]
+# The training loop is that of one process. The only parameters that an optimizer sees are the shards.
+
+# %% show="true"
+from manyhands.wrapping import full_state
+
+
+# %%
+def train_fsdp(wrap):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_model(seed=rank)  # rank 0's weights count
+    model = wrap(model, list(model.blocks))
+    optimizer = ADAMW(model.parameters())
+    for inputs, targets in batches()[:, :, rank::world_size]:
+        model(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = [(full, WEIGHTS.get(name, full)) for name, full in full_state(model).items()]
+    return max([0.0, *((a - b).abs().max().item() for a, b in pairs)])
+
+
+# %%
+if check.ready("10.1", "10.4", "10.5"):
+    off = max(run_ranks(train_fsdp, 4, FSDP))
+    print(f"FSDP: the weights differ from one process by at most {off:.1e}")
+    assert off < 1e-5
+
+# %% [markdown]
+# ### Look: the memory of a step
+#
+# All bytes that live on rank 0 of four, after every operation of a step: in stage 2, where the weights stay, and in
+# stage 3. The batch is small, so that the weights can be seen.
+
+
+# %%
+def history(stage):
+    model = Transformer(V, T, layers=6, heads=4, width=128)
+    tokens = batches(1)[0, 0, :1]
+    if stage == 3:
+        model = FSDP(model, list(model.blocks))
+        optimizer = ADAMW(model.parameters(), foreach=False)
+    else:
+        flats = [Flat(unit) for unit in units_of(model)]
+        reduce_during_backward(flats)
+        optimizer = ShardedOptimizer(flats, partial(ADAMW, foreach=False))
+    for step in range(2):
+        with Live(parts_of(model, optimizer), keep=step == 1) as live:
+            model(tokens, tokens).backward()
+            optimizer.step()
+            model.zero_grad()
+    return live.history
+
+
+# %%
+if check.ready("10.1", "10.2", "10.3", "10.4", "10.5"):
+    roles = {"weights": "weights", "optimizer": "optimizer", "gradients": "gradients"}
+    roles |= {"other": "activations"}
+    figure, axes = figures.new_figure(8, 3.4, cols=2)
+    for ax, stage in zip(axes, (2, 3), strict=True):
+        steps = run_ranks(history, 4, stage)[0]
+        areas = {role: [now[part] / 1e6 for now in steps] for part, role in roles.items()}
+        figures.stack(ax, range(len(steps)), areas, f"operations, stage {stage}", "MB on rank 0")
+        ax.set_ylim(0, 11)
+    figures.legend_below(figure, axes[0])
+    figures.show(
+        figure,
+        "Memory over a step: level weights in stage 2, in stage 3 a lower plateau that falls.",
+    )
+
+# %% [markdown]
+# In stage 2 all weights are there all the time. In stage 3 a quarter of them is, and while forward and backward run a
+# plateau stands on it: the root, the block that computes, and the one on its way. It has a dip at the turn, where the
+# last block has been freed and is gathered again. When the step ends, only shards are left. The spikes are copies of
+# gradients on their way into a vector; `Live` counts such temporary values with the activations.
+
+# %% [markdown]
+# ## 5. Predict the messages
+#
+# How many collectives does a rank call in one forward and backward? Write it as a function of the number of blocks.
+#
+# `reshard` (PyTorch: `reshard_after_forward`) says whether a block is freed after its forward. If it is not, backward
+# finds it whole and needs no second gather. `replicas` is for section 7: where several ranks hold the same shard, each
+# unit's reduced gradients are all-reduced between them.
+
+# %% exercise="calls_per_step" todo="10.6" minutes=10 difficulty=2 points=2
+from manyhands.wrapping import calls_per_step
+
+# %% check="10.6" tags=["nbval-check-output"]
+check.calls_per_step(calls_per_step)
+
+# %% [markdown]
+# And how many bytes? In a ring each rank sends (n-1)/n of a whole for a gather, and as much for a reduction. How many
+# times as much as the all-reduce of lesson 05 does FSDP send in a step?
+
+# %%
+times_as_much = None  # your number
+
+# %% answer="true"
+times_as_much = 1.5
+
+
+# %%
+def ledger_of(wrap):
+    model = make_model()
+    model = wrap(model, list(model.blocks))
+    (inputs, targets), *_ = batches(1)
+    with Ledger() as ledger:
+        model(inputs, targets).backward()
+    return calls(ledger.entries), sum(entry.nbytes for entry in ledger.entries)
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.1", "10.4", "10.5", "10.6"):
+    nbytes, sent = 4 * num_parameters(V, T, L, D), {}
+    for name, reshard in (("freed after forward", True), ("kept until backward", False)):
+        counted, total = run_ranks(ledger_of, 4, partial(FSDP, reshard=reshard))[0]
+        print(f"{name}: {dict(counted)}, {total / nbytes:.2f} x the weights")
+        expected = calls_per_step(L, reshard)
+        assert all(counted[name] == count for name, count in expected.items())
+        sent[reshard] = total / nbytes
+    root = (V * D + T * D + D) / num_parameters(V, T, L, D)
+    score("times an all-reduce", times_as_much, (3 - root) / 2, sent[True] / 2)
+
+# %% [markdown]
+# An all-reduce counts as two: a reduction and a gather. The root is gathered only once, so it is a little less than 1.5
+# times as much. That is the price of stage 3. If blocks are kept until backward, it sends as much as an all-reduce; but
+# when forward ends, all weights are whole at the same time.
+
+# %% [markdown]
+# ## 6. PyTorch's own: fully_shard
+#
+# `fully_shard(module)` makes one unit of all parameters below `module` that no earlier call has taken. So first each
+# block, then the root. It changes the module in place. Its parameters become **DTensors**: tensors that know of which
+# larger one they are a part. An optimizer made *afterwards* gets the shards.
+#
+# Your function wraps blocks and root, and passes its options on:
+#
+# - `mesh`: which ranks. `None` for all of them.
+# - `reshard`: `reshard_after_forward` of the blocks.
+# - `dtype`: a `MixedPrecisionPolicy` with this `param_dtype`, and gradients reduced in float32.
+# - `offload`: a `CPUOffloadPolicy`, with pinned memory only where there is a GPU.
+
+# %% exercise="torch_fsdp" todo="10.7" minutes=15 difficulty=2 points=2
+from manyhands.wrapping import torch_fsdp
+
+# %% check="10.7" tags=["nbval-check-output"]
+check.torch_fsdp(torch_fsdp)
+
+# %%
+if check.ready("10.7"):
+    off = max(run_ranks(train_fsdp, 4, torch_fsdp))
+    print(f"torch_fsdp: the weights differ from one process by at most {off:.1e}")
+    assert off < 1e-5
+
+# %% [markdown]
+# Does it send the same messages as yours?
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.6", "10.7"):
+    for reshard in (True, False):
+        counted, _ = run_ranks(ledger_of, 4, partial(torch_fsdp, reshard=reshard))[0]
+        print(f"reshard_after_forward={reshard}: {dict(counted)}")
+        assert all(counted[name] == n for name, n in calls_per_step(L, reshard).items())
+
+# %% [markdown]
+# ### The slides disagree: FSDP that wraps nothing
+#
+# A well-known course has this loop: it calls `fully_shard` for every `nn.TransformerEncoderLayer`. But its model has
+# a layer class of its own. What happens?
+
+
+# %%
+def wrap_by_class(model, _):
+    broadcast_state(model)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def peak_bytes(wrap):
+    model = make_model()
+    model = wrap(model, list(model.blocks))
+    num_units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    optimizer, (inputs, targets) = ADAMW(model.parameters()), batches(1)[0]
+    for _ in range(2):
+        with Live(parts_of(model, optimizer)) as live:
+            model(inputs[:1], targets[:1]).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return num_units, live.total
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.7"):
+    for name, wrap in (("by class", wrap_by_class), ("every block", torch_fsdp)):
+        num_units, peak = run_ranks(peak_bytes, 4, wrap)[0]
+        counted, _ = run_ranks(ledger_of, 4, wrap)[0]
+        print(f"{name:12} {num_units} unit(s), {dict(counted)}, at most {peak:,} bytes")
+
+# %% [markdown]
+# No error, the losses are right, and the model is one single unit: all weights and all gradients are whole at the
+# same time. Only the optimizer state is shared. So count your units.
+#
+# ### The order matters: first shard, then make the optimizer
+#
+# What if the optimizer is made before?
+
+
+# %%
+def optimizer_first():
+    model = make_model()
+    optimizer = ADAMW(model.parameters())
+    model = torch_fsdp(model, list(model.blocks))
+    (inputs, targets), *_ = batches(1)
+    losses = []
+    for _ in range(3):
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(round(loss.item(), 2))
+    return losses
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.7"):
+    print("losses:", run_ranks(optimizer_first, 2)[0])
+
+# %% [markdown]
+# The same loss three times: the optimizer holds the old parameters, which the model no longer has. Nothing warns you.
+
+# %% [markdown]
+# ## 7. Two dimensions: shards and replicas
+#
+# Shards travel in every layer. Inside a node that is quick, between nodes it is slow. So shard over the GPUs of a node
+# only, and let every node hold a **replica** of the whole: **hybrid** sharding, HSDP. The ranks form a table, a
+# **mesh**: a row is one replica, the ranks of a column hold the same shard.
+#
+# | | shard 0 | shard 1 |
+# |---|---|---|
+# | replica 0 | rank 0 | rank 1 |
+# | replica 1 | rank 2 | rank 3 |
+#
+# Gathers and reductions run in the rows, and each unit's reduced gradients are then averaged down the columns.
+
+# %% exercise="make_mesh" todo="10.8" minutes=5 difficulty=1 points=1
+from manyhands.wrapping import make_mesh
+
+# %% check="10.8" tags=["nbval-check-output"]
+check.make_mesh(make_mesh)
+
+# %% [markdown]
+# ### The slides disagree: a seed for each rank
+#
+# The same course gives every rank another seed before it builds the model. DDP hides that: it copies rank 0's weights.
+# `fully_shard` takes what each rank has. Train three steps on a 2 x 2 mesh, from equal and from unequal seeds, with
+# bare `fully_shard` and with yours. You will see by how much the two replicas differ.
+
+
+# %%
+def replicas_apart(how, same_seed):
+    rank = dist.get_rank()
+    mesh = make_mesh(2, 2)
+    model = make_model(seed=0 if same_seed else rank)
+    if how == "fully_shard":
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    else:
+        torch_fsdp(model, list(model.blocks), mesh=mesh)
+    optimizer = ADAMW(model.parameters())
+    for inputs, targets in batches(3)[:, :, rank::4]:
+        model(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = torch.cat([param.to_local().flatten() for param in model.parameters()]).detach()
+    others = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(others, mine, group=mesh.get_group("replicate"))
+    return (others[0] - others[1]).abs().max().item()
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.7", "10.8"):
+    for how in ("fully_shard", "torch_fsdp"):
+        for same_seed in (True, False):
+            apart = max(run_ranks(replicas_apart, 4, how, same_seed))
+            print(f"{how:11} {'equal' if same_seed else 'unequal'} seeds: {apart:.2f} apart")
+            assert apart == 0 or (how, same_seed) == ("fully_shard", False)
+
+# %% [markdown]
+# With unequal seeds bare `fully_shard` trains a patchwork: every rank cut its shard out of another model, and the
+# replicas stay different, although their gradients are averaged. Build all ranks' weights from one seed, or send rank
+# 0's to all.
+#
+# ### Four names
+#
+# The first FSDP of PyTorch had four sharding strategies. You meet the names in older code:
+#
+# - `FULL_SHARD`: everything is sharded, and weights are freed after forward.
+# - `SHARD_GRAD_OP`: gradients and optimizer state are sharded all the time. Weights are whole from forward to backward.
+# - `HYBRID_SHARD`: the first, inside a node, with a replica on every node.
+# - `_HYBRID_SHARD_ZERO2`: the second, inside a node, with a replica on every node.
+#
+# Say what each of them is in `fully_shard`.
+
+# %% exercise="options_of" todo="10.9" minutes=5 difficulty=1 points=1
+from manyhands.wrapping import options_of
+
+# %% check="10.9" tags=["nbval-check-output"]
+check.options_of(options_of)
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.9"):
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        print(f"{name:20} {options_of(name)}")
+
+# %% [markdown]
+# ## 8. All of it together
+#
+# Write the whole of a sharded training with PyTorch's parts: shard, make the optimizer, train, and collect the whole
+# weights at the end. Each order and each share of the data that you have met is in it. `full_state` calls collectives,
+# so every rank has to call it.
+
+# %% exercise="train_sharded" todo="10.10" minutes=15 difficulty=2 points=2
+from manyhands.wrapping import train_sharded
+
+# %% check="10.10" tags=["nbval-check-output"]
+check.train_sharded(train_sharded)
+
+# %% [markdown]
+# ## 9. What it costs and what it saves
+#
+# Peak memory and time of a step on four ranks: plain data parallelism, stages 1 to 3, hybrid, and PyTorch's. The
+# model has 0.8 million parameters. Four ranks share the cores of one machine here, so look at the order of the times,
+# not at their size.
+
+
+# %%
+def build(how):
+    """A model and its optimizer, and what has to be done after backward."""
+    model = Transformer(V, T, layers=4, heads=4, width=128)
+    blocks = list(model.blocks)
+    if how == "DDP":
+        model = data_parallel.BucketedDDP(model)
+    elif how in ("ZeRO-1", "ZeRO-2"):
+        flats = [Flat(unit) for unit in units_of(model)]
+        if how == "ZeRO-2":
+            reduce_during_backward(flats)
+        return model, ShardedOptimizer(flats, ADAMW)
+    elif how == "hybrid":
+        mesh = make_mesh(2, 2)
+        groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
+        model = FSDP(model, blocks, **groups)
+    else:
+        model = (FSDP if how == "FSDP" else torch_fsdp)(model, blocks)
+    return model, ADAMW(model.parameters())
+
+
+def cost(how, repeats=5):
+    """Peak bytes of this rank, and the median seconds of a step."""
+    model, optimizer = build(how)
+    inputs, targets = batches(1)[0, :, :1]
+
+    def step():
+        model(inputs, targets).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    step()
+    with Live(parts_of(model, optimizer)) as live:
+        step()
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        start_s = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start_s)
+    return live.total, sorted(seconds)[repeats // 2]
+
+
+# %%
+HOW = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP", "hybrid", "torch")
+if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
+    costs = {how: run_ranks(cost, 4, how)[0] for how in HOW}
+    for how, (nbytes, spent_s) in costs.items():
+        print(f"{how:7} {nbytes / 1e6:5.1f} MB at most, {1e3 * spent_s:4.0f} ms a step")
+
+# %%
+if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
+    figure, axes = figures.new_figure(8, 3, cols=2)
+    values = [[nbytes / 1e6, 1e3 * spent_s] for nbytes, spent_s in costs.values()]
+    for ax, numbers, name in zip(
+        axes, zip(*values, strict=True), ("peak (MB a rank)", "step (ms)"), strict=True
+    ):
+        figures.bars(ax, {"": numbers}, HOW, name)
+    figures.show(
+        figure, "Bars: peak memory falls from DDP to FSDP, hybrid is between; times of a step."
+    )
+
+# %% [markdown]
+# Memory falls with every stage, and FSDP pays with time: it sends more, and more often. Hybrid holds shards of half the
+# model in place of a quarter, so it needs more than FSDP, and its groups of two ranks are quicker than one of four.
+# PyTorch's version takes longer here: it cuts every parameter by itself, which takes many small copies. On a GPU those
+# are cheap.
+#
+# So FSDP wants a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline may be
+# better (lesson 12). And there is a limit that no number of ranks moves: one unit must fit on a rank, whole, with its
+# activations. Beyond that the layer itself has to be split (lesson 13).
+#
+# ### What does not fit on one
+#
+# `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes. Give each rank 12.
+
+
+# %%
+def train_within(limit):
+    torch.manual_seed(0)
+    model = Transformer(V, 8, layers=8, heads=2, width=64)
+    sharded = FSDP(model, list(model.blocks))
+    optimizer, tokens = ADAMW(sharded.parameters()), torch.arange(8)[None]
+    losses = []
+    with Live(parts_of(sharded, optimizer), limit=limit):
+        for _ in range(3):
+            loss = sharded(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(round(loss.item(), 2))
+    return losses
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.1", "10.4", "10.5"):
+    limit = 12 * num_parameters(V, 8, 8, 64)
+    for num_ranks in (1, 4):
+        try:
+            print(f"{num_ranks} rank(s): losses {run_ranks(train_within, num_ranks, limit)[0]}")
+        except RankFailed as failed:
+            print(f"{num_ranks} rank(s): {failed.failure.message}")
+
+# %% [markdown]
+# On one rank it ends in the first step, as soon as the optimizer takes memory for its state. On four it trains.
+
+# %% [markdown]
+# ## 10. Run it as a job
+#
+# The job trains with your own functions in it: with your `FSDP`, that is stage 3. Its checkpoints hold a file for each
+# rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live` does; "Memory of each device"
+# is the whole process, and most of that is PyTorch.
+
+# %%
+if check.ready("10.1", "10.4", "10.5"):
+    check.keep()
+    watch.run(
+        "../sbatch/fsdp.sbatch", "--impl", "mine", *"--steps 60 --layers 2 --block 32".split()
+    )
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - cut parameters into shards, and move between shard and whole,
+# - build ZeRO stages 1 to 3 by hand, each equal to one process,
+# - say which collectives FSDP calls, how many, and with how many bytes,
+# - use `fully_shard` on blocks and root, on one row of ranks or on a mesh, and see whether it did what you meant,
+# - say when FSDP pays, and what it cannot do.
+#
+# **Questions**
+#
+# <details><summary>A model of 40 blocks on 64 GPUs, fully sharded. How many all-gathers and reduce-scatters does a rank call in a step?</summary>
+#
+# 41 units. All-gathers: 41 in forward and 40 in backward, 81 in all. Reduce-scatters: 41.
+# </details>
+#
+# <details><summary>Four micro-batches are accumulated before each step. What does stage 3 do to the traffic, compared with DDP under no_sync?</summary>
+#
+# DDP sends gradients once, after the fourth. FSDP has to gather the weights for every micro-batch, twice: eight gathers
+# of the model. Keeping them until backward halves that.
+# </details>
+#
+# <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>
+#
+# The optimizer sees one long shard and not the matrices, so it takes the norm of the shard. `fully_shard` keeps the
+# parameters apart, as DTensors, whose norm is that of the whole.
+# </details>
+#
+# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Zhao et al. 2023, "PyTorch FSDP",
+# https://arxiv.org/abs/2304.11277; PyTorch's documentation of fully_shard,
+# https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.

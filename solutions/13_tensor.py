@@ -1,0 +1,689 @@
+# ---
+# manyhands: {title: Tensor parallelism, minutes: 180, goal: "Cut the matrices of a Transformer over ranks by hand, equal to one process, count each message, and see where the cut pays", needs: [data_parallel, fsdp], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.54, 1.76]}}
+# ---
+
+# %% [markdown]
+# # 13 Tensor parallelism
+#
+# A pipeline cuts between the layers (lesson 12). Here we cut *inside* them: each rank has a part of every matrix, and all
+# ranks work on the same tokens at the same time. There is no bubble. A single layer that is too large for one device now
+# fits. The price is messages in every layer, forward and backward.
+#
+# ![An MLP cut over two ranks: x goes to both, each multiplies with its columns of A, takes gelu, multiplies with its rows of B, and an all-reduce adds the parts to y](figures/tensor_mlp.svg)
+#
+# The trick is in the picture: the first matrix is cut by columns and the second by rows. Then nothing has to travel
+# between the two.
+
+# %%
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from manyhands import figures, lab, watch
+from manyhands.checks import score
+from manyhands.checks import tensor as check
+from manyhands.collectives import Group
+from manyhands.data_parallel import broadcast_state, pack, unpack
+from manyhands.flat import all_gather, reduce_scatter
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls
+from manyhands.live import Live, parts_of
+from manyhands.savings import rng_states, set_rng_states
+from manyhands.transformer import MLP, Block, Transformer
+
+lab.warm_up()
+print(
+    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
+)
+
+# %% [markdown]
+# ## 1. Two ways to cut a matrix
+#
+# Take y = x A. If A is cut by **columns**, each part gives some columns of y. If it is cut by **rows**, x has to be cut
+# by columns to fit, and each part gives a y of full size; the sum of all parts is right.
+
+# %% tags=["nbval-check-output"]
+torch.manual_seed(0)
+x, A = torch.randn(3, 4), torch.randn(4, 6)
+A0, A1 = A.chunk(2, dim=1)
+by_columns = torch.cat([x @ A0, x @ A1], dim=1)
+x0, x1 = x.chunk(2, dim=1)
+top, bottom = A.chunk(2, dim=0)
+by_rows = x0 @ top + x1 @ bottom
+print("by columns, put together:", torch.allclose(by_columns, x @ A, atol=1e-6))
+print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
+
+# %% [markdown]
+# An MLP is y = gelu(x A) B. Cut A by columns: each rank has some columns of x A, whole and not a part of a sum, so it can
+# take their gelu. These are just the columns that a row part of B wants. So one sum at the end is all.
+#
+# (By rows first would not do: gelu(a + b) is not gelu(a) + gelu(b).)
+#
+# ## 2. What backward needs: f and g
+#
+# At the end each rank has a part of y, and an all-reduce adds them up. In the figure that is **g**. What is g's
+# *backward*? The sum y is used once, and each part is one term of it. So each part's gradient is that of y, as it is.
+#
+# At the beginning every rank uses the same x: that is **f**. Forward it does nothing. But x has been used N times, so its
+# gradient is the sum of N gradients, and each rank has only its own. So f's backward is an all-reduce.
+#
+# The two are mirror images: f copies forward and sums backward, g sums forward and copies backward. Write both as
+# `autograd.Function`s, as in lesson 09. A tensor that is given to you may be used elsewhere: sum into a copy.
+
+# %% exercise="CopyToRanks.forward CopyToRanks.backward SumOverRanks.forward SumOverRanks.backward" todo="13.1" minutes=20 difficulty=2 points=2
+from manyhands.tensor import CopyToRanks, SumOverRanks
+
+# %% check="13.1" tags=["nbval-check-output"]
+check.CopyToRanks(CopyToRanks, SumOverRanks)
+
+# %% [markdown]
+# ## 3. Cut layers
+#
+# Who gets which part? With sizes that do not divide evenly the first ranks get one more. And some things must not be cut
+# through: attention has heads, and a head must stay in one piece. So parts are counted in **units**.
+
+# %% exercise="my_range" todo="13.2" minutes=10 difficulty=2 points=1
+from manyhands.tensor import my_range
+
+# %% check="13.2" tags=["nbval-check-output"]
+check.my_range(my_range)
+
+# %% tags=["nbval-check-output"]
+if check.ready("13.2"):
+    print("10 over 3 ranks:              ", run_ranks(lambda: my_range(10), 3))
+    print("3 heads of 8 rows over 2 ranks:", run_ranks(lambda: my_range(24, 8), 2))
+
+# %% show="true"
+from manyhands.tensor import Region, my_part
+
+# %% [markdown]
+# Now the two layers. `nn.Linear` keeps its matrix the other way round, (out, in). So to cut by *columns* of A, cut the
+# *rows* of `weight`, and the bias with it.
+#
+# In the row layer the parts of a sum meet. The bias belongs to the sum: add it once, after `leave`.
+
+# %% exercise="ColumnLinear.__init__ ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=20 difficulty=2 points=2
+from manyhands.tensor import ColumnLinear, RowLinear
+
+# %% check="13.3" tags=["nbval-check-output"]
+check.ColumnLinear(ColumnLinear, RowLinear)
+
+# %% [markdown]
+# An MLP on two ranks, against the whole one. You will see by how much output and gradient of x differ, and which messages
+# passed.
+
+
+# %%
+def cut_mlp():
+    torch.manual_seed(0)
+    mlp, x = MLP(64), torch.randn(2, 5, 64, requires_grad=True)
+    y = mlp(x)
+    y.square().sum().backward()
+    expected, x.grad = x.grad, None
+    mlp.up, mlp.down = ColumnLinear(mlp.up), RowLinear(mlp.down)
+    with Ledger() as forward:
+        again = mlp(x)
+    with Ledger() as backward:
+        again.square().sum().backward()
+    off = [(again - y).abs().max().item(), (x.grad - expected).abs().max().item()]
+    return off, dict(calls(forward.entries)), dict(calls(backward.entries))
+
+
+# %%
+if check.ready("13.1", "13.2", "13.3"):
+    off, forward, backward = run_ranks(cut_mlp, 2)[0]
+    print(f"output off by {off[0]:.1e}, gradient of x by {off[1]:.1e}")
+    print(f"messages forward: {forward}, backward: {backward}")
+    assert max(off) < 1e-4 and forward == backward == {"all_reduce": 1}
+
+# %% [markdown]
+# One all-reduce each way, for two matrices.
+#
+# ## 4. Attention: a rank has some of the heads
+#
+# Heads do not know of each other: each has its own queries, keys and values. So give each rank some of the heads. `qkv` is
+# cut by columns, `out` by rows, and once more one all-reduce each way is enough.
+#
+# In our model the rows of `qkv` go head by head: 3 x head_width rows for the query, key and value of head 0, then those
+# of head 1, and so on. The columns of `out` go head by head as well, head_width each. `block.attention.head_width` says
+# how wide a head is.
+
+# %% exercise="cut_block" todo="13.4" minutes=10 difficulty=2 points=2
+from manyhands.split_model import cut_block
+
+# %% check="13.4" tags=["nbval-check-output"]
+check.cut_block(cut_block)
+
+
+# %%
+def cut_a_block(heads):
+    torch.manual_seed(0)
+    block, x = Block(24 * heads, heads, dropout=0.0), torch.randn(2, 5, 24 * heads)
+    y = block(x)
+    cut_block(block)
+    return (block(x) - y).abs().max().item(), block.attention.qkv.weight.shape[0] // 72
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("13.1", "13.2", "13.3", "13.4"):
+    for heads, num_ranks in ((4, 2), (3, 2), (6, 4)):
+        offs, have = zip(*run_ranks(cut_a_block, num_ranks, heads), strict=True)
+        print(
+            f"{heads} heads on {num_ranks} ranks: {list(have)} heads each, right: {max(offs) < 1e-5}"
+        )
+
+# %% [markdown]
+# ## 5. The vocabulary
+#
+# The largest matrix is often that of the vocabulary: V rows, one for each token. It is used twice, as embedding and as
+# head. Cut it by rows of tokens: each rank has V/N of them.
+#
+# **Embedding.** Each rank looks up the tokens that it has. For all others its part is zero. The sum over ranks, `leave`,
+# is the whole embedding.
+
+# %% exercise="VocabEmbedding.__init__ VocabEmbedding.forward" todo="13.5" minutes=15 difficulty=2 points=2
+from manyhands.vocabulary import VocabEmbedding
+
+# %% check="13.5" tags=["nbval-check-output"]
+check.VocabEmbedding(VocabEmbedding)
+
+# %% [markdown]
+# **Head and loss.** With the same cut each rank gets the scores of its own tokens, (B, T, V/N). To gather them would cost
+# 4BTV bytes: for 8 sequences of 2,048 tokens and a vocabulary of 128,000 that is 8.4 GB. It is not needed. A token's loss
+# is
+#
+# log(sum over all tokens of exp(score)) - score of the target.
+#
+# Each rank has a part of the sum, and one rank has the target's score. So two numbers a token travel, not V. A third one
+# before: the largest score. It is subtracted from all scores, since exp of a large number overflows; and all ranks have
+# to subtract the *same* one.
+#
+# To add up, use your g, `SumOverRanks`: then autograd does the rest.
+
+# %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
+from manyhands.vocabulary import vocab_cross_entropy
+
+# %% check="13.6" tags=["nbval-check-output"]
+check.vocab_cross_entropy(vocab_cross_entropy)
+
+# %% [markdown]
+# ## 6. Sequence parallelism
+#
+# Between the cut layers stand norms, dropouts and additions. All ranks do them on all positions: N times the same work,
+# and N copies of what they keep for backward. Lesson 04 knows a remedy: an all-reduce is a reduce-scatter and an
+# all-gather. So take them apart:
+#
+# - out of the cut layers: a **reduce-scatter**. Each rank gets the sum, but of its own T/N positions only.
+# - norm, dropout and addition: on these positions.
+# - into the next cut layers: an **all-gather** of the positions.
+#
+# It sends as many bytes as before. What is kept between the layers is 1/N.
+#
+# These two are mirror images as well: what is gathered forward is reduce-scattered backward, and the other way round.
+# Write `gather_positions` and `sum_positions` first; the collectives of lesson 10 work on the *first* dimension, and
+# positions are the second.
+
+# %% exercise="gather_positions sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=20 difficulty=2 points=3
+from manyhands.sequence import GatherSequence, ScatterSequence, gather_positions, sum_positions
+
+# %% check="13.7" tags=["nbval-check-output"]
+check.GatherSequence(GatherSequence, ScatterSequence)
+
+# %% [markdown]
+# There is a consequence. A norm has weights, and every rank has all of them. Before, each rank saw all positions, and all
+# got the same gradient. Now each sees its own positions, and has a *part* of the gradient. So after backward these parts
+# have to be added up.
+
+# %% exercise="sum_gradients" todo="13.8" minutes=10 difficulty=1 points=1
+from manyhands.sequence import sum_gradients
+
+# %% check="13.8" tags=["nbval-check-output"]
+check.sum_gradients(sum_gradients)
+
+# %% [markdown]
+# ### Dropout, alike or apart?
+#
+# Dropout draws random numbers. Where every rank has a *copy* of x, all must drop the same numbers, or the copies are
+# copies no more. Where each rank has a *part*, each must draw its own, or the same pattern repeats in all parts. So a rank
+# needs two streams of random numbers: the common one, and one of its own.
+
+# %% exercise="OwnRandom.__init__ OwnRandom.use" todo="13.9" minutes=15 difficulty=2 points=2
+from manyhands.sequence import OwnRandom
+
+# %% check="13.9" tags=["nbval-check-output"]
+check.OwnRandom(OwnRandom)
+
+
+# %%
+def draw():
+    torch.manual_seed(1)
+    own = OwnRandom(seed=1)
+    common = F.dropout(torch.ones(8)).bool().int().tolist()
+    with own.use():
+        mine = F.dropout(torch.ones(8)).bool().int().tolist()
+    return common, mine
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("13.9"):
+    for rank, (common, mine) in enumerate(run_ranks(draw, 2)):
+        print(f"rank {rank}: common {common}, its own {mine}")
+
+# %% [markdown]
+# ## 7. The whole model
+#
+# Put it together. `TensorParallel` takes a Transformer apart: the embedding, all blocks, and the head, which is the
+# embedding's matrix. Write its forward.
+
+# %% exercise="TensorParallel.forward" todo="13.10" minutes=15 difficulty=2 points=2
+from manyhands.split_model import TensorParallel
+
+# %% check="13.10" tags=["nbval-check-output"]
+check.TensorParallel(TensorParallel)
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# Ten steps of AdamW, on 2 and 4 ranks, with and without sequence parallelism. The losses must be those of one process; so
+# must the weights. And what all ranks have whole, norms and positions, must stay the same on all, to the last bit.
+
+# %%
+V, T, L, D, B = 50, 16, 3, 96, 8
+PARTS = ("13.1", "13.2", "13.3", "13.4", "13.5", "13.6", "13.10")
+
+
+def batches(num=10):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(V, (num, 2, B, T), generator=generator)
+
+
+def make_model(dropout=0.0, heads=4):
+    torch.manual_seed(0)
+    return Transformer(V, T, L, heads=heads, width=D, dropout=dropout)
+
+
+def train(model, data, finish=lambda: None, learning_rate=3e-4):
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate)
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        loss.backward()
+        finish()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+TRUTH = {dropout: (model := make_model(dropout), train(model, batches())) for dropout in (0.0, 0.1)}
+
+
+# %%
+def train_cut(sequence=False, dropout=0.0):
+    """How far losses and matrices are from one process; and the whole parameters, as bytes."""
+    model = TensorParallel(make_model(dropout), sequence)
+    losses = train(model, batches(), model.finish_gradients)
+    whole, truth = TRUTH[dropout]
+    loss_off = max(abs(a - b) for a, b in zip(losses, truth, strict=True))
+    pairs = [(model.tokens.weight, whole.tokens.weight, model.tokens.mine, 0)]
+    for ours, theirs in zip(model.blocks, whole.blocks, strict=True):
+        pairs += [(ours.mlp.up.weight, theirs.mlp.up.weight, my_range(4 * D), 0)]
+        pairs += [(ours.mlp.down.weight, theirs.mlp.down.weight, my_range(4 * D), 1)]
+    weight_off = 0.0
+    for part, weight, mine, dim in pairs:
+        expected = weight.narrow(dim, mine.start, len(mine))
+        weight_off = max(weight_off, (part - expected).abs().max().item())
+    copies = [model.positions.weight, model.norm.weight, model.blocks[0].norm1.weight]
+    return loss_off, weight_off, pack(copies).numpy().tobytes()
+
+
+# %%
+if check.ready(*PARTS, "13.7", "13.8", "13.9"):
+    for num_ranks in (2, 4):
+        for sequence in (False, True):
+            losses, weights, copies = zip(*run_ranks(train_cut, num_ranks, sequence), strict=True)
+            name = f"{num_ranks} ranks, {'with' if sequence else 'without'} sequence parallelism"
+            print(f"{name}: losses off by {max(losses):.1e}, weights by {max(weights):.1e}")
+            assert max(losses + weights) < 1e-5 and len(set(copies)) == 1
+
+# %% [markdown]
+# With dropout, too. Without sequence parallelism all ranks draw alike, so even the dropped numbers are those of one
+# process.
+
+# %%
+if check.ready(*PARTS):
+    off = max(loss_off for loss_off, *_ in run_ranks(train_cut, 2, False, 0.1))
+    print(f"2 ranks, dropout 0.1: losses off by {off:.1e}")
+    assert off < 1e-5
+
+# %% [markdown]
+# ## 8. Which data?
+#
+# The ranks that hold one model together must see the **same batch**: each has a part of the answer for it. With more ranks
+# than that, there are several models, replicas, and each *model* gets its own share of the data, not each rank.
+#
+# Say which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k the second.
+
+# %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
+from manyhands.split_model import data_place
+
+# %% check="13.11" tags=["nbval-check-output"]
+check.data_place(data_place)
+
+# %% [markdown]
+# ### The slides disagree: a sampler over all ranks
+#
+# A course's script for tensor parallelism gives `DistributedSampler` the number of *all* ranks. So each rank of a model
+# gets another batch. Train both ways on two ranks, and test the result on one batch that all know. You will see no error.
+
+
+# %%
+def train_with(data_of_rank):
+    model = TensorParallel(make_model())
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(V, (40, B, 1), generator=generator)
+    texts = (tokens + torch.arange(T + 1)) % V  # each next token is one more
+    mine = data_of_rank(texts)
+    train(model, [(text[:, :-1], text[:, 1:]) for text in mine], learning_rate=3e-3)
+    with torch.no_grad():
+        return model(texts[0][:, :-1], texts[0][:, 1:]).item()
+
+
+def one_batch_for_all(texts):
+    share, num_shares = data_place(dist.get_rank(), dist.get_world_size(), 2)
+    return texts[:, share::num_shares]
+
+
+def other_batches(texts):
+    return texts[
+        torch.randperm(len(texts), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ]
+
+
+# %%
+if check.ready(*PARTS, "13.11"):
+    for name, data in (("the same batch", one_batch_for_all), ("other batches", other_batches)):
+        print(f"{name:15} loss after training {run_ranks(train_with, 2, data)[0]:.3f}")
+
+# %% [markdown]
+# With other batches each all-reduce adds parts that belong to different sequences. It trains, but partly on nonsense: on this
+# easy text the loss ends clearly higher. Nothing else tells you.
+#
+# ## 9. Count the messages
+#
+# Predict: a model of L blocks, one forward and backward. How many all-reduces? Count those of f and g in attention, MLP,
+# embedding and head. The loss has two: the largest scores, and both sums in one message. And what becomes of all these
+# with sequence parallelism?
+
+# %% exercise="calls_per_step" todo="13.12" minutes=10 difficulty=2 points=1
+from manyhands.split_model import calls_per_step
+
+# %% check="13.12" tags=["nbval-check-output"]
+check.calls_per_step(calls_per_step)
+
+
+# %%
+def ledger_of(sequence):
+    model = TensorParallel(make_model(), sequence)
+    inputs, targets = batches(1)[0]
+    with Ledger() as ledger:
+        model(inputs, targets).backward()
+        model.finish_gradients()
+    return calls(ledger.entries), sum(entry.nbytes for entry in ledger.entries)
+
+
+# %% tags=["nbval-check-output"]
+if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
+    for sequence in (False, True):
+        counted, nbytes = run_ranks(ledger_of, 2, sequence)[0]
+        expected = calls_per_step(L, sequence)
+        assert all(counted[name] == n for name, n in expected.items()), f"not {dict(counted)}"
+        print(f"{'with' if sequence else 'without'} sequence parallelism: {dict(counted)}")
+        print(f"  {nbytes:,} bytes; 2 (2L + 1) activations are {2 * (2 * L + 1) * 4 * B * T * D:,}")
+
+# %% [markdown]
+# The ledger counts the whole tensor of each call. An all-reduce sends it about twice, a gather or a reduce-scatter once
+# (lesson 04). So the doubled number with sequence parallelism is the same traffic.
+#
+# What does that mean for a real model? A block all-reduces its activation four times a step, and it cannot go on before
+# each one is through. Nothing hides it. So tensor parallelism wants the fastest network there is: the links inside a
+# node. Across two nodes it lost about 43 % of its speed, a pipeline about 14 % (Ultra-Scale Playbook, 2025).
+#
+# ## 10. PyTorch's own: a plan
+#
+# In PyTorch you write down how each module is cut, and **DTensor** does it. A DTensor looks like the whole tensor, and each
+# rank holds its part. `ColwiseParallel` and `RowwiseParallel` are the layers that you wrote. Each says how its input comes
+# and how its output goes: `Replicate()`, whole on all ranks; `Shard(1)`, cut by positions; `Shard(-1)`, by the last dimension.
+#
+# Write the plan. Without sequence parallelism what is between the layers is `Replicate()`, with it `Shard(1)`:
+#
+# - `tokens` is `RowwiseParallel` with a whole input: for an embedding that means rows of tokens.
+# - `head` is `ColwiseParallel`. Its output stays cut by the vocabulary, `Shard(-1)`, and stays a DTensor
+#   (`use_local_output=False`): so `loss_parallel` can do what your `vocab_cross_entropy` does.
+# - each block's `attention.qkv`, `attention.out`, `mlp.up`, `mlp.down`.
+# - with sequence parallelism `SequenceParallel()` for all norms; and the activation has to be cut by positions once, at
+#   the beginning, after `dropout`: `PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))`.
+
+# %% exercise="plan" todo="13.13" minutes=15 difficulty=2 points=2
+from manyhands.plans import plan
+
+# %% check="13.13" tags=["nbval-check-output"]
+check.plan(plan)
+
+# %% show="true"
+from manyhands.plans import torch_tensor_parallel
+
+
+# %%
+def train_torch(sequence):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch_tensor_parallel(make_model(), mesh, sequence)
+    # V = 50 can be cut over two ranks evenly; DTensor needs that
+    losses, truth = [], TRUTH[0.0][1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    with loss_parallel(), Ledger() as ledger:
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.full_tensor().item())
+    off = max(abs(a - b) for a, b in zip(losses, truth, strict=True))
+    return off, dict(calls(ledger.entries)), type(model.tokens.weight).__name__
+
+
+# %%
+if check.ready("13.13"):
+    for sequence in (False, True):
+        off, counted, kind = run_ranks(train_torch, 2, sequence)[0]
+        print(f"{kind}s, sequence={sequence}: losses off by {off:.1e}; in 10 steps {counted}")
+        assert off < 1e-5
+
+# %% [markdown]
+# Nearly the messages that you counted, 14 of 16 in a step: `loss_parallel` sends those of the loss in a way that the ledger
+# does not see. With sequence parallelism this plan sums the embedding whole, with an all-reduce, and cuts it afterwards.
+#
+# ## 11. Where the cut pays
+#
+# The work of a block grows with the square of its width, a message only with the width. So narrow layers lose by the cut,
+# and wide ones gain. Where is the border on this machine? Step time of one block against its width: one rank with a
+# thread, and two ranks with a thread each, by hand and by DTensor.
+
+
+# %%
+def block_ms(width, how, repeats=7):
+    """Median time of forward and backward of a block on (4, 32, width), in ms."""
+    torch.manual_seed(0)
+    block, x = Block(width, 4, 0.0), torch.randn(4, 32, width, requires_grad=True)
+    if how == "by hand":
+        cut_block(block)
+    if how == "DTensor":
+        parts = {name.removeprefix("blocks.0."): style for name, style in plan(1).items()}
+        styles = {name: style for name, style in parts.items() if name.startswith(("att", "mlp"))}
+        block = parallelize_module(block, init_device_mesh("cpu", (2,)), styles)
+    times = []
+    for _ in range(repeats):
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        start_s = time.perf_counter()
+        block(x).sum().backward()
+        times.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times)
+
+
+# %%
+WIDTHS = (64, 128, 256, 512, 1024)
+if check.ready("13.1", "13.2", "13.3", "13.4", "13.13"):
+    ways = {"1 rank": (1, "whole"), "2 ranks, by hand": (2, "by hand")}
+    ways |= {"2 ranks, native DTensor": (2, "DTensor")}
+    times = {
+        name: (WIDTHS, [max(run_ranks(block_ms, n, width, how)) for width in WIDTHS])
+        for name, (n, how) in ways.items()
+    }
+    figure, ax = figures.new_figure(7, 3.6)
+    figures.lines(ax, times, "width D", "forward and backward of a block (ms)")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:g}")
+    figures.show(
+        figure, "Lines over the width: one rank, two ranks by hand, two ranks with DTensor."
+    )
+    whole, by_hand = times["1 rank"][1], times["2 ranks, by hand"][1]
+    for width, one, two in zip(WIDTHS, whole, by_hand, strict=True):
+        print(f"width {width:4}: 1 rank {one:6.1f} ms, 2 ranks {two:6.1f} ms: {one / two:.2f} x")
+
+# %% [markdown]
+# For a narrow block four all-reduces of some ms cost more than the halved work saves. For a wide one the work counts, and
+# two ranks are faster than one. DTensor works out in Python, for each operation, which message it needs. That takes the
+# same time for every width, so it matters least for wide layers; and on a GPU, where Python runs ahead of the device, it
+# may not show at all.
+#
+# ### The slides disagree: is tensor parallelism still used?
+#
+# One set of slides says that it is "no longer used", and cites Llama 3. That paper's own table of its training on 16,384
+# GPUs (Grattafiori et al. 2024, table 4):
+#
+# | GPUs | tensor | context | pipeline | data | sequence length | TFLOP/s a GPU |
+# |---|---|---|---|---|---|---|
+# | 8,192 | 8 | 1 | 16 | 64 | 8,192 | 430 |
+# | 16,384 | 8 | 1 | 16 | 128 | 8,192 | 400 |
+# | 16,384 | 8 | 16 | 16 | 8 | 131,072 | 380 |
+#
+# Tensor parallelism over 8 GPUs in every row: the 8 GPUs of a node. It is used where the links are fastest, together with
+# a pipeline between the nodes and data parallelism around both. The next lesson puts them together.
+#
+# ## 12. What it saves
+#
+# What a rank holds between forward and backward, where activations are at their most: on one rank, and on two and four,
+# without and with sequence parallelism.
+
+
+# %%
+def held_mb(how):
+    model = make_model()
+    if how != "whole":
+        model = TensorParallel(model, sequence=how == "sequence")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for _ in range(2):
+        with Live(parts_of(model, optimizer)) as live:
+            loss = model(*batches(1)[0])
+            held = live.now()  # between forward and backward
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    named = {"activations": held["other"], **{k: held[k] for k in ("weights", "optimizer")}}
+    return {name: nbytes / 1e6 for name, nbytes in named.items()}
+
+
+# %%
+if check.ready(*PARTS, "13.7", "13.8", "13.9"):
+    ways = {"1 rank": (1, "whole"), "2 ranks": (2, "tensor"), "2 ranks,\nsequence": (2, "sequence")}
+    ways |= {"4 ranks": (4, "tensor"), "4 ranks,\nsequence": (4, "sequence")}
+    bars = [(name, run_ranks(held_mb, n, how)[0]) for name, (n, how) in ways.items()]
+    figure, ax = figures.new_figure(7, 3.6)
+    figures.stacked_bars(ax, bars, "after forward (MB a rank)")
+    figures.show(
+        figure, "Bars: weights and optimizer shrink with ranks, activations most with both."
+    )
+
+# %% [markdown]
+# Weights and optimizer state fall as 1/N, but for norms and positions, which are whole on all ranks. Of the activations
+# those inside the cut layers fall. Sequence parallelism cuts those between the layers as well. What stays whole even then
+# are the gathered inputs: each cut layer keeps its input for the gradient of its weights. (Megatron-LM keeps only its own
+# positions there, and gathers once more in backward.)
+#
+# ## 13. Run it as a job
+#
+# The job trains with your `TensorParallel`; what it calls stands in the same file, your own as well. Here two ranks hold one
+# model. With `--tensor 2` on four ranks there would be two, and your `data_place` would deal out the data.
+
+# %%
+if check.ready(*PARTS, "13.11"):
+    check.keep()
+    watch.run(
+        "../sbatch/tensor.sbatch", "--impl", "mine", *"--steps 60 --layers 2 --block 32".split()
+    )
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - cut a layer by columns or by rows, and say which messages forward and backward need,
+# - cut attention by heads and the vocabulary by tokens, and compute the loss without gathering the scores,
+# - keep norms and dropouts right, copied or by positions,
+# - count the collectives of a block, and say where the cut pays,
+# - write the same as a plan for DTensor.
+#
+# **Questions**
+#
+# <details><summary>Why is the first matrix of an MLP cut by columns and the second by rows, and not the other way round?</summary>
+#
+# By columns each rank has whole numbers of x A, and can take their gelu. By rows it would have parts of sums, and gelu of
+# a sum is not the sum of gelus: one more all-reduce would be needed before it.
+#
+# </details>
+#
+# <details><summary>On 4 ranks the loss is right, but after some steps the norms' weights differ between the ranks. What was forgotten?</summary>
+#
+# With sequence parallelism each rank's norms see only its own positions. Their gradients have to be added up after each
+# backward.
+#
+# </details>
+#
+# <details><summary>A node has 8 GPUs with fast links. A model needs 16 GPUs to fit. Tensor parallelism over 16?</summary>
+#
+# Rather over the 8 of a node, and two pipeline stages on two nodes: tensor parallelism sends four activations a block and
+# waits for each, a pipeline two for each cut.
+#
+# </details>
+#
+# **Sources.** f, g, heads and vocabulary: Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053. Sequence
+# parallelism: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198. Llama 3: Grattafiori et al. 2024,
+# https://arxiv.org/abs/2407.21783. DTensor: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Speed
+# across nodes: The Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.

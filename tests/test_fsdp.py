@@ -1,0 +1,371 @@
+"""ZeRO 1, 2 and 3 equal one process: losses, gradients and weights after 10 AdamW steps; their
+collectives are those predicted; and what is too large for one rank trains on four."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from manyhands import flat, fsdp, wrapping, zero
+from manyhands.data_parallel import broadcast_state
+from manyhands.failures import RankFailed
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger, calls
+from manyhands.live import Live, parts_of
+from manyhands.transformer import Transformer
+
+BATCH, STEPS, VOCAB = 12, 10, 40
+
+
+class Blocks(nn.Module):
+    """Small, with what goes wrong: uneven sizes, tied and frozen parameters, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.a = nn.Sequential(nn.Linear(16, 15), nn.ReLU(), nn.Linear(15, 16))
+        self.b = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.c = nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 16))
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight  # both in the root unit
+        self.c[2].bias = self.a[2].bias  # in two units
+        self.b.requires_grad_(False)  # a whole unit
+        self.c[0].requires_grad_(False)  # the first layer of a unit
+        self.register_buffer("scale", torch.rand(1))
+
+    def units(self):
+        return [self.a, self.b, self.c]
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens)  # (B, 16)
+        for unit in self.units():
+            x = x + unit(x) * self.scale
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(VOCAB, (2, STEPS, BATCH), generator=generator)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def weights_of(model):
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def one_process():
+    """Losses, last gradients and final weights, from the model that rank 0 builds."""
+    torch.manual_seed(0)
+    model, losses = Blocks(), []
+    optimizer = adamw(model.parameters())
+    for x, y in zip(*data(), strict=True):
+        optimizer.zero_grad()
+        losses.append(model(x, y))
+        losses[-1].backward()
+        optimizer.step()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.item() for loss in losses], grads, weights_of(model)
+
+
+def shard(impl):
+    """The sharded model, its optimizer, and the plain module inside."""
+    torch.manual_seed(dist.get_rank())  # a forgotten broadcast would show
+    module = Blocks()
+    if impl in ("zero1", "zero2"):
+        broadcast_state(module)
+        in_units = {p for unit in module.units() for p in unit.parameters()}
+        root = [p for p in module.parameters() if p not in in_units]
+        flats = [flat.Flat(root), *flat.make_flats(in_units_in_order(module, in_units), flat.Flat)]
+        if impl == "zero2":
+            zero.reduce_during_backward(f for f in flats if f.shard.requires_grad)
+        return module, zero.ShardedOptimizer(flats, adamw), module
+    mesh = wrapping.make_mesh(2, 2) if "hybrid" in impl else None
+    if "torch" in impl:
+        # fully_shard wants tied parameters in one unit, so all of these are the root's.
+        model = wrapping.torch_fsdp(module, [module.b], mesh=mesh)
+        return model, adamw(model.parameters()), model
+    groups = {}
+    if mesh:
+        groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
+    model = fsdp.FSDP(module, module.units(), reshard="kept" not in impl, **groups)
+    return model, adamw(model.parameters()), module
+
+
+def in_units_in_order(module, in_units):
+    return [p for p in module.parameters() if p in in_units]
+
+
+def whole_gradients(impl, model, optimizer):
+    """The gradients by name, gathered from the shards, before the step."""
+    if "torch" in impl:
+        return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    inner = getattr(model, "module", model)
+    if impl == "zero1":
+        for one in optimizer.flats:
+            one.reduce()
+    flats = optimizer.flats if hasattr(optimizer, "flats") else [f for u in model.units for f in u]
+    names, found = {p: name for name, p in inner.named_parameters()}, {}
+    for one in flats:
+        if one.shard.grad is not None:
+            whole = torch.empty(one.whole.shape)
+            flat.all_gather(whole, one.shard.grad, one.group).wait()
+            found |= {names[p]: view for p, view in zip(one.params, one.views(whole), strict=True)}
+    return found
+
+
+def train_sharded(impl):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, optimizer, _ = shard(impl)
+    losses = []
+    for x, y in zip(*data()[:, :, rank::size], strict=True):
+        model.zero_grad()
+        losses.append(model(x, y))
+        losses[-1].backward()
+        if len(losses) == STEPS:
+            grads = whole_gradients(impl, model, optimizer)
+        optimizer.step()
+    if impl in ("zero1", "zero2"):
+        state = weights_of(model)
+    else:
+        state = wrapping.full_state(model)
+    return [loss.item() for loss in losses], grads, state
+
+
+IMPLS = ["zero1", "zero2", "zero3", "zero3 kept", "torch"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_training_equals_one_process(impl, world_size):
+    assert_equal(one_process(), run_ranks(train_sharded, world_size, impl))
+
+
+@pytest.mark.parametrize("impl", ["zero3 hybrid", "torch hybrid"])
+def test_training_on_a_mesh_equals_one_process(impl):
+    assert_equal(one_process(), run_ranks(train_sharded, 4, impl))
+
+
+def assert_equal(wanted, results):
+    losses, grads, weights = wanted
+    for _, rank_grads, _ in results:
+        assert rank_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(rank_grads[name], grad, atol=1e-5, rtol=0)
+    state = results[0][2]
+    assert weights.keys() <= state.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight, atol=1e-5, rtol=0)
+    mean = torch.tensor([result[0] for result in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+
+
+# ---- replicas, precision, accumulation, checkpointing ------------------------------------------
+
+
+def shards_after_steps(impl):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, optimizer, _ = shard(impl)
+    for x, y in zip(*data()[:, :3, rank::size], strict=True):
+        model.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    return [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("impl", ["zero3 hybrid", "torch hybrid"])
+def test_replicas_of_a_mesh_are_bit_equal(impl):
+    results = run_ranks(shards_after_steps, 4, impl)
+    for here, there in ((0, 2), (1, 3)):  # rows 0 1 and 2 3, each a replica
+        pairs = zip(results[here], results[there], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def small_transformer(seed=None):
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
+    return Transformer(VOCAB, 16, layers=2, dropout=0.0)
+
+
+def text(rank=0, size=1):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(VOCAB, (3, 2, 8, 16), generator=generator)[:, :, rank::size]
+
+
+def train_short(wrap, dtype):
+    model = small_transformer()
+    model = wrap(model, list(model.blocks), dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in text(dist.get_rank(), dist.get_world_size()):
+        model(x, y).backward()
+        optimizer.step()
+        types = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+        optimizer.zero_grad()
+    return wrapping.full_state(model), types
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision_is_that_of_torch(dtype):
+    (by_hand, types), _ = run_ranks(train_short, 2, fsdp.FSDP, dtype)
+    (native, _), _ = run_ranks(train_short, 2, wrapping.torch_fsdp, dtype)
+    assert types == {torch.float32}  # shards and their gradients
+    for name, weight in native.items():
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-4
+        torch.testing.assert_close(by_hand[name], weight, atol=tolerance, rtol=0)
+
+
+def accumulated(through):
+    model = small_transformer()
+    if through:
+        model.through = through
+    sharded = fsdp.FSDP(model, list(model.blocks))
+    for x, y in text(dist.get_rank(), dist.get_world_size()):
+        sharded(x, y).backward()
+    return [p.grad for p in sharded.parameters()], [f.is_whole for u in sharded.units for f in u]
+
+
+def again(module, x):
+    return checkpoint(module, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("through", [None, again])
+def test_gradients_add_up_also_when_blocks_are_computed_twice(through):
+    (grads, whole), _ = run_ranks(accumulated, 2, through)
+    model = small_transformer(0)
+    for x, y in text():
+        model(x, y).backward()
+    root = [model.tokens.weight, model.positions.weight, model.norm.weight]
+    for part, params in zip(grads, [root, *(b.parameters() for b in model.blocks)], strict=True):
+        wanted = torch.cat([param.grad.flatten() for param in params])
+        torch.testing.assert_close(part, wanted.chunk(2)[0], atol=1e-5, rtol=0)
+    assert whole == [False] * 3
+
+
+def evaluate_between():
+    model = small_transformer()
+    sharded = fsdp.FSDP(model, list(model.blocks))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+    x, y = text()[0]
+    losses = []
+    for _ in range(3):
+        sharded.eval()
+        with torch.no_grad():
+            losses.append(sharded(x, y).item())
+        assert not model.training
+        loss = sharded.train()(x, y)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_forward_after_a_step_has_the_new_weights():
+    losses = run_ranks(evaluate_between, 2)[0]
+    assert losses[0] == losses[1] > losses[2] == losses[3] > losses[4] == losses[5]
+
+
+def skip_a_layer():
+    model = Blocks()
+    sharded = fsdp.FSDP(model, model.units())
+    x, y = data()[:, 0]
+    model.a[0].forward = lambda x: x.new_ones(len(x), 15)
+    sharded(x, y).backward()
+    sharded(x, y)
+
+
+def test_a_parameter_without_a_gradient_is_told():
+    with pytest.raises(RankFailed, match="in units .1. a parameter got no gradient"):
+        run_ranks(skip_a_layer, 2)
+
+
+# ---- calls, bytes, and a limit -----------------------------------------------------------------
+
+
+def collectives(impl, num_blocks, reshard, replicas):
+    model = small_transformer()
+    mesh = wrapping.make_mesh(replicas, 4 // replicas) if replicas > 1 else None
+    blocks = list(model.blocks)[:num_blocks]
+    if impl == "torch":
+        sharded = wrapping.torch_fsdp(model, blocks, mesh=mesh, reshard=reshard)
+    else:
+        groups = {}
+        if mesh:
+            groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
+        sharded = fsdp.FSDP(model, blocks, reshard=reshard, **groups)
+    for x, y in text()[:2]:  # the second is like all that follow
+        with Ledger() as ledger:
+            sharded(x, y).backward()
+        sharded.zero_grad()
+    return calls(ledger.entries)
+
+
+@pytest.mark.parametrize("impl", ["by hand", "torch"])
+@pytest.mark.parametrize(
+    ("num_blocks", "reshard", "replicas"),
+    [(2, True, 1), (2, False, 1), (2, True, 2), (2, False, 2), (0, True, 1), (1, True, 2)],
+)
+def test_calls_are_those_predicted(impl, num_blocks, reshard, replicas):
+    wanted = wrapping.calls_per_step(num_blocks, reshard, replicas)
+    for found in run_ranks(collectives, 4, impl, num_blocks, reshard, replicas):
+        assert found == {name: count for name, count in wanted.items() if count}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_strategies_by_their_old_names(strategy):
+    options = wrapping.options_of(strategy)
+    replicas = 2 if options["mesh_dims"] == 2 else 1
+    found = run_ranks(collectives, 4, "torch", 2, options["reshard"], replicas)[0]
+    assert found["all_gather"] == (3 if strategy == "SHARD_GRAD_OP" else 5)
+    assert ("all_reduce" in found) == (strategy == "HYBRID_SHARD")
+
+
+def train_within(limit):
+    torch.manual_seed(0)
+    model = Transformer(VOCAB, 8, layers=4, width=64)
+    sharded = fsdp.FSDP(model, list(model.blocks))
+    optimizer = adamw(sharded.parameters())
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    losses = []
+    with Live(parts_of(sharded, optimizer), limit) as live:
+        for _ in range(3):
+            loss = sharded(x, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, live.total
+
+
+def test_what_one_rank_cannot_hold_trains_on_four():
+    num = sum(p.numel() for p in Transformer(VOCAB, 8, layers=4, width=64).parameters())
+    limit = 10 * num  # bytes; weights, gradients and AdamW's state take 16 a parameter
+    results = run_ranks(train_within, 4, limit)
+    assert all(losses[2] < losses[0] and total <= limit for losses, total in results)
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(train_within, 1, limit)
+    said = failed.value.failure
+    assert said.error == "OverLimit"
+    over = int(said.message.split(" bytes of tensors, ")[1].split(" more than")[0].replace(",", ""))
+    total = int(said.message.split(" bytes of tensors, ")[0].replace(",", ""))
+    assert over == total - limit > 0
+
+
+# ---- shards in checkpoints of a job: tests/test_scripts.py ---------------------------------------
+
+
+def states(wrap):
+    model = small_transformer()
+    sharded = wrap(model, list(model.blocks))
+    state = wrapping.full_state(sharded)
+    return {name: tuple(value.shape) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("wrap", [fsdp.FSDP, wrapping.torch_fsdp])
+def test_the_whole_state_has_the_names_and_shapes_of_the_plain_model(wrap):
+    plain = {name: tuple(value.shape) for name, value in small_transformer(0).state_dict().items()}
+    first, *others = run_ranks(states, 2, wrap)
+    assert first == plain and others == [{}]

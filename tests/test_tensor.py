@@ -1,0 +1,176 @@
+"""The two regions and the two cut layers equal whole layers: values and all gradients, float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from manyhands.lab import run_ranks
+from manyhands.ledger import Ledger
+from manyhands.tensor import ColumnLinear, CopyToRanks, RowLinear, SumOverRanks, my_part, my_range
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def whole_mlp(hidden, bias=True):
+    torch.manual_seed(0)
+    layers = nn.Linear(5, hidden, bias, **DOUBLE), nn.Linear(hidden, 4, bias, **DOUBLE)
+    x, back = torch.randn(2, 3, 5, **DOUBLE), torch.randn(2, 3, 4, **DOUBLE)
+    return *layers, x.requires_grad_(), back
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+
+
+# ---- the regions ---------------------------------------------------------------------------
+
+
+def loss_of(x, first, second, back):
+    """An MLP by hand, each rank with its own columns and rows: (f, product, tanh, product, g)."""
+    mine = my_range(first.out_features)
+    rows = slice(mine.start, mine.stop)
+    inner = torch.tanh(CopyToRanks.apply(x, None) @ first.weight[rows].T)
+    return (SumOverRanks.apply(inner @ second.weight[:, rows].T, None) * back).sum()
+
+
+def mlp_by_hand():
+    first, second, x, back = whole_mlp(7)
+    loss_of(x, first, second, back).backward()
+    step, differences = 1e-6, torch.zeros_like(x)
+    with torch.no_grad():
+        for index in range(x.numel()):  # every rank makes the same calls
+            there = torch.zeros_like(x).view(-1)
+            there[index] = step
+            there = there.view_as(x)
+            higher, lower = (loss_of(x + s * there, first, second, back) for s in (1, -1))
+            differences.view(-1)[index] = (higher - lower) / (2 * step)
+    dense, x_dense = (torch.tanh(x @ first.weight.T) @ second.weight.T * back).sum(), x.grad
+    (grad,) = torch.autograd.grad(dense, x)
+    return x_dense, differences, grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_regions_give_the_gradient_of_finite_differences_and_of_the_dense_layer(world_size):
+    for found, differences, dense in run_ranks(mlp_by_hand, world_size):
+        assert_same(found, dense)
+        torch.testing.assert_close(found, differences, atol=1e-7, rtol=0)
+
+
+def regions_seen():
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0], [1, 2])]
+    seen = []
+    for group in (None, groups[rank > 0]):
+        for region in (CopyToRanks, SumOverRanks):
+            leaf = torch.full((2, 3), float(rank + 1), requires_grad=True)
+            given, grad = (leaf * 1).t(), torch.full((3, 2), 10.0 ** (rank + 1))
+            with Ledger() as forward:
+                result = region.apply(given, group)
+            with Ledger() as backward:
+                result.backward(grad)
+            assert (given == rank + 1).all() and (grad == 10.0 ** (rank + 1)).all()
+            sent = [[(e.op, e.nbytes) for e in ledger.entries] for ledger in (forward, backward)]
+            seen.append((result[0, 0].item(), leaf.grad[0, 0].item(), *sent))
+    return seen
+
+
+def test_the_regions_sum_on_one_way_only_and_in_their_group():
+    message = [("all_reduce", 6 * 4)]
+    for rank, seen in enumerate(run_ranks(regions_seen, 3)):
+        own = float(rank + 1)
+        assert seen[0] == (own, 1110.0, [], message)
+        assert seen[1] == (6.0, 10.0**own, message, [])
+        assert seen[2] == (own, 10.0 if rank == 0 else 1100.0, [], message)
+        assert seen[3] == (1.0 if rank == 0 else 5.0, 10.0**own, message, [])
+
+
+def two_ways(region):
+    """A gradient that goes two ways: into the region, and past it."""
+    x = torch.ones(2, requires_grad=True)
+    inner = x * 1
+    y = region.apply(inner, None) + inner
+    y.backward(torch.full((2,), float(dist.get_rank() + 1)))
+    return x.grad.tolist()
+
+
+def test_the_gradient_that_comes_in_stays_as_it_is():
+    assert run_ranks(two_ways, 2, CopyToRanks) == [[4.0] * 2, [5.0] * 2]  # own + 3
+    assert run_ranks(two_ways, 2, SumOverRanks) == [[2.0] * 2, [4.0] * 2]  # own + own
+
+
+# ---- parts ---------------------------------------------------------------------------------
+
+
+def ranges(cases):
+    found = []
+    for size, unit in cases:
+        try:
+            found.append(my_range(size, unit))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parts_follow_one_another_and_are_as_equal_as_units_allow(world_size):
+    cases = [(units * unit, unit) for unit in (1, 3) for units in range(world_size, 14)]
+    results = run_ranks(ranges, world_size, cases)
+    for (size, unit), *parts in zip(cases, *results, strict=True):
+        assert [i for part in parts for i in part] == list(range(size))
+        lengths = [len(part) // unit for part in parts]
+        assert all(len(part) % unit == 0 for part in parts)
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+
+
+def test_fewer_units_than_ranks_are_refused_with_the_numbers():
+    for found in run_ranks(ranges, 3, [(2, 1), (8, 4)]):
+        assert found[0] == "2 units of 1 cannot be cut over 3 ranks: take fewer ranks"
+        assert found[1].startswith("2 units of 4 cannot be cut")
+
+
+def parts_seen():
+    weight = nn.Linear(4, 6).weight
+    parts = [my_part(weight, 0), my_part(weight.detach(), 1)]
+    return [
+        (type(p) is nn.Parameter, p.is_contiguous(), p.untyped_storage().nbytes(), p.requires_grad)
+        for p in parts
+    ]
+
+
+def test_a_part_is_a_parameter_with_memory_of_its_own():
+    for found in run_ranks(parts_seen, 2):
+        assert found == [(True, True, 48, True), (True, True, 48, False)]
+
+
+# ---- the layers ----------------------------------------------------------------------------
+
+
+def cut_mlp(hidden, unit, bias):
+    first, second, x, back = whole_mlp(hidden, bias)
+    column, row = ColumnLinear(copy.deepcopy(first), unit), RowLinear(copy.deepcopy(second), unit)
+    y = row(torch.tanh(column(x)))
+    y.backward(back)
+    grads = [param.grad for param in (column.weight, column.bias, row.weight, row.bias) if bias]
+    return y.detach(), x.grad, grads or [column.weight.grad, row.weight.grad]
+
+
+@pytest.mark.parametrize(("hidden", "unit", "bias"), [(7, 1, True), (10, 2, True), (9, 3, False)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_columns_then_rows_equal_two_linear_layers(world_size, hidden, unit, bias):
+    first, second, x, back = whole_mlp(hidden, bias)
+    y = second(torch.tanh(first(x)))
+    y.backward(back)
+    results = run_ranks(cut_mlp, world_size, hidden, unit, bias)
+    for found, x_grad, grads in results:
+        assert_same(found, y.detach())
+        assert_same(x_grad, x.grad)
+        if bias:
+            assert_same(grads[3], second.bias.grad)
+    parts = list(zip(*(grads for _, _, grads in results), strict=True))
+    assert_same(torch.cat(parts[0]), first.weight.grad)
+    assert_same(torch.cat(parts[2 if bias else 1], dim=1), second.weight.grad)
+    if bias:
+        assert_same(torch.cat(parts[1]), first.bias.grad)

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
 from tyro.conf import Positional
 
+from manyhands.live import Live
 from manyhands.meters import duration, idle_words
 from manyhands.record import Device, Record, integral, mean_busy, read, scheduler_words
+from manyhands.run import Run, save_once
 from manyhands.runtime import BadInput, command_line
 from manyhands.storage import replace_file
 from report_figures import Picture, loss_words, noun, pictures, scaled, slide
@@ -307,6 +310,31 @@ def card(picture: Picture) -> str:
         f'<img alt="{title}. {words}" src="data:image/png;base64,{data}">'
         f"<figcaption>{words}</figcaption></figure></section>"
     )
+
+
+def finish(
+    run: Run,
+    model: nn.Module,
+    valid_loss: float,
+    live: Live,
+    notes: Mapping[str, str] | None = None,
+) -> float:
+    """End a training job, on every rank: save rank 0's weights, tell, and write the report.
+
+    Args:
+        live: its highest count is told, and gets a row in the report.
+        notes: more such rows, by name.
+
+    Returns:
+        valid_loss.
+    """
+    for words in (live.in_words(), *(notes or {}).values()):
+        run.world.print(words)
+    save_once(model, run.folder / "model.pt")
+    run.finish(valid_loss, live.peak, notes)
+    if run.world.is_main:
+        run.world.print(f"report: {write_report(run.folder)}")
+    return valid_loss
 
 
 def write_report(folder: Path) -> Path:

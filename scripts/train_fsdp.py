@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 from manyhands import corpus, ddp, flat, fsdp, mine, wrapping, zero
 from manyhands.data_parallel import broadcast_state
 from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig, save_once
+from manyhands.run import Run, TrainConfig
 from manyhands.runtime import BadInput, World, command_line, distributed
 from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from report import finish
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SHARDED = {"zero1": ["optimizer"], "zero2": ["optimizer"]}  # of a checkpoint; the rest: all of it
@@ -114,14 +114,9 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    world.print(live.in_words())
     valid_loss = ddp.mean_over_ranks(*valid_total(model, data.valid, batch, world))
     plain = model if impl in SHARDED else unshard(model, Transformer(*shape), world)
-    save_once(plain, run.folder / "model.pt")
-    run.finish(valid_loss, live.peak)
-    if world.is_main:
-        world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
+    return finish(run, plain, valid_loss, live)
 
 
 def mesh_of(config: Config, world: World, parts: Parts) -> DeviceMesh | None:

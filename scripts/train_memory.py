@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from manyhands import corpus, ddp, mine, savings
 from manyhands.data_parallel import average_gradients, broadcast_state
 from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig, save_once
+from manyhands.run import Run, TrainConfig
 from manyhands.runtime import World, command_line, distributed
 from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from report import finish
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 NUM_PIECES = 4
@@ -86,13 +86,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(torch.as_tensor(loss))
 
     # Result
-    world.print(live.in_words())
     valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
-    save_once(model, run.folder / "model.pt")
-    run.finish(valid_loss, live.peak)
-    if world.is_main:
-        world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
+    return finish(run, model, valid_loss, live)
 
 
 def make_loaders(data: corpus.Corpus, config: Config, world: World) -> tuple:

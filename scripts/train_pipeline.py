@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=4 scripts/train_pipeline.py --stages 2 --
 bash sbatch/pipeline.sbatch --impl mine     with your own functions in it
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,10 +21,10 @@ from manyhands import bubble, corpus, ddp, mine, pipeline, schedules, stages, st
 from manyhands.data_parallel import average_gradients
 from manyhands.live import Live, parts_of
 from manyhands.meters import Stopwatch
-from manyhands.run import Run, TrainConfig, save_once
+from manyhands.run import Run, TrainConfig
 from manyhands.runtime import BadInput, World, command_line, distributed, on_main
 from manyhands.transformer import Transformer, flops_per_token
-from report import write_report
+from report import finish
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SEVERAL = ("interleaved", "zero-bubble")  # two stages a rank
@@ -93,17 +93,16 @@ def train(config: Config, world: World, parts: Parts) -> float:
     shape, num_shares = (data.tokenizer.vocab_size, config.block, config.layers), place.share[1]
     about = ("pipeline", len(data.train), flops_per_token(*shape), data.entropy_floor)
     run, batch = Run(config, world, *about, num_shares=num_shares), config.batch // num_shares
+    size = batch // config.micro_batches
     sampler = corpus.ShardedSampler(len(data.train), *place.share, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
 
     # Model
-    whole = Transformer(*shape).to(world.device)
-    example = data.train[0][0].expand(batch // config.micro_batches, -1).to(world.device)
-    every = cut_model(whole, example, place, parts, run.folder / "stages.json")
-    own, tied = {s: every[s] for s in place.stages}, wiring.find_tied(every, place.ranks)
+    path, example = run.folder / "stages.json", data.train[0][0].expand(size, -1)
+    own, tied = take_stages(Transformer(*shape).to(world.device), example, place, parts, path)
     model = nn.ModuleList(own.values())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = marked(make_engine(config, parts, own, len(example), place), run.stopwatch)
+    engine = make_engine(config, parts, own, size, place, run.stopwatch)
     live = Live(parts_of(model, optimizer))
 
     # Training
@@ -124,17 +123,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Result
     notes = {"waiting": idle_words(engine, config, place, world.device)}
     valid_loss = mean_loss(config, data.valid, batch, own, place)
-    return finish(run, gather(own, every, whole, place), valid_loss, live, notes)
-
-
-def finish(run: Run, whole: nn.Module, valid_loss: float, live: Live, notes: dict) -> float:
-    """Save the weights, write down the end of the run, and the report."""
-    run.world.print(f"{live.in_words()}\n{notes['waiting']}")
-    save_once(whole, run.folder / "model.pt")
-    run.finish(valid_loss, live.peak, notes)
-    if run.world.is_main:
-        run.world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
+    whole = gather(own, place, Transformer(*shape), path)
+    return finish(run, whole, valid_loss, live, notes)
 
 
 def find_place(config: Config, world: World, parts: Parts) -> Place:
@@ -160,6 +150,11 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
             f"--schedule {config.schedule} with {m} micro-batches on {ranks} rank(s): take 2 ranks "
             "or more, and a multiple of their number as --micro-batches"
         )
+    if config.impl == "torch" and config.schedule == "1f1b" and m < ranks:
+        raise BadInput(
+            f"PyTorch's 1F1B with {m} micro-batches on {ranks} ranks: take --micro-batches {ranks} "
+            "or more, or --impl scratch"
+        )
     pipe, replicas = parts.make_grid(ranks)
     back, _ = parts.make_grid(ranks)
     num_stages = ranks * per_rank
@@ -167,15 +162,20 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
     return Place(pipe, back, replicas, (dist.get_rank(replicas), d), ranks, own, num_stages)
 
 
-def cut_model(
+def take_stages(
     whole: Transformer, example: Tensor, place: Place, parts: Parts, path: Path
-) -> list[nn.Sequential]:
-    """Cut by the measured time of each layer. A run that goes on keeps its cut."""
+) -> tuple[dict[int, nn.Module], wiring.Tied]:
+    """Cut by the measured time of each layer. A run that goes on keeps its cut.
+
+    Returns:
+        This rank's stages by number, and its tied parameters: nothing that holds other stages.
+    """
     layers = stages.layers_of(whole)
 
     def choose() -> list[int]:
         if not path.is_file():
-            costs_s = stages.measure(layers, example)
+            device = next(whole.parameters()).device
+            costs_s = stages.measure(layers, example.to(device))
             bounds = parts.partition(costs_s, place.num_stages)
             storage.write_json(path, {"bounds": bounds, "costs_s": costs_s})
         told = storage.read_json(path)
@@ -186,7 +186,9 @@ def cut_model(
         print(f"layers of each stage and their time for a micro-batch: {', '.join(words)}")
         return told["bounds"]
 
-    return stages.cut(layers, on_main(choose))
+    every, rank = stages.cut(layers, on_main(choose)), dist.get_rank(place.pipe)
+    tied = [entry for entry in wiring.find_tied(every, place.ranks) if rank in entry[1]]
+    return {stage: every[stage] for stage in place.stages}, tied
 
 
 def message_shape(config: Config, size: int) -> tuple[int, int, int]:
@@ -204,7 +206,6 @@ class Native:
 
     def __init__(self, schedule: object, place: Place) -> None:
         self.schedule, self.place = schedule, place
-        self.span = nullcontext  # nothing enters it
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward of a batch; returns its mean loss on every rank."""
@@ -218,7 +219,12 @@ class Native:
 
 
 def make_engine(
-    config: Config, parts: Parts, own: Mapping[int, nn.Module], size: int, place: Place
+    config: Config,
+    parts: Parts,
+    own: Mapping[int, nn.Module],
+    size: int,
+    place: Place,
+    stopwatch: Stopwatch,
 ) -> pipeline.Pipeline | Native:
     """What runs a training step over this rank's stages, with `size` samples a micro-batch."""
     m, kind = config.micro_batches, config.schedule
@@ -228,10 +234,11 @@ def make_engine(
     makers = {"naive": schedules.naive, "gpipe": parts.gpipe, "1f1b": parts.one_f_one_b}
     schedule = makers.get(kind, parts.interleaved)(place.ranks, m)
     shape, groups = message_shape(config, size), {"back": place.back, "group": place.pipe}
-    return parts.Pipeline(own, schedule, token_loss, shape, config.recompute, **groups)
+    engine = parts.Pipeline(own, schedule, token_loss, shape, config.recompute, **groups)
+    return marked(engine, stopwatch)
 
 
-def marked(engine: pipeline.Pipeline | Native, stopwatch: Stopwatch) -> pipeline.Pipeline | Native:
+def marked(engine: pipeline.Pipeline, stopwatch: Stopwatch) -> pipeline.Pipeline:
     """Have the engine tell the stopwatch of its actions; between them a rank waits for others."""
     span = engine.span
 
@@ -280,16 +287,19 @@ def mean_loss(
 
 
 def gather(
-    own: Mapping[int, nn.Module], every: Sequence[nn.Module], whole: nn.Module, place: Place
-) -> nn.Module:
-    """Set all weights of `whole`, of which `every` has the stages, on rank 0; returns it."""
-    states: list = [None] * place.ranks
-    weights = {stage: storage.local(module.state_dict()) for stage, module in own.items()}
-    dist.all_gather_object(states, weights, group=place.pipe)
-    for state in states:
-        for stage, tensors in state.items():
-            every[stage].load_state_dict(tensors)
-    return whole
+    own: Mapping[int, nn.Module], place: Place, plain: Transformer, path: Path
+) -> Transformer:
+    """Set `plain` to the weights of the first pipeline, on rank 0; returns it on all ranks."""
+    states: list | None = [None] * place.ranks if dist.get_rank() == 0 else None
+    if place.share[0] == 0:
+        weights = {stage: storage.local(module.state_dict()) for stage, module in own.items()}
+        dist.gather_object(weights, states, group=place.pipe, group_dst=0)
+    if states:
+        every = stages.cut(stages.layers_of(plain), storage.read_json(path)["bounds"])
+        for state in states:
+            for stage, tensors in state.items():
+                every[stage].load_state_dict(tensors)
+    return plain
 
 
 if __name__ == "__main__":

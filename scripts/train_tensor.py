@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from manyhands import corpus, ddp, mine, plans, split_model, storage
 from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig, save_once
+from manyhands.run import Run, TrainConfig
 from manyhands.runtime import BadInput, World, command_line, distributed
 from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from report import finish
 
 MESH = ("replicate", "tensor")
 ADAMW = {False: {"fused": True}, True: {"foreach": False}}  # DTensors do not mix with others
@@ -97,16 +97,6 @@ def train(config: Config, world: World, parts: Parts) -> float:
     valid = DataLoader(data.valid, batch, sampler=range(share, len(data.valid), num_shares))
     valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
     return finish(run, uncut(model, Transformer(*shape), world), valid_loss, live)
-
-
-def finish(run: Run, whole: nn.Module, valid_loss: float, live: Live) -> float:
-    """Save the weights, write down the end of the run, and the report."""
-    run.world.print(live.in_words())
-    save_once(whole, run.folder / "model.pt")
-    run.finish(valid_loss, live.peak)
-    if run.world.is_main:
-        run.world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
 
 
 class Native(nn.Module):

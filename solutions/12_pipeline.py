@@ -342,7 +342,7 @@ if check.ready("12.2", "12.4", "12.5"):
     figures.show_sliders(
         lambda micro_batches: charts(4, micro_batches),
         "the number of micro-batches",
-        micro_batches=(4, 1, 2, 8, 16, 32),
+        micro_batches=(1, 2, 4, 8, 16, 32),
     )
 
 # %% [markdown]

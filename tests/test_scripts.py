@@ -1,5 +1,6 @@
 """The training scripts as a person starts them: on real ranks, with every --impl, or wrongly."""
 
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_data_parallel
 import train_ddp
@@ -26,9 +29,10 @@ import train_memory
 import train_pipeline
 import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
-from manyhands import ddp, mine
+from manyhands import ddp, mine, stages
 from manyhands.failures import RankFailed
 from manyhands.lab import run_ranks
+from manyhands.transformer import Transformer
 
 SCRIPTS = {
     "ddp": train_ddp,
@@ -178,6 +182,9 @@ def test_job_on_two_ranks_trains_like_one_process(clone, single_of, tmp_path, le
         yours = YOURS[lesson if changes["impl"] == "mine" else changes["impl"]]
         assert f"yours: {yours}; the course's: all else" in out
     assert ("memory: at most " in out) == (lesson in ("memory", "fsdp", "pipeline", "tensor"))
+    page = (tmp_path / "run/report.html").read_text()
+    for text in (out, page):
+        assert ("in the last step the ranks waited " in text) == (lesson == "pipeline")
     assert all(line.startswith("step ") for line in err.splitlines()), err
     assert_whole(tmp_path / "run", num_ranks=2)
     assert_same_training(tmp_path / "run", single_of(changes.get("layers", 1)))
@@ -224,6 +231,36 @@ def test_server_needs_a_batch_that_its_workers_can_share(clone, tmp_path):
     with pytest.raises(RankFailed, match="batch 5 cannot be shared evenly by 2 ranks"):
         train("data_parallel", 3, other)
     assert not (tmp_path / "other").exists()
+
+
+def test_pytorch_s_1f1b_with_fewer_micro_batches_than_ranks_is_refused(clone, tmp_path):
+    few = {"impl": "torch", "micro_batches": 2}
+    with pytest.raises(RankFailed, match="1F1B with 2 micro-batches on 3 ranks: take --micro-bat"):
+        train("pipeline", 3, config_of("pipeline", clone, tmp_path / "run", **few))
+    assert not (tmp_path / "run").exists()
+
+
+def held_stages(path: Path) -> tuple[set[int], set[int]]:
+    """Of a cut model: the layers whose parameters still live, and those of this rank's stages."""
+    parts, model = train_pipeline.Parts(), Transformer(10, 8, 4)
+    layers = stages.layers_of(model)
+    refs = {i: [weakref.ref(p) for p in one.parameters()] for i, one in enumerate(layers)}
+    pipe, replicas = parts.make_grid(3)
+    own = range(dist.get_rank(), 3, 3)
+    place = train_pipeline.Place(pipe, pipe, replicas, (0, 1), 3, own, 3)
+    example = torch.zeros(2, 8, dtype=torch.long)
+    kept = train_pipeline.take_stages(model, example, place, parts, path)
+    start, stop = json.loads(path.read_text())["bounds"][own[0] :][:2]
+    del model, layers
+    gc.collect()
+    held = {i for i, found in refs.items() if any(ref() is not None for ref in found)}
+    assert kept
+    return held, set(range(start, stop))
+
+
+def test_a_rank_of_a_pipeline_holds_no_stage_of_others(tmp_path):
+    for rank, (held, own) in enumerate(run_ranks(held_stages, 3, tmp_path / "stages.json")):
+        assert held == (own if rank == 1 else own | {0, 5}), "embedding and head share a matrix"
 
 
 @pytest.mark.parametrize(("lesson", "changes", "world_size", "victim"), KILLED)
@@ -352,9 +389,7 @@ SETTINGS = [
     ("pipeline", {"schedule": "zero-bubble", **THREE}, "add --impl torch"),
     ("pipeline", {"schedule": "interleaved", **THREE}, "take 2 ranks or more"),
     ("pipeline", {"impl": "torch", "recompute": True}, "leave out --impl torch"),
-    ("pipeline", {"impl": "mine"}, "mine/pipeline.py is not there: run check.keep()"),
     ("tensor", {"tensor": 2}, "--tensor 2 does not fit 1 rank(s)"),
-    ("tensor", {"impl": "mine"}, "mine/tensor.py is not there: run check.keep()"),
     ("single", {"data": "wikitext-2"}, "python scripts/prepare_data.py --data wikitext-2"),
     ("single", {"data": "no-such-data"}, "'no-such-data': no such folder or file, nor one of"),
     ("single", {"block": 5000}, "--block 5000 is too long: the train text of text holds"),
@@ -452,7 +487,9 @@ def folder_mine(clone: Path) -> Path:
 
 
 def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
-    assert "mine/ddp.py is not there: run check.keep()" in refuse("ddp", impl="mine")
+    for lesson in ("ddp", "memory", "fsdp", "pipeline", "tensor"):
+        line = refuse(lesson, impl="mine")
+        assert f"mine/{lesson}.py is not there: run check.keep()" in line
     for text, words in BROKEN.items():
         (folder_mine / "ddp.py").write_text(text)
         assert words in refuse("ddp", impl="mine")

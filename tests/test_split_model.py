@@ -15,7 +15,13 @@ from manyhands.data_parallel import average_gradients
 from manyhands.failures import RankFailed
 from manyhands.lab import run_ranks
 from manyhands.ledger import Ledger, calls
-from manyhands.split_model import TensorParallel, calls_per_step, cut_block, data_place
+from manyhands.split_model import (
+    TensorParallel,
+    calls_per_step,
+    cut_block,
+    data_place,
+    whole_state,
+)
 from manyhands.transformer import Block, Transformer
 
 BATCH, STEPS, BLOCK, LAYERS = 8, 10, 12, 2
@@ -140,6 +146,21 @@ def test_sequence_parallelism_drops_what_one_process_does_not_and_still_trains()
     (losses, grads, _), other = run_ranks(dropout_with_sequence, 2)
     assert losses == other[0] and losses != one_process(dropout=0.1)[0]
     assert all(torch.isfinite(grad).all() for grad in grads.values())
+
+
+def gathered(heads):
+    cut, plain = TensorParallel(build(50, heads)), build(50, heads, seed=1)
+    state = whole_state(cut, plain)
+    if dist.get_rank() == 0:
+        plain.load_state_dict(state)
+        wanted = build(50, heads).state_dict()
+        return all(torch.equal(wanted[name], tensor) for name, tensor in plain.state_dict().items())
+    return state
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+def test_the_whole_state_is_that_of_the_plain_model_on_the_first_rank(heads):
+    assert run_ranks(gathered, 3, heads) == [True, {}, {}]
 
 
 def train_torch(sequence):

@@ -1,14 +1,17 @@
 """The bubble of a pipeline: when each rank works and when it waits, from a schedule alone.
 
-    rank 0   F0 F1 F2 F3 .. .. .. B0 B1 B2 B3       p = 4 ranks, m = 4 micro-batches:
-    rank 3   .. .. .. F0 B0 ...                     of m + p - 1 time slots, p - 1 are empty
+    rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+    rank 3   .. .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. .. .. ..
+
+GPipe with p = 4 ranks and m = 4 micro-batches; a backward takes two time slots. Each rank works in
+3 m of the 3 (m + p - 1) slots, and waits in 3 (p - 1).
 
 The same empty time is quoted in two ways. Of the ideal time, without a bubble, it is (p - 1)/m; of
 the time that passes, (p - 1)/(m + p - 1). For p = 4 and m = 4 that is 75 % and 43 %: always say
 which. With v stages a rank, p - 1 becomes (p - 1)/v.
 
 Price: simulating a schedule of A actions takes about A steps of Python; 64 ranks and 256
-micro-batches take a fifth of a second.
+micro-batches take a quarter of a second with GPipe, half a second with 1F1B.
 Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.
 """
 

@@ -135,7 +135,10 @@ class Pipeline:
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """Note when this rank computes; waiting for messages is outside."""
+        """Note when this rank computes, by the host's clock, which does not see a GPU at work.
+
+        Waiting for messages is outside.
+        """
         start_s = time.time()
         yield
         self.spans.append((action, start_s, time.time()))

@@ -7,7 +7,8 @@ DTensors works out which messages it needs. The plan also says how activations g
 module: Replicate() is whole on every rank, Shard(1) is cut by positions, Shard(-1) by the last
 dimension.
 
-Price: the same messages as by hand, and Python that works out each operation: some ms a block.
+Price: nearly the messages of the version by hand (with `sequence` the embedding is all-reduced
+whole), and Python that works out each operation: some ms a block.
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html.
 """
 

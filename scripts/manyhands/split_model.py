@@ -97,16 +97,20 @@ class TensorParallel(nn.Module):
 
 
 def whole_state(model: TensorParallel, like: nn.Module) -> dict[str, Tensor]:
-    """The whole weights by the names of `like`, a Transformer of this size; on every rank."""
-    state = {}
+    """The whole weights by the names of `like`, a Transformer of this size, on the CPU of rank 0.
+
+    {} on other ranks. Every rank of the group calls it.
+    """
+    state, is_first = {}, dist.get_rank(model.group) == 0
     for name, whole in like.named_parameters():
         part = model.get_parameter(name).detach().cpu()
         sizes = zip(part.shape, whole.shape, strict=True)
         cut = [dim for dim, (mine, all_) in enumerate(sizes) if mine != all_]
-        parts = [None] * dist.get_world_size(model.group)
-        dist.all_gather_object(parts, part, group=model.group)
-        state[name] = torch.cat(parts, cut[0]) if cut else part
-    return state | {"head.weight": state["tokens.weight"]}
+        parts = [None] * dist.get_world_size(model.group) if is_first else None
+        dist.gather_object(part, parts, group=model.group, group_dst=0)
+        if parts:
+            state[name] = torch.cat(parts, cut[0]) if cut else part
+    return state | {"head.weight": state["tokens.weight"]} if is_first else {}
 
 
 def data_place(rank: int, world_size: int, tensor_ranks: int) -> tuple[int, int]:

@@ -114,7 +114,7 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         time.sleep(ctx.backward_s)
-        return grad, torch.zeros(1), None, None
+        return grad, grad.new_zeros(1), None, None
 
 
 class Waiting(nn.Module):

@@ -155,6 +155,12 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
             f"PyTorch's 1F1B with {m} micro-batches on {ranks} ranks: take --micro-batches {ranks} "
             "or more, or --impl scratch"
         )
+    by_hand_on_gpus = config.impl != "torch" and world.device.type == "cuda"
+    if by_hand_on_gpus and config.schedule == "interleaved" and ranks == 2:
+        raise BadInput(
+            "two GPUs cannot be interleaved by hand: activations would go both ways in one queue "
+            "of NCCL, and wait for each other; take 3 ranks or more, or --impl torch"
+        )
     pipe, replicas = parts.make_grid(ranks)
     back, _ = parts.make_grid(ranks)
     num_stages = ranks * per_rank

@@ -57,8 +57,8 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CP
 # ## 1. Bytes of one parameter
 #
 # How many bytes one parameter costs depends on the **data types**. float32 takes 4 bytes, bfloat16 takes 2. A common
-# recipe computes in bfloat16 and keeps a second copy of the weights in float32 for the optimizer, the **master
-# weights**; section 7 shows why.
+# recipe, **mixed precision**, computes in bfloat16 and keeps a second copy of the weights in float32 for the
+# optimizer, the **master weights**; section 7 shows why.
 #
 # Write the accounting as a function. It returns a `Recipe`, three numbers.
 
@@ -74,8 +74,8 @@ check.recipe(recipe)
 # %% [markdown]
 # ### The slides disagree: 16, 12 or 18 bytes?
 #
-# "Mixed precision takes 12 bytes a parameter", says one lecture. "It saves no memory, it takes 16", says the ZeRO
-# paper. "18", says a well-known handbook. You will see that all are right: each means another recipe.
+# "Mixed precision takes 12 bytes a parameter", says one lecture. The ZeRO paper counts 16, and a well-known handbook
+# 18. You will see that all are right: each means another recipe.
 
 # %% tags=["nbval-check-output"]
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -94,9 +94,10 @@ if check.ready("9.1"):
         print(f"{name:48} {sum(parts):2} bytes: {words}")
 
 # %% [markdown]
-# Mixed precision does not make the first three parts smaller, unless something is left out. What it makes smaller
-# are the activations, and the time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine Learning Engineering
-# Open Book", for the 18.
+# The 12 are the third row, the 16 the fourth, the 18 the fifth. With a master copy mixed precision does not make these
+# three parts smaller: gradients or moments have to be kept in short numbers, or the master copy has to go. What it
+# makes smaller are the activations, and the time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine
+# Learning Engineering Open Book", for the 18.
 
 # %% [markdown]
 # ## 2. Bytes of a rank
@@ -154,9 +155,9 @@ if check.ready("9.1", "9.2"):
 # - `y = x @ W`: the gradient of W is made from `x`. So the **input** is kept.
 # - GELU: its slope at the input. The input is kept.
 # - A norm: its input, and two numbers a token, the mean and the scale.
-# - Attention: queries, keys, values and its output. The fused kernel computes the T x T scores again in backward, and
-#   keeps one number a head and token instead.
-# - A sum `x + y`: nothing.
+# - Attention: queries, keys, values and its output. PyTorch runs it as one **fused kernel**, one piece of code for all
+#   its operations. It computes the T x T scores again in backward, and keeps one number a head and token instead.
+# - A sum `x + y`: nothing. Dropout: here it is 0 and keeps nothing; otherwise it keeps which numbers it dropped.
 #
 # If an operation has kept its own *output*, the next one, whose input that is, keeps nothing new. Attention keeps its
 # output, so `out` behind it adds nothing. A norm keeps its input and not its output, so `qkv` behind it does add.
@@ -187,7 +188,8 @@ if check.ready("9.3"):
 # %% [markdown]
 # Is that so? PyTorch lets you look. Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` every tensor that
 # autograd keeps is given to your `pack`, which returns what shall be kept in its place; `unpack` gets that back in
-# backward. A hook that returns its tensor changes nothing and sees everything.
+# backward. A hook that returns `tensor.detach()`, which is the same memory, changes nothing and sees everything. (The
+# tensor itself, returned, may keep itself alive.)
 #
 # Two traps: several tensors may be views of the same memory, and the weights are kept as well, although they would
 # be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a `data_ptr()` and `nbytes()`.
@@ -250,8 +252,9 @@ if check.ready("9.3", "9.4"):
     figures.show(figure, "Kept bytes a token against length: level, and growing with T.")
 
 # %% [markdown]
-# Fused attention is level: a token costs the same in a text of any length. With scores it grows with T, so twice the
-# length takes nearly four times the memory in all. This is why long texts were so expensive before 2022 (Dao et al.,
+# Fused attention is level: a token costs the same in a text of any length. With scores it grows with T. So twice the
+# length takes 2.2 times the memory in all at the left end, 3 times at the right end, and comes near four times in still
+# longer texts. This is why long texts were so expensive before 2022 (Dao et al.,
 # "FlashAttention", https://arxiv.org/abs/2205.14135).
 
 # %% [markdown]
@@ -329,8 +332,8 @@ if check.ready("9.1", "9.2", "9.3", "9.4"):
 
 # %% [markdown]
 # Weights, gradients and optimizer state agree to the byte. The model is small here and the batch is not, so the
-# activations are the largest part, and no stage touches them. The bars are higher than the most that ever lived at the
-# same time, which the line above the figure says. Why?
+# activations are the largest part, and no stage touches them. Compare with the most that ever lived at the same time,
+# which the line above the figure says. In stages 0 to 2 the bars are higher, in stage 3 they are lower. Why?
 #
 # ### The parts do not peak together
 #
@@ -363,8 +366,10 @@ figures.show(figure, "Bytes of each part over the operations of a step: a mounta
 # %% [markdown]
 # Forward heaps the activations up, backward takes them down and heaps the gradients up. (Temporary values are
 # counted with the activations: the last bumps are the optimizer's.) So the highest point is at the turn, where there
-# are hardly any gradients yet. (In stage 3 whole layers come back for a moment. In a model of three layers that is
-# more than what stage 3 saves over stage 2; lesson 10 shows it.)
+# are hardly any gradients yet.
+#
+# In stage 3 whole layers come back for a moment, and no bar counts them. In a model of three layers that is more than
+# what stage 3 saves over stage 2; lesson 10 shows it.
 
 # %% [markdown]
 # ## 5. Save: smaller pieces
@@ -420,7 +425,7 @@ if check.ready("9.5"):
 # %% [markdown]
 # ## 6. Save: compute twice
 #
-# **Activation checkpointing** drops a block's activations in forward and keeps its input only. Backward runs the block
+# **Activation checkpointing** has nothing to do with the checkpoint files of lesson 05. It drops a block's activations in forward and keeps its input only. Backward runs the block
 # again before it needs them. It costs a second forward: a third more work, since backward takes about twice the time
 # of forward.
 #
@@ -450,7 +455,7 @@ check.Checkpoint(Checkpoint)
 from manyhands.savings import checkpointed
 
 # %% [markdown]
-# Predict, then measure: 8 blocks, checkpointed one by one. Autograd then keeps the input of each block, D numbers a
+# Predict, then measure: 8 blocks of width 64 with 2 heads, checkpointed one by one. Autograd then keeps the input of each block, D numbers a
 # token, and what is kept around the blocks. By which factor do the kept bytes fall?
 
 # %%
@@ -506,7 +511,8 @@ if check.ready("9.4", "9.6"):
 # ## 7. Save: shorter numbers
 #
 # bfloat16 has float32's range, but only 8 binary digits of precision, about 2 to 3 decimal ones.
-# `torch.autocast` computes matrix products in it and leaves the rest as it was. What changes, and what does not?
+# `torch.autocast` computes matrix products in it. GELU and attention, which get their results, then work in bfloat16,
+# too. Norms, sums with float32 and the loss stay in float32. What changes, and what does not?
 
 # %% tags=["nbval-check-output"]
 model = Transformer(V, T, L, H, D)
@@ -520,8 +526,8 @@ print("gradients:                 ", model.tokens.weight.grad.dtype)
 print("loss:                      ", loss.dtype)
 
 # %% [markdown]
-# Weights and gradients stay in float32, so the first three parts are as large as before. The kept inputs of matrix
-# products are half as large; the norms' inputs and the sums stay in float32. But now the weights have bfloat16
+# Weights and gradients stay in float32, so the first three parts are as large as before. What matrix products, GELU and
+# attention keep is half as large; the norms' inputs stay in float32. But now the weights have bfloat16
 # copies, which live until backward has used them.
 
 # %% tags=["nbval-check-output"]
@@ -549,9 +555,9 @@ for step in (0.01, 0.005, 0.002, 0.001):
     print(f"1 - {step} = {(weight - step).item()}")
 
 # %% [markdown]
-# The nearest number below 1 is 0.99609375, so steps are rounded to it or past it, and one smaller than half of that
-# distance is lost, as 0.001 is. Most steps of a training are that small. So keep a copy in float32, step the copy,
-# and round it into the weight.
+# The nearest number below 1 is 0.99609375. A step ends there, or on a number further down. A step smaller than half of
+# that distance is lost, as 0.001 is. So a weight loses every step that is smaller than about 1/500 of it, and late in
+# a training many are. So keep a copy in float32, step the copy, and round it into the weight.
 
 # %% exercise="MasterWeights.step" todo="9.7" minutes=15 difficulty=2 points=2
 from manyhands.savings import MasterWeights
@@ -603,14 +609,15 @@ if check.ready("9.7"):
     )
 
 # %% [markdown]
-# bfloat16 alone falls behind, since its small steps are lost. With master weights the curve lies on that of float32, at
-# 2 + 2 + 12 bytes a parameter.
+# bfloat16 alone falls behind. Small steps of its weights are lost; and the moments, which are bfloat16 as well, lose
+# small changes in the same way. With master weights both are float32, and the curve lies on that of float32, at 2 + 2
+# + 12 bytes a parameter.
 
 # %% [markdown]
 # ## 8. Save: leave it on the CPU
 #
 # A node has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the optimizer state
-# there, brings a unit's weights to the GPU when they are needed, and takes gradients back; the CPU takes the step.
+# there, brings a block's weights to the GPU when they are needed, and takes gradients back; the CPU takes the step.
 # `fully_shard`, which lesson 10 introduces, has it as a policy. It runs without a GPU as well, and gives the same
 # losses; it just has nothing to save here.
 
@@ -636,12 +643,14 @@ print("losses without", without, "and with offload", with_offload)
 assert without == with_offload
 
 # %% [markdown]
-# What does it cost on a GPU? Count the bytes for 7 billion parameters in bfloat16 on 8 GPUs:
+# What does it cost on a GPU? Count the bytes for 7 billion parameters on 8 GPUs. The shards are float32, and only the
+# GPU makes bfloat16 of them:
 #
-# - Each GPU's shard, 1.75 GB, goes up twice in a step, before forward and before backward: 3.5 GB.
-# - Its gradients come down once: 1.75 GB.
-# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s (PCI-SIG), so the link takes 0.08 s a step or more.
-# - The CPU's AdamW reads and writes 16 bytes for each of 0.9 billion parameters, on every rank.
+# - Each GPU's shard, 3.5 GB, goes up twice in a step, before forward and before backward: 7 GB.
+# - Its gradients come down once: 3.5 GB.
+# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s in each direction (PCI-SIG), so the way up alone takes
+#   0.11 s a step or more.
+# - The CPU's AdamW works on 16 bytes for each of 0.9 billion parameters, on every rank.
 #
 # No run on a GPU is stored with this course yet. On a node with GPUs `sbatch sbatch/fsdp.sbatch --impl torch
 # --offload`, and the same without `--offload`, give memory and time of both in their reports.
@@ -649,8 +658,8 @@ assert without == with_offload
 # %% [markdown]
 # ## 9. As many ranks as you like
 #
-# What do 512 ranks hold each? PyTorch has a **fake** process group: one process that believes to be rank 0 of 512,
-# and whose messages go nowhere. With weights on the **meta** device, which have a shape but no memory, it shards a
+# What do 512 ranks hold each? PyTorch has a **fake** process group: one process that believes that it is rank 0 of
+# 512, and whose messages go nowhere. With weights on the **meta** device, which have a shape but no memory, it shards a
 # model of half a billion parameters in less than a second, with PyTorch's own code.
 
 
@@ -694,13 +703,13 @@ if check.ready("9.1", "9.2"):
 
 # %% [markdown]
 # Stages 1 and 2 come to rest at the part that is not cut: 8 and 4 bytes a parameter. Stage 3 keeps falling. At 512
-# ranks rank 0 holds 9 % more than its share: `fully_shard` cuts each parameter by its rows, and 1280 rows on 512
-# ranks are 3 for some and 2 for others.
+# ranks rank 0 holds 9 % more than its share: `fully_shard` cuts each parameter by its rows, in pieces of equal size,
+# rounded up. Of 1280 rows the first 426 of 512 ranks have 3 each, the next has 2, and the last 85 have none.
 #
 # ### The slides disagree: 16 N / GPUs?
 #
-# "Model parallelism takes 16 N / (number of GPUs) bytes", says one lecture. If whole layers go to different GPUs, it
-# is not that even. Cut the model above into four stages with 6 blocks each:
+# "Model parallelism takes 16 N / (number of GPUs) bytes" for N parameters, says one lecture. If whole layers go to
+# different GPUs, it is not that even. Cut the model above into four pieces of 6 blocks, one for each GPU:
 
 # %% tags=["nbval-check-output"]
 with torch.device("meta"):
@@ -708,13 +717,13 @@ with torch.device("meta"):
 block_size = sum(param.numel() for param in model.blocks[0].parameters())
 ends = {0: model.tokens.weight.numel() + model.positions.weight.numel()}
 ends[3] = model.head.weight.numel() + model.norm.weight.numel()
-for stage in range(4):
-    num = 6 * block_size + ends.get(stage, 0)
-    print(f"stage {stage}: {16 * num / 1e9:.2f} GB, {4 * num / total - 1:+.0%} beside 16 N / 4")
+for gpu in range(4):
+    num = 6 * block_size + ends.get(gpu, 0)
+    print(f"GPU {gpu}: {16 * num / 1e9:.2f} GB, {4 * num / total - 1:+.0%} beside 16 N / 4")
 
 # %% [markdown]
 # The ends hold the embedding and the head, which is a copy of the embedding on another GPU: the sum is more than
-# 16 N, and the largest stage is what must fit.
+# 16 N, and the largest piece is what must fit.
 
 # %% [markdown]
 # ## 10. Run it as a job

@@ -10,7 +10,7 @@
 # copies are not needed.
 #
 # So keep each number on one rank only. This is **ZeRO**, the "zero redundancy optimizer". You build its three stages:
-# stage 1 shares the optimizer state, stage 2 also the gradients, stage 3 also the weights. In stage 3 a layer's weights
+# stage 1 splits the optimizer state, stage 2 also the gradients, stage 3 also the weights. In stage 3 a layer's weights
 # come together on every rank for the moment in which the layer computes, and then they go again.
 #
 # ![In forward a unit's shards are gathered, the unit computes, and its whole weights are freed, while the next unit is being gathered; in backward it is gathered again, a reduce-scatter leaves each rank its shard of the mean gradients, and it is freed](figures/fsdp_unit.svg)
@@ -107,7 +107,7 @@ if check.ready("10.1"):
         print(f"rank {rank}: whole {whole}, shard {mine}")
 
 # %% [markdown]
-# ## 2. Stage 1: share the optimizer
+# ## 2. Stage 1: split the optimizer state
 #
 # All ranks have all weights, and backward gives each the gradients of its own samples. Up to here it is lesson 05.
 # Then, in place of the all-reduce:
@@ -126,7 +126,7 @@ from manyhands.zero import ShardedOptimizer
 check.ShardedOptimizer(ShardedOptimizer)
 
 # %% [markdown]
-# ## 3. Stage 2: share the gradients
+# ## 3. Stage 2: split the gradients
 #
 # After backward a whole set of gradients was there, 4 bytes a parameter, only to be cut. But backward makes them layer
 # by layer. So cut the model into several Flats, one for each block, and reduce each one as soon as its last gradient
@@ -145,12 +145,15 @@ check.reduce_during_backward(reduce_during_backward)
 # ### Is it the same training?
 #
 # Ten steps of AdamW on four ranks, each with a quarter of the batch, against one process with all of it. You will see
-# the largest difference between any two weights. The blocks are units of their own; what is in no block, the
-# embedding, the last norm and the head, is the **root** unit.
+# the largest difference between a weight here and the same weight there. The blocks are units of their own; what is in
+# no block, the embedding, the last norm and the head, is the **root** unit.
+#
+# AdamW divides each gradient by its usual size, plus `eps`. So where a gradient is nearly 0, its last, rounded digits
+# would decide the step, and they differ from processor to processor. A larger `eps` keeps this out of the comparison.
 
 # %%
 V, T, L, D, B = 50, 16, 3, 96, 8
-ADAMW = partial(torch.optim.AdamW, lr=3e-4)
+ADAMW = partial(torch.optim.AdamW, lr=3e-4, eps=1e-6)
 
 
 def batches(num=10):
@@ -206,7 +209,7 @@ for stage, needs in ((1, ["10.1", "10.2"]), (2, ["10.1", "10.2", "10.3"])):
         assert off < 1e-5
 
 # %% [markdown]
-# ## 4. Stage 3: share the weights
+# ## 4. Stage 3: split the weights
 #
 # What is left on every rank are the whole weights. Now they shall live only while they are used. `ShardedFlat` is a
 # `Flat` whose shard has memory of its own, and whose `whole` can be given back.
@@ -267,11 +270,13 @@ if check.ready("10.1", "10.4"):
 #
 # Two rules are worth a thought:
 #
-# - **Prefetch.** While a unit computes, the next one should be on its way: in forward the unit behind it, in backward
-#   the unit before it. `start` begins, `wait` waits.
+# - **Prefetch.** While a unit computes, the next one should be on its way: in forward the unit after it, in backward
+#   the unit before it, in the order of forward. `start` begins, `wait` waits.
 # - **The root stays.** Its head is used last in forward and first in backward, so it is not freed in between.
 #
-# Units are numbered in the order of forward; the root is unit 0.
+# Units are numbered in the order of forward; the root is unit 0. `self.units[index]` is a list of Flats, mostly of one.
+# `self.is_backward` is yours to set: True in `before_backward`, and False again before the root's forward. There, free
+# everything first: what is still whole may be older than the last step.
 
 # %% show="true"
 from manyhands.flat import make_flats
@@ -406,7 +411,8 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
     score("times an all-reduce", times_as_much, (3 - root) / 2, sent[True] / 2)
 
 # %% [markdown]
-# An all-reduce counts as two: a reduction and a gather. The root is gathered only once, so it is a little less than 1.5
+# The ledger counts the whole of each call; a rank sends three quarters of that. An all-reduce counts as two: a reduction
+# and a gather. The root is gathered only once, so it is a little less than 1.5
 # times as much. That is the price of stage 3. If blocks are kept until backward, it sends as much as an all-reduce; but
 # when forward ends, all weights are whole at the same time.
 
@@ -483,8 +489,8 @@ if check.ready("10.7"):
         print(f"{name:12} {num_units} unit(s), {dict(counted)}, at most {peak:,} bytes")
 
 # %% [markdown]
-# No error, the losses are right, and the model is one single unit: all weights and all gradients are whole at the
-# same time. Only the optimizer state is shared. So count your units.
+# No error, the losses are right, and the model is one single unit: during a step all weights and all gradients are
+# whole at the same time. Only the optimizer state stays split. So count your units.
 #
 # ### The order matters: first shard, then make the optimizer
 #
@@ -602,8 +608,8 @@ if check.ready("10.9"):
 # ## 8. All of it together
 #
 # Write the whole of a sharded training with PyTorch's parts: shard, make the optimizer, train, and collect the whole
-# weights at the end. Each order and each share of the data that you have met is in it. `full_state` calls collectives,
-# so every rank has to call it.
+# weights at the end. Keep the right order, and give each rank its own share of each batch. `full_state` calls
+# collectives, so every rank has to call it.
 
 # %% exercise="train_sharded" todo="10.10" minutes=15 difficulty=2 points=2
 from manyhands.wrapping import train_sharded
@@ -682,10 +688,11 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     )
 
 # %% [markdown]
-# Memory falls with every stage, and FSDP pays with time: it sends more, and more often. Hybrid holds shards of half the
+# Memory falls with every stage, and time pays for it. Stages 1 and 2 send as many bytes as DDP, but their gather of the
+# new weights has no backward to hide behind. FSDP sends more, and more often. Hybrid holds shards of half the
 # model in place of a quarter, so it needs more than FSDP, and its groups of two ranks are quicker than one of four.
-# PyTorch's version takes longer here: it cuts every parameter by itself, which takes many small copies. On a GPU those
-# are cheap.
+# PyTorch's version takes longer here. One reason may be that it cuts every parameter by itself, which takes many small
+# copies; on a GPU those are cheap.
 #
 # So FSDP wants a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline may be
 # better (lesson 12). And there is a limit that no number of ranks moves: one unit must fit on a rank, whole, with its
@@ -762,8 +769,9 @@ check.summary()
 #
 # <details><summary>Four micro-batches are accumulated before each step. What does stage 3 do to the traffic, compared with DDP under no_sync?</summary>
 #
-# DDP sends gradients once, after the fourth. FSDP has to gather the weights for every micro-batch, twice: eight gathers
-# of the model. Keeping them until backward halves that.
+# DDP sends gradients once, after the fourth: an all-reduce, which counts as two. FSDP gathers the weights twice for every
+# micro-batch, and reduces the gradients once: 8 + 4 = 12, six times as much. Keeping the weights until backward saves
+# four of them.
 # </details>
 #
 # <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>

@@ -77,8 +77,8 @@ for name, cost_s in zip(names, costs, strict=True):
     print(f"{name:10} {1e3 * cost_s:5.1f} ms")
 
 # %% [markdown]
-# The embedding only looks numbers up. The head multiplies with the whole vocabulary, so it takes as long as some blocks
-# together. (The very first measurement on a machine may also be slow because memory is new; the median of three helps.)
+# The embedding only looks numbers up, but its backward makes a gradient of the whole table, mostly zeros. The head
+# multiplies with the whole vocabulary: it takes as long as several blocks together. (The very first measurement on a machine may also be slow because memory is new; the median of three helps.)
 #
 # Now cut: `partition(costs, num_stages)` returns the bounds of the stages. Stage s has the layers from `bounds[s]` to
 # `bounds[s + 1] - 1`. Of all ways to cut, it takes one in which the *slowest* stage takes as little time as possible.
@@ -106,7 +106,8 @@ if check.ready("12.1"):
 # Two details. What was received is a new tensor; it must ask for a gradient (`requires_grad_`), or there is none to send
 # back. And what is sent is only numbers, without a graph: `detach`.
 #
-# `Mail` carries the messages. Stage s is on rank s modulo p. The **tag** is a number on a message, and a receive takes only
+# `Mail` carries the messages. We call the number of ranks p and the number of micro-batches m. Stage s is on rank s
+# modulo p. The **tag** is a number on a message, and a receive takes only
 # the message with its tag.
 
 # %% show="true"
@@ -132,8 +133,9 @@ print(in_words(naive(3, 2)))
 #   the loss follows. It is divided by m: the mean over the batch is the mean of the micro-batches' means, and the gradients
 #   of m parts add up in `.grad`. With `self.recompute` the module runs under `checkpoint(module, x, use_reentrant=False)`
 #   (lesson 09). Compute inside `with self.span(...)`, which notes the times; wait for mail outside of it.
-# - `backward(stage, i)`: from the gradient of the output to the gradient of the input.
-# - `share_loss()`: only the last stage knows the loss. All ranks want it, to log it or to stop.
+# - `backward(stage, i)`: from the gradient of the output to the gradient of the input. It also waits for the work of the
+#   forward's send, which is done by then: its gradient has come back.
+# - `share_loss()`: only the last stage knows the loss. All ranks want it, to log it, or to decide when to stop.
 
 # %% exercise="Pipeline.forward Pipeline.backward Pipeline.share_loss" todo="12.2" minutes=30 difficulty=3 points=3
 from manyhands.pipeline import Pipeline
@@ -145,10 +147,11 @@ check.Pipeline(Pipeline)
 # ### Is it the same training?
 #
 # Ten steps of AdamW on three stages with four micro-batches, against one process with the whole batch. You will see the
-# largest difference between any two weights.
+# largest difference between a weight here and the same weight there.
 
 # %%
 V, T, L, D, B = 50, 16, 6, 64, 16
+ADAMW = {"lr": 3e-4, "eps": 1e-6}  # the rounding of a gradient that is nearly 0 decides no step
 
 
 def batches(num=10):
@@ -170,7 +173,7 @@ def token_loss(scores, targets):
 
 def one_process(tie=True):
     layers = nn.Sequential(*make_layers(tie))
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(layers.parameters(), **ADAMW)
     for inputs, targets in batches():
         optimizer.zero_grad()
         token_loss(layers(inputs), targets).backward()
@@ -191,7 +194,7 @@ def train_pipeline(make_schedule, p, m, tie=True, finish=None, v=1, recompute=Fa
     own = {stage: every[stage] for stage in range(rank, p * v, p)}
     pipe = Pipeline(own, make_schedule(p, m), token_loss, (B // m, T, D), recompute)
     params = [param for module in own.values() for param in module.parameters()]
-    optimizer = torch.optim.AdamW(params, lr=3e-4)
+    optimizer = torch.optim.AdamW(params, **ADAMW)
     for inputs, targets in batches():
         optimizer.zero_grad()
         pipe.step(inputs, targets)
@@ -320,7 +323,8 @@ from manyhands.bubble import simulate
 check.simulate(simulate)
 
 # %% [markdown]
-# Below, your measured run and above it the simulated one, for 20 and 40 ms. The slider shows what more micro-batches do.
+# The upper chart is simulated, with 20 ms for a forward and 40 ms for a backward. The lower one is your measured run. The
+# slider shows what more micro-batches do.
 
 
 # %%
@@ -354,8 +358,8 @@ if check.ready("12.2", "12.4", "12.5"):
 # - of the **ideal** time, the m slots: (p - 1) / m,
 # - of the time that **passes**, the m + p - 1 slots: (p - 1) / (m + p - 1).
 #
-# For p = 4 and m = 4 the first gives 75 % and the second 43 %. Both are right, and papers use both without saying which.
-# So always say which. With v stages a rank, an empty slot is only 1/v as long (section 7).
+# For p = 4 and m = 4 the first gives 75 % and the second 43 %. Both are right: Narayanan et al. 2021 give
+# the first, GPipe's authors the second. A number alone does not tell, so always say which. With v stages a rank, an empty slot is only 1/v as long (section 7).
 #
 # Write both formulas, and `idle_share`, which computes the second one from a chart's times: for each rank a list of
 # `Span`s, (action, start, stop).
@@ -427,9 +431,9 @@ if check.ready("12.4", "12.7", "12.8"):
             print(f"{name:5} 4 ranks, {m:2} micro-batches: in flight at most {counts}")
 
 # %% [markdown]
-# In GPipe it is m on every rank. In 1F1B it is p - rank, whatever m is: rank 0 waits longest for its first backward and
+# In GPipe it is m on every rank. In 1F1B it is at most p - rank, however large m is: rank 0 waits longest for its first backward and
 # keeps most. Now in bytes: the peak of rank 0's tensors on two ranks, with micro-batches of one size, so more of them are
-# a larger batch. `recompute` keeps only the inputs of a stage.
+# a larger batch. `recompute` keeps only the input and the output of a stage.
 
 
 # %%
@@ -471,8 +475,8 @@ if check.ready("12.2", "12.4", "12.7"):
 # the first backward; from the third on, a forward finds the gradients of the weights there already.) So 1F1B can take as
 # many micro-batches as the bubble asks for, and that is why it is used.
 #
-# Recomputed, both schedules keep only the inputs of a stage for each micro-batch in flight, and their two lines lie on each
-# other. What is left are the weights, their gradients, and the activations of one micro-batch at a time. The price is a
+# Recomputed, both schedules keep only the input and the output of a stage for each micro-batch in flight. That is little,
+# so their two lines nearly lie on each other. What is left are the weights, their gradients, and the activations of one micro-batch at a time. The price is a
 # second forward.
 #
 # ### Still the same training?
@@ -580,7 +584,7 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
     figures.show(figure, "Charts of two ranks with real work: simulated, and measured.")
 
 # %% [markdown]
-# The formula is the least that can be lost. What your machine adds to it stands above: unequal stages, times that vary,
+# With this schedule the formula is the least that can be lost. What your machine adds to it stands above: unequal stages, times that vary,
 # and messages.
 #
 # ## 7. Interleaved: smaller slots (optional)
@@ -619,8 +623,9 @@ if check.ready("12.2", "12.3", "12.9"):
 # %% [markdown]
 # ## 8. PyTorch's own
 #
-# `torch.distributed.pipelining` has a `PipelineStage` around each of your modules, and a class for each schedule. Those
-# with "Interleaved" in their name take a list of stages.
+# `torch.distributed.pipelining` has a `PipelineStage(module, index, num_stages, device, group=group)` around each of your
+# modules, and a class for each schedule, called with (stage, m, loss_fn=loss_fn): `ScheduleGPipe`, `Schedule1F1B`,
+# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`. Those with "Interleaved" in their name take a list of stages.
 #
 # One of them goes further. Backward has two products: one for the gradient of the input, which the stage before waits
 # for, and one for the gradient of the weights, which nobody waits for. A **zero-bubble** schedule does the first at once and
@@ -648,7 +653,7 @@ def train_torch(kind, p, m, v):
     tied, own = find_tied(every, p), {s: every[s] for s in range(rank, p * v, p)}
     schedule = torch_pipeline(own, p * v, m, token_loss, kind)
     params = [param for module in own.values() for param in module.parameters()]
-    optimizer = torch.optim.AdamW(params, lr=3e-4)
+    optimizer = torch.optim.AdamW(params, **ADAMW)
     for inputs, targets in batches():
         optimizer.zero_grad()
         given = (inputs,) if rank == 0 else ()
@@ -685,6 +690,9 @@ if check.ready("12.3", "12.10"):
 #
 # A column is a pipeline. A row holds the same stage, and averages its gradients. Replicas have neighbouring ranks, so
 # they are inside a node: they share whole gradients, while a cut sends only activations between nodes.
+#
+# `dist.new_group(ranks)` makes a group. All ranks of the job call it for every group, in the same order, also those that are
+# not in the group. So make all groups, and return your two.
 
 # %% exercise="make_grid" todo="12.11" minutes=15 difficulty=2 points=2
 from manyhands.wiring import make_grid
@@ -702,7 +710,7 @@ def train_grid(p=2, m=4):
     tied, own = find_tied(every, p), every[stage]
     shape = (B // d // m, T, D)
     pipe = Pipeline({stage: own}, one_f_one_b(p, m), token_loss, shape, group=pipe_group)
-    optimizer = torch.optim.AdamW(own.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(own.parameters(), **ADAMW)
     for inputs, targets in batches():
         optimizer.zero_grad()
         pipe.step(inputs[replica::d], targets[replica::d])
@@ -752,8 +760,8 @@ if check.ready("12.2", "12.7"):
     print(f"an all-reduce of the gradients has {4 * num_parameters(V, T, L, D):,} bytes")
 
 # %% [markdown]
-# What a cut carries does not depend on the weights behind it. For a large model with wide layers it is much less than its
-# gradients, and only neighbours talk. So pipelines are put where the network is slow, between nodes. Across two nodes a
+# What a cut carries grows with the tokens and with the width, the gradients with the square of the width. So with wide
+# layers, and not too many tokens, a cut carries much less; and only neighbours talk. So pipelines are put where the network is slow, between nodes. Across two nodes a
 # pipeline lost about 14 % of its speed, and tensor parallelism, the subject of lesson 13, about 43 % (Ultra-Scale
 # Playbook, 2025).
 #
@@ -761,7 +769,7 @@ if check.ready("12.2", "12.7"):
 # authors measured it (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4 and 8 accelerators, throughput
 # relative to 2 accelerators with one micro-batch):
 #
-# | micro-batches | 2 | 4 | 8 |
+# | micro-batches | 2 accelerators | 4 | 8 |
 # |---|---|---|---|
 # | 1 | 1 | 1.07 | 1.3 |
 # | 4 | 1.7 | 3.2 | 4.8 |
@@ -820,8 +828,8 @@ check.summary()
 #
 # </details>
 #
-# **Sources.** GPipe: Huang et al. 2018, https://arxiv.org/abs/1811.06965. 1F1B and balanced stages: PipeDream, Narayanan et
-# al. 2019, https://arxiv.org/abs/1806.03377. Interleaved: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473. Zero bubble:
-# Qi et al. 2023, https://arxiv.org/abs/2401.10241. AlexNet: Krizhevsky et al. 2012,
+# **Sources.** GPipe: Huang et al. 2018, https://arxiv.org/abs/1811.06965. 1F1B and balanced stages: PipeDream, Harlap et al.
+# 2018, https://arxiv.org/abs/1806.03377; it does not empty the pipeline between batches, and keeps several versions of the
+# weights. 1F1B as here, and interleaved: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473. Zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241. AlexNet: Krizhevsky et al. 2012,
 # https://papers.nips.cc/paper/4824-imagenet-classification-with-deep-convolutional-neural-networks. Speed across nodes: The
 # Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.

@@ -82,10 +82,12 @@ print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
 # ## 2. What backward needs: f and g
 #
 # At the end each rank has a part of y, and an all-reduce adds them up. In the figure that is **g**. What is g's
-# *backward*? The sum y is used once, and each part is one term of it. So each part's gradient is that of y, as it is.
+# *backward*? After g all ranks do the same work with the same y, and get the same loss. That is one computation, done N
+# times; it counts once. Each part is one term of y. So each part's gradient is that of y, as it is.
 #
-# At the beginning every rank uses the same x: that is **f**. Forward it does nothing. But x has been used N times, so its
-# gradient is the sum of N gradients, and each rank has only its own. So f's backward is an all-reduce.
+# At the beginning every rank gets the same x: that is **f**. Forward it does nothing. But after f each rank does *other*
+# work with x. So the gradient of x is the sum of N gradients, and each rank has only its own. f's backward is an
+# all-reduce.
 #
 # The two are mirror images: f copies forward and sums backward, g sums forward and copies backward. Write both as
 # `autograd.Function`s, as in lesson 09. A tensor that is given to you may be used elsewhere: sum into a copy.
@@ -119,6 +121,9 @@ from manyhands.tensor import Region, my_part
 # %% [markdown]
 # Now the two layers. `nn.Linear` keeps its matrix the other way round, (out, in). So to cut by *columns* of A, cut the
 # *rows* of `weight`, and the bias with it.
+#
+# `enter` is the way into the cut layers, here f, and `leave` the way out, here g. They are arguments because section 6 puts
+# others in their place. `Region` is the type of both.
 #
 # In the row layer the parts of a sum meet. The bias belongs to the sum: add it once, after `leave`.
 
@@ -218,7 +223,8 @@ check.VocabEmbedding(VocabEmbedding)
 # before: the largest score. It is subtracted from all scores, since exp of a large number overflows; and all ranks have
 # to subtract the *same* one.
 #
-# To add up, use your g, `SumOverRanks`: then autograd does the rest.
+# To add up, use your g, `SumOverRanks`: then autograd does the rest. The largest score is only a shift and needs no
+# gradient: `detach` it.
 
 # %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
 from manyhands.vocabulary import vocab_cross_entropy
@@ -240,8 +246,9 @@ check.vocab_cross_entropy(vocab_cross_entropy)
 # It sends as many bytes as before. What is kept between the layers is 1/N.
 #
 # These two are mirror images as well: what is gathered forward is reduce-scattered backward, and the other way round.
-# Write `gather_positions` and `sum_positions` first; the collectives of lesson 10 work on the *first* dimension, and
-# positions are the second.
+# Write `gather_positions` and `sum_positions` first; they stand at the end of the cell. The collectives of lesson 10 work
+# on the *first* dimension, and positions are the second. `all_gather(whole, part, group)` only starts, so `.wait()` for it;
+# `reduce_scatter(part, whole, group)` returns when it is done.
 
 # %% exercise="gather_positions sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=20 difficulty=2 points=3
 from manyhands.sequence import GatherSequence, ScatterSequence, gather_positions, sum_positions
@@ -294,6 +301,9 @@ if check.ready("13.9"):
 #
 # Put it together. `TensorParallel` takes a Transformer apart: the embedding, all blocks, and the head, which is the
 # embedding's matrix. Write its forward.
+#
+# The head is cut by columns, like a `ColumnLinear`, so x passes `self.enter` before it. The scores, flattened to
+# (B T, V/N), go to `vocab_cross_entropy` with `self.tokens.mine`.
 
 # %% exercise="TensorParallel.forward" todo="13.10" minutes=15 difficulty=2 points=2
 from manyhands.split_model import TensorParallel
@@ -323,7 +333,8 @@ def make_model(dropout=0.0, heads=4):
 
 
 def train(model, data, finish=lambda: None, learning_rate=3e-4):
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate)
+    # with this eps the rounding of a gradient that is nearly 0 decides no step
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, eps=1e-6)
     losses = []
     for inputs, targets in data:
         optimizer.zero_grad()
@@ -426,8 +437,9 @@ if check.ready(*PARTS, "13.11"):
         print(f"{name:15} loss after training {run_ranks(train_with, 2, data)[0]:.3f}")
 
 # %% [markdown]
-# With other batches each all-reduce adds parts that belong to different sequences. It trains, but partly on nonsense: on this
-# easy text the loss ends clearly higher. Nothing else tells you.
+# With other batches the embedding mixes the sequences: each rank adds the rows of its own tokens in its own batch. So a
+# position gets the token of both batches, of one, or of none. The loss mixes the targets in the same way. It trains, but
+# partly on nonsense: on this easy text the loss ends clearly higher. No error tells you.
 #
 # ## 9. Count the messages
 #
@@ -465,8 +477,8 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
 # The ledger counts the whole tensor of each call. An all-reduce sends it about twice, a gather or a reduce-scatter once
 # (lesson 04). So the doubled number with sequence parallelism is the same traffic.
 #
-# What does that mean for a real model? A block all-reduces its activation four times a step, and it cannot go on before
-# each one is through. Nothing hides it. So tensor parallelism wants the fastest network there is: the links inside a
+# What does that mean for a real model? A block all-reduces its activation four times a step, and here it cannot go on before
+# each one is through. (Megatron-LM hides those of backward: it computes the weights' gradients in that time.) So tensor parallelism wants the fastest network there is: the links inside a
 # node. Across two nodes it lost about 43 % of its speed, a pipeline about 14 % (Ultra-Scale Playbook, 2025).
 #
 # ## 10. PyTorch's own: a plan
@@ -474,11 +486,13 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
 # In PyTorch you write down how each module is cut, and **DTensor** does it. A DTensor looks like the whole tensor, and each
 # rank holds its part. `ColwiseParallel` and `RowwiseParallel` are the layers that you wrote. Each says how its input comes
 # and how its output goes: `Replicate()`, whole on all ranks; `Shard(1)`, cut by positions; `Shard(-1)`, by the last dimension.
+# That is `input_layouts=` and `output_layouts=`. Without them `ColwiseParallel` takes a whole input and gives `Shard(-1)`,
+# and `RowwiseParallel` the other way round.
 #
-# Write the plan. Without sequence parallelism what is between the layers is `Replicate()`, with it `Shard(1)`:
+# Write the plan, from names such as `"blocks.0.mlp.up"` to styles. Without sequence parallelism what is between the layers is `Replicate()`, with it `Shard(1)`:
 #
 # - `tokens` is `RowwiseParallel` with a whole input: for an embedding that means rows of tokens.
-# - `head` is `ColwiseParallel`. Its output stays cut by the vocabulary, `Shard(-1)`, and stays a DTensor
+# - `head` is `ColwiseParallel`. Its input is what is between the layers. Its output stays cut by the vocabulary, `Shard(-1)`, and stays a DTensor
 #   (`use_local_output=False`): so `loss_parallel` can do what your `vocab_cross_entropy` does.
 # - each block's `attention.qkv`, `attention.out`, `mlp.up`, `mlp.down`.
 # - with sequence parallelism `SequenceParallel()` for all norms; and the activation has to be cut by positions once, at
@@ -500,7 +514,7 @@ def train_torch(sequence):
     model = torch_tensor_parallel(make_model(), mesh, sequence)
     # V = 50 can be cut over two ranks evenly; DTensor needs that
     losses, truth = [], TRUTH[0.0][1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-6)
     with loss_parallel(), Ledger() as ledger:
         for inputs, targets in batches():
             optimizer.zero_grad()
@@ -520,8 +534,9 @@ if check.ready("13.13"):
         assert off < 1e-5
 
 # %% [markdown]
-# Nearly the messages that you counted, 14 of 16 in a step: `loss_parallel` sends those of the loss in a way that the ledger
-# does not see. With sequence parallelism this plan sums the embedding whole, with an all-reduce, and cuts it afterwards.
+# The large messages are those that you counted, 14 in a step. The ledger does not see what DTensor sends inside an
+# operation: three small messages of `loss_parallel`, and with sequence parallelism the sums of the norms' gradients, which
+# come with the optimizer's step. With it this plan also sums the embedding whole, with an all-reduce, and cuts it afterwards.
 #
 # ## 11. Where the cut pays
 #
@@ -581,8 +596,8 @@ if check.ready("13.1", "13.2", "13.3", "13.4", "13.13"):
 #
 # ### The slides disagree: is tensor parallelism still used?
 #
-# One set of slides says that it is "no longer used", and cites Llama 3. That paper's own table of its training on 16,384
-# GPUs (Grattafiori et al. 2024, table 4):
+# One set of slides says that it is "no longer used", and cites Llama 3. That paper's own table of its training (Grattafiori
+# et al. 2024, table 4) says over how many GPUs each thing is cut; "context" are the positions of a long sequence:
 #
 # | GPUs | tensor | context | pipeline | data | sequence length | TFLOP/s a GPU |
 # |---|---|---|---|---|---|---|
@@ -629,14 +644,14 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9"):
     )
 
 # %% [markdown]
-# Weights and optimizer state fall as 1/N, but for norms and positions, which are whole on all ranks. Of the activations
-# those inside the cut layers fall. Sequence parallelism cuts those between the layers as well. What stays whole even then
-# are the gathered inputs: each cut layer keeps its input for the gradient of its weights. (Megatron-LM keeps only its own
+# Weights and optimizer state fall as 1/N; only norms and positions stay whole on all ranks. Of the activations those inside
+# the cut layers fall. Sequence parallelism cuts those between the layers as well. What stays whole even then are the
+# gathered inputs: each layer cut by columns keeps the whole input for the gradient of its weights. (Megatron-LM keeps only its own
 # positions there, and gathers once more in backward.)
 #
 # ## 13. Run it as a job
 #
-# The job trains with your `TensorParallel`; what it calls stands in the same file, your own as well. Here two ranks hold one
+# The job trains with your `TensorParallel`, which calls your other functions: they are in the same file. Here two ranks hold one
 # model. With `--tensor 2` on four ranks there would be two, and your `data_place` would deal out the data.
 
 # %%

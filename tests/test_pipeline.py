@@ -42,7 +42,8 @@ def make(frozen=False):
 
 
 def adamw(params):
-    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-3)
+    # with this eps the rounding of a gradient that is nearly 0 decides no step
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-3, eps=1e-6)
 
 
 def state_of(layers):

@@ -32,6 +32,7 @@ from jobs import ROOT, contents, environment, flags, losses, make_clone, run, se
 from manyhands import ddp, mine, stages
 from manyhands.failures import RankFailed
 from manyhands.lab import run_ranks
+from manyhands.runtime import BadInput, World
 from manyhands.transformer import Transformer
 
 SCRIPTS = {
@@ -238,6 +239,14 @@ def test_pytorch_s_1f1b_with_fewer_micro_batches_than_ranks_is_refused(clone, tm
     with pytest.raises(RankFailed, match="1F1B with 2 micro-batches on 3 ranks: take --micro-bat"):
         train("pipeline", 3, config_of("pipeline", clone, tmp_path / "run", **few))
     assert not (tmp_path / "run").exists()
+
+
+def test_two_gpus_are_not_interleaved():
+    """Said before any group is made, so it needs no GPU."""
+    config = train_pipeline.Config(schedule="interleaved", batch=8)
+    world = World(rank=0, local_rank=0, world_size=2, device=torch.device("cuda"))
+    with pytest.raises(BadInput, match="two GPUs cannot be interleaved by hand"):
+        train_pipeline.find_place(config, world, train_pipeline.Parts())
 
 
 def held_stages(path: Path) -> tuple[set[int], set[int]]:

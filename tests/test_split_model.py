@@ -39,7 +39,8 @@ def data(vocab=48):
 
 
 def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    # with this eps the rounding of a gradient that is nearly 0 decides no step
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
 
 
 def frozen(model):

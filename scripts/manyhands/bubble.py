@@ -3,8 +3,8 @@
     rank 0   F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
     rank 3   .. .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. .. .. ..
 
-GPipe with p = 4 ranks and m = 4 micro-batches; a backward takes two time slots. Each rank works in
-3 m of the 3 (m + p - 1) slots, and waits in 3 (p - 1).
+GPipe with p = 4 ranks and m = 4 micro-batches; a backward takes two units of time. Each rank works
+in 3 m of the 3 (m + p - 1) units, and waits in 3 (p - 1).
 
 The same empty time is quoted in two ways. Of the ideal time, without a bubble, it is (p - 1)/m; of
 the time that passes, (p - 1)/(m + p - 1). For p = 4 and m = 4 that is 75 % and 43 %: always say
@@ -24,7 +24,7 @@ Span = tuple[Action, float, float]  # what, from when, to when
 
 
 def needed(action: Action, num_stages: int) -> list[Action]:
-    """What has to be done before `action`, besides the actions before it on its own rank."""
+    """What has to be done before `action`: its forward, and its neighbouring stage's action."""
     kind, stage, i = action
     if kind == "F":
         return [Action("F", stage - 1, i)] if stage > 0 else []

@@ -122,7 +122,7 @@ class ShardedFlat(Flat):
         return self.whole.untyped_storage().nbytes() > 0
 
     def start(self) -> None:
-        """Take `whole.nbytes` and start to gather, where the whole is not there or coming."""
+        """Take `whole.nbytes` and start to gather, if the whole is neither there nor on its way."""
         if not self.is_whole:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.coming = self.gather()

@@ -5,9 +5,10 @@
     backward   gather unit 2 | compute 2, reduce-scatter its gradients, free 2 | ... 1 ...
 
 The root unit holds what is in no other: embedding, last norm, head. It stays whole from forward to
-the end of backward. Price for P parameters in fp32 with AdamW: 16 P/n bytes a rank, two whole
-units' weights (one computes, the next one comes) and the gradients of one. Units are gathered twice
-and reduced once: 3 (n-1)/n x 4P bytes on the wire, where an all-reduce sends 2 (n-1)/n x 4P.
+the end of backward. Price for P parameters in fp32 with AdamW: 16 P/n bytes a rank; the whole
+weights of the root and of two more units (one computes, the next one comes), and the gradients of
+one. Units are gathered twice and reduced once: 3 (n-1)/n x 4P bytes on the wire, where an
+all-reduce sends 2 (n-1)/n x 4P.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277, section 3.
 """
@@ -102,7 +103,7 @@ class FSDP(nn.Module):
     def before_forward(self, index: int) -> None:
         """Have unit `index` whole, and the next one on its way. Before the root: free all.
 
-        A unit that is run again in backward, as a checkpoint is, gets no next one.
+        A unit that backward runs again, by activation checkpointing, gets no next one.
         """
         if index == 0:  # what is left was not used since, and may be older than the last step
             self.is_backward = False
@@ -123,8 +124,8 @@ class FSDP(nn.Module):
     def before_backward(self, index: int) -> None:
         """Have unit `index` whole, and the one before it on its way; after the root comes the last.
 
-        Frozen parameters of the units behind it are done with now, and are freed (for the root:
-        none, its backward is the first).
+        Frozen parameters of the units after it, in the order of forward, are done with now, and are
+        freed (for the root: none, its backward is the first).
         """
         self.is_backward = True
         for flat in self.units[index]:

@@ -66,7 +66,7 @@ class Live(TorchDispatchMode):
             storages = {s._cdata: s.nbytes() for s in map(_storage, tensors)}
             found[name] = sum(storages[key] for key in storages.keys() - seen)
             seen |= storages.keys()
-        alive = {key: ref() for key, ref in self.storages.items() if key not in seen}
+        alive = {key: ref() for key, ref in list(self.storages.items()) if key not in seen}
         found[OTHER] = sum(storage.nbytes() for storage in alive.values() if storage is not None)
         return found
 

@@ -103,7 +103,7 @@ def saved_bytes(run: Callable[[], Tensor], params: Iterable[nn.Parameter]) -> in
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself could keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = run()  # alive until the end, or memory might be given away twice

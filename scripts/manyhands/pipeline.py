@@ -8,8 +8,8 @@ interleaved are lists of actions, and one loop runs them all.
 
 Price of a step: each cut sends every activation once forward and its gradient once back, 2 x 4BTD
 bytes for B sequences of T tokens in width D, however large the stages are. Memory of a rank: the
-activations of its micro-batches in flight, with `recompute` only the inputs of its stages; and what
-it sends back, (B, ...) in all, until the step is over.
+activations of its micro-batches in flight, with `recompute` only the inputs and outputs of its
+stages; and what it sends back, (B, ...) in all, until the step is over.
 
 Source: Huang et al. 2018, "GPipe", https://arxiv.org/abs/1811.06965, section 2.
 """

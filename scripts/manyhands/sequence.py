@@ -105,9 +105,10 @@ class OwnRandom:
     def __init__(self, seed: int, device: torch.device | str = "cpu", group: Group = None) -> None:
         """Seed this rank's own numbers by `seed` and its rank in the group.
 
-        They differ from rank to rank, and on every rank from those after torch.manual_seed(seed),
-        which the common ones may be. The common ones stay as they are. The same seed gives the same
-        numbers again. rng_states and set_rng_states want a torch.device, not a str.
+        They differ from rank to rank, and on every rank from those that torch.manual_seed(seed)
+        gives, with which the common ones often begin. The common ones stay as they are. The same
+        seed gives the same numbers again. rng_states and set_rng_states want a torch.device, not a
+        str.
         """
         self.device = torch.device(device)
         common = rng_states(self.device)
@@ -119,7 +120,7 @@ class OwnRandom:
     def use(self) -> Iterator[None]:
         """Draw from this rank's own numbers in the block, and go on with the common ones after it.
 
-        The next block goes on where this one ended. So does the program after an error in it.
+        The next block goes on where this one ended. Also after an error the common ones go on.
         """
         common = rng_states(self.device)
         set_rng_states(self.states, self.device)

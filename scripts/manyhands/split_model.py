@@ -88,7 +88,11 @@ class TensorParallel(nn.Module):
         return vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)
 
     def finish_gradients(self) -> None:
-        """Call after backward: complete the gradients of what every rank has whole."""
+        """Call after backward: complete the gradients of what every rank has whole.
+
+        With `sequence` each rank saw its own positions only. (A Transformer's RowLinears have no
+        bias; it would belong here, too.)
+        """
         if self.sequence:
             norms = [
                 p for m in self.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()

@@ -8,8 +8,8 @@ A pipeline runs at the pace of its slowest stage, so stages are cut by measured 
 number of layers: head and embedding are layers, too, and a large vocabulary makes the head dear.
 
 Price: measuring runs each layer a few times; cutting L layers into p stages is instant.
-Source: Narayanan et al. 2019, "PipeDream", https://arxiv.org/abs/1806.03377, section 3.1 (stages
-balanced by a profile).
+Source: Harlap et al. 2018, "PipeDream", https://arxiv.org/abs/1806.03377 (stages balanced by a
+profile).
 """
 
 import statistics

@@ -46,7 +46,7 @@ class CopyToRanks(Function):
 
 
 class SumOverRanks(Function):
-    """g: each rank has a part of a sum; the sum is used once, so each part has its gradient."""
+    """g: each rank has a part of a sum, with which all go on alike: each part has its gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: Group = None) -> Tensor:

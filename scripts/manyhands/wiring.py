@@ -32,8 +32,8 @@ class Mail:
     Args:
         p, m: ranks of the pipeline, and micro-batches.
         shape: of every message, (B/m, ...) in float32.
-        back: another group of the same ranks, for the gradients. NCCL needs it: it has one queue
-            for two ranks, where a message forward and one back could wait for each other.
+        back: another group of the same ranks, for gradients. NCCL has one queue for two ranks and
+            no tags: messages of a kind come in order, but the two kinds could wait for each other.
     """
 
     def __init__(

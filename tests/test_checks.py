@@ -1,6 +1,12 @@
-"""Every check of every lesson: right answers pass, and each wrong one is named."""
+"""Every check of every lesson: right answers pass, and each wrong one is named.
+
+Checks draw their cases. Tests take the same draws each time; `MANYHANDS_DRAW=7 pytest
+tests/test_checks.py` takes others.
+"""
 
 import importlib
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -27,6 +33,9 @@ def answers(kind: str) -> list:
 
 
 def verdict(word: str, todo: str, answer: object):
+    """With draws that are the same in each run of the tests, or else those of MANYHANDS_DRAW."""
+    random.seed(os.environ.get("MANYHANDS_DRAW", ""))
+    torch.manual_seed(random.randrange(1 << 40))
     lesson = importlib.import_module(f"manyhands.checks.{word}").lesson
     return judge(lesson.exercises[todo], answer)
 

@@ -118,14 +118,26 @@ def partition(answer) -> None:
     for found in alone(answer, cases, _tell_cut, PARTITION_REASONS, _run_partition):
         seen.append(found)
         if len(seen) == len(drawn):
-            for way, *why in _wrong_ways():
-                if [way(*case) for case in drawn] == seen:
-                    case = next(case for case in drawn if _is_slower(way(*case), *case))
-                    raise Wrong(_told_slower(way(*case), *case), *why)
-            for case, bounds in zip(drawn, seen, strict=True):
-                _look_at_bounds(bounds, *case)
+            _look_at_all(drawn, seen)
         if len(seen) > len(drawn):
             _look_at_bounds(found, *cases[len(seen) - 1])
+
+
+def _look_at_all(drawn: Sequence[Cut], seen: Sequence) -> None:
+    """Name the wrong way that all of these bounds were found in, or else what is wrong first."""
+    pairs = list(zip(drawn, seen, strict=True))
+    slower = [(found, *case) for case, found in pairs if _is_cut_too_slowly(found, *case)]
+    for fits, *why in _wrong_ways():
+        if slower and all(fits(found, *case) for case, found in pairs):
+            raise Wrong(_told_slower(*slower[0]), *why)
+    for case, found in pairs:
+        _look_at_bounds(found, *case)
+
+
+def _are_bounds(found: object, costs: list[float], num_stages: int) -> bool:
+    if isinstance(found, str) or len(found) != num_stages + 1 or found != sorted(set(found)):
+        return False
+    return (found[0], found[-1]) == (0, len(costs))
 
 
 def _run_partition(answer, costs: list[float], num_stages: int) -> object:
@@ -154,12 +166,15 @@ def _look_at_bounds(found: object, costs: list[float], num_stages: int) -> None:
     if isinstance(found, str):
         smell = "the layers of each stage" if found.startswith("[[") else "no list of whole numbers"
         raise Wrong(said, "nothing is returned" if found == "None" else smell, BOUNDS)
-    grows = found == sorted(set(found)) and len(found) == num_stages + 1
-    if not grows or (found[0], found[-1]) != (0, num):
+    if not _are_bounds(found, costs, num_stages):
         raise Wrong(said, *_why_no_bounds(found, num, num_stages))
     if _is_slower(found, costs, num_stages):
         advice = "compare max(sum(costs[a:b]) for each stage) over all ways to cut"
         raise Wrong(_told_slower(found, costs, num_stages), "", advice)
+
+
+def _is_cut_too_slowly(found: object, costs: list[float], num_stages: int) -> bool:
+    return _are_bounds(found, costs, num_stages) and _is_slower(found, costs, num_stages)
 
 
 def _is_slower(bounds: list[int], costs: list[float], num_stages: int) -> bool:
@@ -194,17 +209,21 @@ def _stage_costs(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
 
 
 def _wrong_ways() -> Iterable[tuple[Callable, str, str]]:
-    """Ways to cut that students take: (costs, num_stages) -> bounds, the smell, the hint."""
+    """Ways to cut that students take: whether found bounds (found, costs, num_stages) are of this
+    way, the smell, the hint. Of several cuts that are as good by an aim, each one is."""
     layers = ("stages of equally many layers", "it is their time that counts: use costs")
     for sizes in (_larger_first, _larger_last, _rest_last):
-        yield lambda c, n, sizes=sizes: [0, *itertools.accumulate(sizes(len(c), n))], *layers
-    yield lambda c, n: [round(stage * len(c) / n) for stage in range(n + 1)], *layers
+        yield (
+            lambda f, c, n, sizes=sizes: f == [0, *itertools.accumulate(sizes(len(c), n))],
+            *layers,
+        )
+    yield lambda f, c, n: f == [round(stage * len(c) / n) for stage in range(n + 1)], *layers
     greedy = (
         "a stage is filled until it holds its share, and nobody looks at what is left for the last",
         "compare whole cuts, by their slowest stage",
     )
     for is_over in (True, False):
-        yield lambda c, n, is_over=is_over: _greedy(c, n, is_over), *greedy
+        yield lambda f, c, n, is_over=is_over: f == _greedy(c, n, is_over), *greedy
     aims: dict[str, Callable] = {
         "the sum of squares": lambda parts: sum(cost * cost for cost in parts),
         "the difference between stages": lambda parts: max(parts) - min(parts),
@@ -212,11 +231,14 @@ def _wrong_ways() -> Iterable[tuple[Callable, str, str]]:
     }
     for words, aim in aims.items():
         smell = f"another aim: {words}"
-        yield lambda c, n, aim=aim: _by_aim(c, n, aim), smell, "only the slowest sets the pace"
+        hint = "only the slowest sets the pace"
+        yield lambda f, c, n, aim=aim: _has_least(f, c, n, aim), smell, hint
     smell = "the costs were sorted"
     for turn in (False, True):
         yield (
-            lambda c, n, turn=turn: stages.partition(sorted(c, reverse=turn), n),
+            lambda f, c, n, turn=turn: (
+                _are_bounds(f, c, n) and not _is_slower(f, sorted(c, reverse=turn), n)
+            ),
             smell,
             "layers run in the order of the model, so a stage has neighbours",
         )
@@ -235,11 +257,13 @@ def _rest_last(num: int, num_stages: int) -> list[int]:
     return [size] * (num_stages - 1) + [num - size * (num_stages - 1)]
 
 
-def _by_aim(costs: Sequence[float], num_stages: int, aim: Callable) -> list[int]:
-    """The first of all cuts with the least `aim` of the stages' costs."""
+def _has_least(found: list[int], costs: Sequence[float], num_stages: int, aim: Callable) -> bool:
+    """No cut has a smaller `aim` of the stages' costs than `found`, but for rounding."""
+    if not _are_bounds(found, costs, num_stages):
+        return False
     cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
-    every = ([0, *cut, len(costs)] for cut in cuts)
-    return min(every, key=lambda bounds: aim(_stage_costs(costs, bounds)))
+    least = min(aim(_stage_costs(costs, [0, *cut, len(costs)])) for cut in cuts)
+    return aim(_stage_costs(costs, found)) <= least + 1e-9 * abs(least)
 
 
 def _greedy(costs: Sequence[float], num_stages: int, is_over: bool) -> list[int]:

@@ -184,7 +184,7 @@ WRONG["13.1"] += [
     (g(backward=lambda grad, group: (grad / dist.get_world_size(group), None)), "divided by"),
     (g(forward=mean_of), "a mean: it is the ranks' parts that are added up"),
     (g(forward=in_place), "forward changed x itself"),
-    (g(forward=not_waited), "nothing of the other ranks is in it"),
+    (g(forward=not_waited), "not waited for"),  # a part of the sum may have come already
     (g(forward=same), "nothing of the other ranks is in it"),
     (g(forward=in_group(summed)), "`group` is not passed on"),
     (

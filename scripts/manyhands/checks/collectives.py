@@ -940,7 +940,7 @@ def _chunk_cases(n: int, rooted: bool = False, with_op: bool = False) -> list[Ca
         replace(
             case,
             op=case.op if with_op else "sum",
-            root=0 if not rooted else case.root if number < 2 else random.randrange(n),
+            root=0 if not rooted else case.root if number < 3 else random.randrange(n),
         )
         for number, case in enumerate(cases)
     ]

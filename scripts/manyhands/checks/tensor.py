@@ -201,7 +201,8 @@ def _look_forward(who: str, is_copy: bool, found: Tensor, xs: list, place: Place
         compare(what, found, own, [(total, smell, hint), (of_all, smell, hint)], "f copies", hint)
         return
     mistakes = [(own, *NO_SUM), (mean, *MEAN), (of_all, *GROUP)]
-    compare(what, found, total, mistakes, "it is not the sum of all ranks' x", "all_reduce")
+    smell = "it is not the sum of all ranks' x, or it was not waited for"
+    compare(what, found, total, mistakes, smell, "all_reduce, and wait() where it is async_op")
 
 
 def _look_backward(who: str, is_copy: bool, found: object, grads: list, place: Place) -> None:

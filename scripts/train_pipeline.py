@@ -43,7 +43,7 @@ class Config(TrainConfig):
     micro_batches: int = 4
     """Pieces into which a pipeline's share of the batch is cut."""
     recompute: bool = False
-    """Keep only the inputs of stages, and compute forward again in backward; not for torch."""
+    """Keep only inputs and outputs of stages, and compute forward twice; not for torch."""
 
 
 class Parts(NamedTuple):

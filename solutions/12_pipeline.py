@@ -78,7 +78,7 @@ for name, cost_s in zip(names, costs, strict=True):
 
 # %% [markdown]
 # The embedding only looks numbers up, but its backward makes a gradient of the whole table, mostly zeros. The head
-# multiplies with the whole vocabulary: it takes as long as several blocks together. (The very first measurement on a machine may also be slow because memory is new; the median of three helps.)
+# multiplies with the whole vocabulary: it takes as long as several blocks together. (The very first round is slow because memory is new, so it does not count.)
 #
 # Now cut: `partition(costs, num_stages)` returns the bounds of the stages. Stage s has the layers from `bounds[s]` to
 # `bounds[s + 1] - 1`. Of all ways to cut, it takes one in which the *slowest* stage takes as little time as possible.

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands import stages
 from manyhands.transformer import Transformer
@@ -79,6 +80,23 @@ def test_the_example_at_the_top_of_the_file():
 def test_too_few_layers_are_refused():
     with pytest.raises(ValueError, match="2 layers cannot make 3 stages"):
         stages.partition([1.0, 2.0], 3)
+
+
+class SlowAtFirst(nn.Linear):
+    """Takes 300 ms longer the first two times, as where memory is new."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        time.sleep(0.3 * (self.calls <= 2))
+        return super().forward(x)
+
+
+def test_a_slow_beginning_is_not_measured():
+    layers = [SlowAtFirst(4, 4), nn.Linear(4, 4)]
+    assert max(stages.measure(layers, torch.ones(2, 4))) < 0.25
+    assert all(param.grad is None for layer in layers for param in layer.parameters())
 
 
 def test_a_waiting_stage_waits_in_forward_and_in_backward():

@@ -1,0 +1,153 @@
+"""What an exercise is: all that its verdicts and its test are made of.
+
+case      what one call is given; drawn anew for each verdict, the smallest first
+layout    the job's ranks, divided into groups; an exercise without ranks has none
+step      one case in one layout
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from manyhands.checks import parts_of
+from manyhands.checks.engine.mistakes import Mistake
+from manyhands.checks.engine.values import difference, same, show
+
+Layout = tuple[tuple[int, ...], ...]  # groups of ranks of the job
+Step = tuple[int, int]  # the layout's number, the case's number
+
+
+class Place(NamedTuple):
+    """This rank in its group of a layout."""
+
+    group: dist.ProcessGroup | None  # None: all ranks of the job, and no `group` is given
+    members: tuple[int, ...]  # ranks of the job
+    rank: int  # in the group
+
+    @property
+    def n(self) -> int:
+        """How many ranks the group has."""
+        return len(self.members)
+
+    @property
+    def options(self) -> dict:
+        """group=..., where there is one."""
+        return {} if self.group is None else {"group": self.group}
+
+    @property
+    def job_rank(self) -> int:
+        """This rank's number in the job: seeds made from it differ between groups."""
+        return self.members[self.rank]
+
+
+def _say(found: object, wanted: object) -> str:
+    return f"gives {difference(found, wanted)}"
+
+
+@dataclass
+class Spec:
+    """One exercise.
+
+    Args:
+        todo: its number, as "12.7".
+        truth: the course's own function or class, itself tested elsewhere; a Pair of two where the
+            exercise has two.
+        cases: draws them, the smallest first; is given the size of a group where there are layouts.
+        observe: (answer, case), with layouts (answer, case, place) -> what the call shows, as plain
+            data. In a dict, a part that is True or False is a statement, such as "x is unchanged";
+            the part "besides" is not judged, and helps to tell mistakes apart. May raise Wrong.
+        mistakes: those that readers make; slips that any function can have come by themselves.
+        hints: from a nudge to nearly the answer.
+        layouts: the first has all ranks in one group, which is not given as `group`.
+        form: brings what `observe` gives to plain data, or raises Malformed.
+        same: (found, wanted, case) -> is this value right as well? Where many values are.
+        tell: the words for a case; by default the call with its arguments.
+        say: (found, wanted) -> what is seen of a wrong value.
+        facts: (found, wanted, case) -> a sentence that is true of this wrong value by looking at
+            it, or "". It states no cause.
+        advice: what to try: for a part, by its name; under "" for all others.
+        reasons: words of an error -> sentence, and what to try.
+        refusal: what to say where an error is asked for and nothing is raised.
+        independent: is each part of a dict an answer by itself? Then a mistake is named as well
+            when it shows the same in the first wrong part of all cases.
+        operations: of torch.distributed that may be called; none given: all.
+        may_change: arguments (names of the case's fields) and states of the process (see trial.py)
+            that the call may change.
+        guards_group: refuse messages through another group than the one that is given?
+        limit_s: how long the ranks may wait for one another.
+        max_messages: of one rank in one call, beyond which it is ended.
+    """
+
+    todo: str
+    truth: object
+    cases: Callable
+    mistakes: list[Mistake]
+    hints: tuple[str, ...]
+    observe: Callable = lambda answer, case: answer(*case)
+    layouts: tuple[Layout, ...] = ()
+    form: Callable = lambda value: value
+    same: Callable = lambda found, wanted, case: same(found, wanted)
+    tell: Callable | None = None
+    say: Callable = _say
+    facts: Callable = lambda found, wanted, case: ""
+    advice: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, str]] = field(default_factory=dict)
+    refusal: tuple[str, str] = ("The docstring asks for an error here.", "")
+    independent: bool = False
+    operations: tuple[str, ...] = ()
+    may_change: tuple[str, ...] = ()
+    guards_group: bool = True
+    limit_s: float = 6.0
+    max_messages: int = 200
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what is written."""
+        return [part.__name__ for part in parts_of(self.truth)]
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return sum(map(len, self.layouts[0])) if self.layouts else 1
+
+    def draw(self) -> dict[int, list]:
+        """The cases for each size of a group; under 0 those without ranks."""
+        if not self.layouts:
+            return {0: self.cases()}
+        sizes = sorted({len(group) for layout in self.layouts for group in layout})
+        return {n: self.cases(n) for n in sizes}
+
+    def steps(self, cases: dict[int, list]) -> list[Step]:
+        """Every case in every layout."""
+        num_cases = min(map(len, cases.values()))
+        return list(itertools.product(range(max(1, len(self.layouts))), range(num_cases)))
+
+    def case(self, cases: dict[int, list], step: Step, rank: int) -> object:
+        """What this rank is given in a step."""
+        size = len(self.group(step[0], rank)) if self.layouts else 0
+        return cases[size][step[1]]
+
+    def group(self, layout: int, rank: int) -> tuple[int, ...]:
+        """The group of a rank of the job."""
+        return next(members for members in self.layouts[layout] if rank in members)
+
+    def words(self, step: Step, rank: int, case: object) -> str:
+        """The call in a step on a rank, for people."""
+        call = self.tell(case) if self.tell else _call(self.names[0], case)
+        if not self.layouts:
+            return call
+        members = self.group(step[0], rank)
+        if step[0]:
+            place = members.index(rank)
+            return f"with group = ranks {list(members)}, on its rank {place}: {call}"
+        return f"on rank {rank} of {len(members)}: {call}"
+
+
+def _call(name: str, case: object) -> str:
+    if hasattr(case, "_asdict"):
+        return f"{name}({', '.join(f'{n}={show(v, 4)}' for n, v in case._asdict().items())})"
+    values = case if isinstance(case, tuple) else (case,)
+    return f"{name}({', '.join(show(value, 4) for value in values)})"

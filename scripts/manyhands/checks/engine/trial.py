@@ -1,0 +1,305 @@
+"""Answers tried on ranks: what each call shows there, written down as plain data.
+
+    steps x answers --> ranks --> a sight for each rank --> a row for each step
+
+    sight    what one call shows on one rank
+    row      the sights of all ranks in one step
+
+Each sight is written to a file as soon as it is there, so that nothing is lost where a later call
+hangs or ends its process. Before each call the random numbers of the process start alike, and after
+it the states that a call can leave behind are looked at and put back.
+"""
+
+import ast
+import copy
+import faulthandler
+import hashlib
+import os
+import pickle
+import random
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from manyhands.checks import Wrong
+from manyhands.checks.engine.mistakes import Change
+from manyhands.checks.engine.spec import Place, Spec, Step
+from manyhands.checks.engine.values import Malformed, same
+from manyhands.checks.engine.wire import Wire, lost
+from manyhands.ranks.failures import Failure, RankFailed
+from manyhands.ranks.lab import run_ranks
+
+MISTAKE_S = 1.0  # a mistake that takes longer for one call hangs
+PARTED_S = 0.5  # how long all others must have slept before a rank that failed leaves them
+LONGEST_S = 300  # no rank waits longer for another, whatever happens
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one call shows on one rank.
+
+    `kind` says what `data` is: "value", plain data; "raised", the names of the error's classes and
+    its message; "told", what was seen, a sentence and a hint; "lost", what became of a message.
+    """
+
+    kind: str
+    data: object
+    frames: tuple = ()  # of an error: the learner's lines, innermost last
+    changed: tuple[str, ...] = ()  # what the call left changed besides
+
+    @property
+    def failure(self) -> Failure:
+        """The error of a sight that was raised."""
+        names, message = self.data
+        return Failure(names[0], message, list(self.frames), 0.0)
+
+
+Row = list[Sight]
+
+
+# ---- on the ranks ---------------------------------------------------------------------------
+
+
+def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str) -> None:
+    """Every job in turn on this rank; ends where the ranks part."""
+    me = dist.get_rank() if spec.layouts else 0
+    places = _places(spec, me)
+    made: tuple = (None, None)
+    with Path(folder, str(me)).open("ab") as log, open(os.devnull, "w") as nowhere:
+        for number, (answer, step) in enumerate(jobs):
+            if made[0] is not answer:  # a Change is carried out once
+                made = answer, _make(spec, answer)
+            if isinstance(answer, Change):  # a mistake that hangs ends here, and others go on
+                faulthandler.dump_traceback_later(MISTAKE_S, exit=True, file=nowhere)
+            place = places[step[0]] if spec.layouts else None
+            seed = 1000 * step[0] + 100 * step[1] + me
+            sight, ends, error = _sight(spec, made[1], spec.case(cases, step, me), place, seed)
+            one_sided = ""
+            if spec.layouts:
+                one_sided = _meet(number, ends, error)
+            if one_sided and sight.kind == "value":
+                sight = Sight("lost", one_sided)
+            pickle.dump(sight, log)
+            log.flush()
+            if one_sided:
+                break
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _make(spec: Spec, answer: object) -> object:
+    return answer.make(spec.truth) if isinstance(answer, Change) else answer
+
+
+def _places(spec: Spec, me: int) -> list[Place]:
+    places = []
+    for number, layout in enumerate(spec.layouts):
+        groups = [dist.new_group(list(members)) if number else None for members in layout]
+        mine = spec.group(number, me)
+        places.append(Place(groups[layout.index(mine)], mine, mine.index(me)))
+    return places
+
+
+def _sight(
+    spec: Spec, answer: object, case: object, place: Place | None, seed: int
+) -> tuple[Sight, list, Exception | None]:
+    """One sight; the ends of its messages; and the error, if the call raised one."""
+    given = copy.deepcopy(case)
+    _seed(seed)
+    before = states()
+    wire = Wire(place, spec) if place else None
+    error: Exception | None = None
+    try:
+        if wire:
+            with wire:
+                data = spec.observe(answer, given, place)
+        else:
+            data = spec.observe(answer, given)
+        sight = Sight("value", spec.form(data))
+    except Malformed as bad:
+        seen, why, hint = bad.args
+        sight = Sight("told", (f"gives {seen}", why, hint))
+    except Wrong as wrong:
+        error = wrong
+        sight = Sight("told", (wrong.seen, wrong.smell, wrong.hint))
+    except Exception as raised:
+        if isinstance(raised, NotImplementedError) and "implemented for" not in str(raised):
+            raise  # the learner's own stub; torch raises this error for kinds of numbers, too
+        error = raised
+        failure = Failure.of(raised)
+        names = tuple(one.__name__ for one in type(raised).__mro__[:-2])
+        sight = Sight("raised", (names, failure.message), tuple(failure.frames))
+    after = states()
+    _restore(before)
+    ends = wire.ends if wire else []
+    if sight.kind != "value":
+        return sight, ends, error
+    return _side_effects(spec, sight, given, case, before, after, wire), ends, None
+
+
+def _side_effects(spec, sight: Sight, given, case, before: dict, after: dict, wire) -> Sight:
+    """What the call changed besides; the truth may change the same, so this is only written down."""
+    changed = [name for name in before if before[name] != after[name]]
+    names = getattr(case, "_fields", ())
+    pairs = zip(names, given, case, strict=True) if names else [("case", given, case)]
+    changed += [f"`{name}`" for name, now, was in pairs if not unchanged(now, was)]
+    if wire and wire.unwaited:
+        changed.append(UNWAITED)
+    may = {*spec.may_change, *(f"`{name}`" for name in spec.may_change)}
+    left = tuple(name for name in changed if name not in may)
+    return Sight("value", sight.data, changed=left)
+
+
+UNWAITED = "a message on its way"
+
+
+def unchanged(now: object, was: object) -> bool:
+    """Is an argument as it was? Of tensors also whether they want a gradient, and the gradient."""
+    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
+        alike = now.requires_grad == was.requires_grad and same(now, was, 1e-15)
+        return alike and (not was.is_leaf or unchanged(now.grad, was.grad))
+    if isinstance(now, torch.nn.Module) and isinstance(was, torch.nn.Module):
+        return now.training == was.training and unchanged(now.state_dict(), was.state_dict())
+    if isinstance(now, dict) and isinstance(was, dict):
+        return now.keys() == was.keys() and all(unchanged(now[k], v) for k, v in was.items())
+    if isinstance(now, list | tuple) and isinstance(was, list | tuple):
+        pairs = zip(now, was, strict=False)
+        return len(now) == len(was) and all(unchanged(a, b) for a, b in pairs)
+    if type(was).__eq__ is object.__eq__:  # it says nothing of its content
+        return True
+    try:
+        return bool(now == was)
+    except (RuntimeError, ValueError):  # a comparison that gives many values
+        return True
+
+
+# ---- states of a process that a call can leave behind ---------------------------------------
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def states() -> dict[str, object]:
+    """What a call of an answer may leave changed, by the names that a learner reads."""
+    return {
+        "torch's random numbers": hashlib.md5(torch.get_rng_state().numpy()).hexdigest(),
+        "NumPy's random numbers": hashlib.md5(np.random.get_state()[1].tobytes()).hexdigest(),
+        "Python's random numbers": hash(random.getstate()),
+        "torch's default type": torch.get_default_dtype(),
+        "whether torch records gradients": torch.is_grad_enabled(),
+        "torch's anomaly detection": torch.is_anomaly_enabled(),
+        "the environment variables": dict(os.environ),
+        "the working folder": os.getcwd(),
+    }
+
+
+def _restore(before: dict[str, object]) -> None:
+    torch.set_default_dtype(before["torch's default type"])
+    torch.set_grad_enabled(before["whether torch records gradients"])
+    torch.autograd.set_detect_anomaly(before["torch's anomaly detection"])
+    if dict(os.environ) != before["the environment variables"]:
+        os.environ.clear()
+        os.environ.update(before["the environment variables"])
+    os.chdir(before["the working folder"])
+
+
+# ---- do the ranks still walk together? ------------------------------------------------------
+
+
+def _meet(number: int, ends: list, error: Exception | None) -> str:
+    """Wait until all ranks have ended this step; words for a message that has one end only.
+
+    A rank that raised an error raises it where the others sleep in messages that it no longer takes
+    part in; it never leaves others that still compute, however slow the machine is.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    ranks = range(dist.get_world_size())
+    if number == 0:
+        store.set(f"pid {dist.get_rank()}", str(os.getpid()))
+    store.set(f"{number} {dist.get_rank()}", repr(ends))
+    keys = [f"{number} {rank}" for rank in ranks]
+    if error is None:
+        store.wait(keys, timedelta(seconds=LONGEST_S))
+    else:
+        asleep_s = 0.0
+        while not store.check(keys):
+            others = [r for r, key in enumerate(keys) if not store.check([key])]
+            asleep_s = asleep_s + 0.05 if _all_sleep(others) else 0.0
+            if asleep_s > PARTED_S:
+                raise error
+            time.sleep(0.05)
+    every = [end for key in keys for end in ast.literal_eval(store.get(key).decode())]
+    return lost(every)
+
+
+def _all_sleep(ranks: list[int]) -> bool:
+    store = dist.distributed_c10d._get_default_store()
+    for rank in ranks:
+        if not store.check([f"pid {rank}"]):
+            return False  # it has not ended its first step, so its process is not known yet
+        with suppress(psutil.Error):
+            if psutil.Process(int(store.get(f"pid {rank}"))).status() != psutil.STATUS_SLEEPING:
+                return False
+    return True
+
+
+# ---- at home --------------------------------------------------------------------------------
+
+
+def look(
+    spec: Spec, answers: list, steps: list[Step], cases: dict, limit_s: float, quiet: bool = True
+) -> tuple[list[Row], RankFailed | None]:
+    """The rows of all answers, one answer after the other; and the failure that ended them."""
+    jobs = [(answer, step) for answer in answers for step in steps]
+    failed = None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_ranks(
+                _work,
+                spec.size,
+                spec,
+                jobs,
+                cases,
+                folder,
+                timeout_s=limit_s,
+                quiet=quiet,
+                join=bool(spec.layouts),
+            )
+        except RankFailed as error:
+            failed = error
+        logs = [_kept(Path(folder, str(rank))) for rank in range(spec.size)]
+    return [list(row) for row in zip(*logs, strict=False)], failed
+
+
+def _kept(path: Path) -> list[Sight]:
+    sights: list[Sight] = []
+    if path.is_file():
+        with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                sights.append(pickle.load(file))
+    return sights
+
+
+def faces(
+    spec: Spec, changes: list[Change], steps: list[Step], cases: dict, limit_s: float
+) -> list[list[Row]]:
+    """The rows of each change: none, or only the first ones, of those that end or hang the ranks."""
+    found: list[list[Row]] = []
+    until_s = time.monotonic() + limit_s
+    while len(found) < len(changes) and time.monotonic() < until_s:
+        left = changes[len(found) :]
+        rows, failed = look(spec, left, steps, cases, until_s - time.monotonic())
+        found += [rows[at : at + len(steps)] for at in range(0, len(rows), len(steps))]
+        if failed and len(rows) % len(steps) == 0:
+            found.append([])  # the one that came next
+    return (found + [[]] * len(changes))[: len(changes)]

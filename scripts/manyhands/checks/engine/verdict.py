@@ -1,0 +1,363 @@
+"""Judge an answer by what it does, beside the course's own function and beside mistakes made in it.
+
+    cases --> truth    --> wanted --+
+          --> answer   --> found  --+--> the same: done
+          --> mistakes --> faces  --+--> one shows the same as the answer: that one is named
+                                         none does: the first difference is told, and no cause
+
+A mistake is named only if it shows what the answer shows on every rank in every step. Faults of the
+machine are tried once more in new ranks; after that the answer is not judged.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from manyhands.checks import NotJudged, Wrong, place, raised
+from manyhands.checks.engine.mistakes import Mistake, generic
+from manyhands.checks.engine.spec import Spec, Step
+from manyhands.checks.engine.trial import UNWAITED, Row, Sight, faces, look
+from manyhands.checks.engine.values import same, show
+from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
+
+NAMING_S = 1.5  # for each round of mistakes that are tried
+NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
+Words = tuple[str, str, str]  # what was seen, why, what to try
+
+
+@dataclass
+class Trial:
+    """An answer tried beside the truth. `found` ends early where the ranks did."""
+
+    spec: Spec
+    answer: object
+    cases: dict
+    steps: list[Step]
+    wanted: list[Row]
+    found: list[Row]
+    failed: RankFailed | None
+
+    def case(self, index: int, rank: int) -> object:
+        """What a rank was given in a step."""
+        return self.spec.case(self.cases, self.steps[index], rank)
+
+    def said(self, index: int, rank: int) -> str:
+        """The call of a rank in a step, in words."""
+        return self.spec.words(self.steps[index], rank, self.case(index, rank))
+
+    def is_right(self, found: Sight, index: int, rank: int) -> bool:
+        """Is this sight as good as the truth's?"""
+        wanted = self.wanted[index][rank]
+        if found.kind != wanted.kind:
+            return False
+        if found.kind == "raised":
+            return wanted.data[0][0] in found.data[0]
+        if found.kind != "value" or not set(found.changed) <= set(wanted.changed):
+            return False
+        return self.spec.same(judged(found.data), judged(wanted.data), self.case(index, rank))
+
+    def first_wrong(self, rows: list[Row]) -> tuple[int, int] | None:
+        """The first step and rank in which these rows show something else than the truth."""
+        for index, row in enumerate(rows):
+            for rank, sight in enumerate(row):
+                if not self.is_right(sight, index, rank):
+                    return index, rank
+        return None
+
+
+def judged(data: object) -> object:
+    """Without what is seen besides: it tells mistakes apart, and right answers may differ in it."""
+    if isinstance(data, dict):
+        return {name: value for name, value in data.items() if name != "besides"}
+    return data
+
+
+# ---- the verdict ----------------------------------------------------------------------------
+
+
+def check(spec: Spec, answer: object) -> None:
+    """Return if the answer is right.
+
+    Raises:
+        Wrong: with what was seen, the mistake that shows the same, and what to try.
+        NotJudged: the machine was at fault, twice.
+    """
+    trial = attempt(spec, answer)
+    if trial.failed and trial.failed.failure.error == "NotImplementedError":
+        raise trial.failed
+    first = trial.first_wrong(trial.found)
+    if first is not None:
+        raise Wrong(*_words(trial, *first))
+    if trial.failed:
+        raise Wrong(*_words_of_an_end(trial))
+    if len(trial.found) < len(trial.steps):
+        said = trial.said(len(trial.found), 0)
+        raise Wrong(f"{said} did not return", "A process left early, as sys.exit() makes it do.")
+
+
+def attempt(spec: Spec, answer: object) -> Trial:
+    """Try an answer beside the truth; a second time where the machine was at fault."""
+    for _ in range(2):
+        cases = spec.draw()
+        steps = spec.steps(cases)
+        rows, failed = look(spec, [spec.truth, answer], steps, cases, spec.limit_s, quiet=False)
+        wanted = rows[: len(steps)]
+        if len(wanted) == len(steps) and not _is_a_fault(failed):
+            return Trial(spec, answer, cases, steps, wanted, rows[len(steps) :], failed)
+    reason = failed or "the ranks ended early"
+    raise NotJudged(f"the machine did not let the check finish ({' '.join(str(reason).split())})")
+
+
+def _is_a_fault(failed: RankFailed | None) -> bool:
+    """Did the machine end the ranks, so that nothing is known about the answer?"""
+    return isinstance(failed, MachineFault) or "SIGKILL" in str(failed and failed.failure.message)
+
+
+# ---- naming a mistake -----------------------------------------------------------------------
+
+
+def candidates(spec: Spec) -> list[Mistake]:
+    """All mistakes that can be tried: the exercise's own first, then the slips of any function."""
+    tried = [*spec.mistakes, *generic(spec.truth, talks=bool(spec.layouts))]
+    return [mistake for mistake in tried if not mistake.ends]
+
+
+def name(trial: Trial, index: int) -> Mistake | None:
+    """The mistake that shows what the answer shows, everywhere; else two at once that do."""
+    tried = candidates(trial.spec)
+    heads = _faces(trial, tried, [index])
+    near = [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
+    named = best(trial, near)
+    if named is None and not trial.spec.layouts:
+        visible = [m for m, face in zip(tried, heads, strict=True) if _is_seen(trial, face, index)]
+        pairs = list(itertools.islice(_pairs(trial.spec, visible), 200))
+        heads = _faces(trial, pairs, [index])
+        near = [m for m, face in zip(pairs, heads, strict=True) if matches(trial, m, face, [index])]
+        named = best(trial, near)
+    return named
+
+
+def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
+    """The first that shows the same in all steps; or, where parts are independent, in one part."""
+    indexes = range(len(trial.found))
+    full = _faces(trial, near[:20], indexes)
+    parts = [None]
+    if trial.spec.independent:
+        parts.append(_wrong_part(trial))
+    for part in parts:
+        for mistake, face in zip(near, full, strict=False):
+            if matches(trial, mistake, face, indexes, part):
+                return mistake
+    return None
+
+
+def _faces(trial: Trial, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
+    steps = [trial.steps[index] for index in indexes]
+    changes = [mistake.change for mistake in mistakes]
+    return faces(trial.spec, changes, steps, trial.cases, NAMING_S) if changes else []
+
+
+def matches(
+    trial: Trial,
+    mistake: Mistake,
+    face: list[Row],
+    indexes: Sequence[int],
+    part: str | None = None,
+) -> bool:
+    """Does the mistake show what the answer shows in these steps, and not what is right?
+
+    Args:
+        part: of a dict; None compares the whole, and with independent parts in a single step it is
+            enough that the first wrong part is the same.
+    """
+    if len(face) < len(indexes):
+        return False
+    pairs = list(zip(indexes, face, strict=False))
+    if mistake.fits:
+        return all(_fits(trial, mistake, index) for index in indexes)
+    if all(_is_right_row(trial, row, index) for index, row in pairs):
+        return False
+    if part is None and len(indexes) == 1 and trial.spec.independent:
+        first = _wrong_part(trial)
+        return any(_alike_row(trial.found[i], row, p) for i, row in pairs for p in (None, first))
+    return all(_alike_row(trial.found[index], row, part) for index, row in pairs)
+
+
+def _fits(trial: Trial, mistake: Mistake, index: int) -> bool:
+    for rank, sight in enumerate(trial.found[index]):
+        is_of_this_way = sight.kind == "value" and mistake.fits(sight.data, trial.case(index, rank))
+        if not is_of_this_way and not trial.is_right(sight, index, rank):
+            return False
+    return True
+
+
+def _is_right_row(trial: Trial, row: Row, index: int) -> bool:
+    return all(trial.is_right(sight, index, rank) for rank, sight in enumerate(row))
+
+
+def _is_seen(trial: Trial, face: list[Row], index: int) -> bool:
+    return bool(face) and not _is_right_row(trial, face[0], index)
+
+
+def _alike_row(found: Row, shown: Row, part: str | None) -> bool:
+    return all(alike(one, other, part) for one, other in zip(found, shown, strict=True))
+
+
+def alike(one: Sight, other: Sight, part: str | None = None) -> bool:
+    """Do two sights show the same? Of an error its line does not count."""
+    if one.kind != other.kind:
+        return False
+    if one.kind == "raised":
+        names, message = one.data
+        is_asked_for = names[0] == other.data[0][0] == "ValueError"
+        return names[0] == other.data[0][0] and (is_asked_for or message == other.data[1])
+    if part is not None:
+        if one.kind != "value" or part not in one.data or part not in other.data:
+            return False
+        return same(one.data[part], other.data[part])
+    return same(one.data, other.data)
+
+
+def _wrong_part(trial: Trial) -> str | None:
+    """The first part that is wrong, where values are dicts."""
+    first = trial.first_wrong(trial.found)
+    if first is None:
+        return None
+    index, rank = first
+    found = trial.found[index][rank]
+    wanted = trial.wanted[index][rank]
+    if found.kind != "value" or wanted.kind != "value" or not isinstance(wanted.data, dict):
+        return None
+    for part, value in judged(wanted.data).items():
+        if not same(found.data.get(part), value):
+            return part
+    return None
+
+
+def _pairs(spec: Spec, mistakes: list[Mistake]) -> Iterator[Mistake]:
+    for one, other in itertools.combinations(mistakes, 2):
+        with suppress(LookupError):
+            both = one + other
+            both.change.sources(spec.truth)
+            yield both
+
+
+# ---- words ----------------------------------------------------------------------------------
+
+
+def _words(trial: Trial, index: int, rank: int) -> Words:
+    """Seen, why and hint for the first rank that is wrong."""
+    spec = trial.spec
+    sight = trial.found[index][rank]
+    wanted = trial.wanted[index][rank]
+    said = trial.said(index, rank)
+    if sight.kind == "told":
+        seen, why, hint = sight.data
+        return f"{said} {seen}" if seen.startswith("gives") else f"{said}: {seen}", why, hint
+    if is_lost(sight):
+        at = place(sight.failure, trial.answer)
+        return f"{said}: a rank waited{at} for partners that had already left", *PARTED
+    if sight.kind == "value" and wanted.kind == "value" and _is_only_changed(trial, index, rank):
+        return _words_of_a_change(said, set(sight.changed) - set(wanted.changed))
+    mistake = name(trial, index)
+    cause = (mistake.why, mistake.hint) if mistake else None
+    if sight.kind == "raised":
+        return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)
+    if sight.kind == "lost":
+        hint = "Every send needs its recv: write down who sends to whom in each step."
+        return f"{said}: {sight.data}", *(cause or (NO_CAUSE, hint))
+    if wanted.kind == "raised":
+        return f"{said} raises nothing and gives {show(sight.data)}", *(cause or spec.refusal)
+    seen = f"{said} {spec.say(judged(sight.data), judged(wanted.data))}"
+    if cause is None:
+        fact = spec.facts(judged(sight.data), judged(wanted.data), trial.case(index, rank))
+        cause = fact or NO_CAUSE, _advice(spec, _wrong_part(trial))
+    return seen, *cause
+
+
+PARTED = ("Not all ranks made the same calls.", "Look for a call that only some ranks reach.")
+
+
+def _advice(spec: Spec, part: str | None) -> str:
+    hint = f"check.hint('{spec.todo}') prints a hint."
+    return spec.advice.get(part or "", spec.advice.get("", hint))
+
+
+def is_lost(sight: Sight) -> bool:
+    """Did this rank wait for others who had left?"""
+    return sight.kind == "raised" and is_echo(sight.failure)
+
+
+def _is_only_changed(trial: Trial, index: int, rank: int) -> bool:
+    """Is the value right, and only something beside it has changed?"""
+    sight = trial.found[index][rank]
+    wanted = trial.wanted[index][rank]
+    case = trial.case(index, rank)
+    return trial.spec.same(judged(sight.data), judged(wanted.data), case)
+
+
+def _words_of_a_change(said: str, changed: set[str]) -> Words:
+    what = sorted(changed)[0]
+    if what == UNWAITED:
+        seen = f"{said} returned while a message of its own was still on its way"
+        hint = "Call wait() on what a call with async_op=True, isend or irecv returns."
+        return seen, "Until wait() has returned, the tensor may still change.", hint
+    if what.startswith("`"):
+        seen = f"after {said} the caller's {what} has changed"
+        return seen, "The caller still needs it as it was.", "Work on a copy, or build a new one."
+    seen = f"{said} left {what} changed"
+    hint = "Use an object of your own, such as a Generator, or put back what was there before."
+    return seen, "Other parts of the program depend on it.", hint
+
+
+def _words_of_an_error(spec, said, sight, wanted, answer, cause) -> Words:
+    names, message = sight.data
+    seen, *known = raised(said, sight.failure, answer)
+    reason = next((w for words, w in spec.reasons.items() if words in f"{names[0]}: {message}"), ())
+    if wanted.kind == "raised":
+        right = wanted.data[0][0]
+        other = f"The docstring asks for a {right} here, and callers catch only that."
+        return seen, *(cause or (other, f"raise {right}(...)"))
+    return seen, *(cause or reason or known)
+
+
+def _words_of_an_end(trial: Trial) -> Words:
+    """A hang, a death, or an error of one rank that left the others waiting."""
+    failed = trial.failed
+    index = min(len(trial.found), len(trial.steps) - 1)
+    said = trial.said(index, failed.rank)
+    if isinstance(failed, RanksHung):
+        return _words_of_a_hang(said, failed, trial.answer)
+    if failed.failure.error == "Wrong":
+        return f"{said}: {failed.failure.message}", "", _advice(trial.spec, None)
+    if is_echo(failed.failure):
+        at = place(failed.failure, trial.answer)
+        return f"{said}: rank {failed.rank} waited{at} for a partner that had left", *PARTED
+    error = f"{failed.failure.error}: {failed.failure.message}"
+    reason = next((w for words, w in trial.spec.reasons.items() if words in error), ())
+    seen, *known = raised(said, failed.failure, trial.answer)
+    return seen, *(reason or known)
+
+
+def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
+    """Who waits and who computes, and where; no cause is told that was not seen."""
+    if len(failed.stacks) + len(failed.finished) == 1:
+        lines = [where(stack[-1])[1:] for stack in failed.stacks.values() if stack]
+        at = f": it is still in{lines[0]}" if lines else ""
+        return f"{said} never ended{at}", "", "What ends the loop, or the wait, in that line?"
+    parts = []
+    away = list(failed.finished)
+    for rank, stack in failed.stacks.items():
+        if not stack:
+            away.append(rank)
+            continue
+        does = "computes" if rank in failed.computing else "waits"
+        parts.append(f"rank {rank} {does} in{where(stack[-1])[1:]}")
+    if away:
+        have = "has" if len(away) == 1 else "have"
+        parts.append(f"{name_ranks(sorted(away))} {have} left the function")
+    seen = f"{said} never ended ({'; '.join(parts)})"
+    if any(rank in failed.computing for rank in failed.stacks):
+        return seen, "A rank still computes.", "What ends the loop in that line, on every rank?"
+    return seen, "All ranks that are left wait.", "For each line: who would have to send, and when?"

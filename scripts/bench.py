@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from pkgutil import ModuleInfo, iter_modules
+from pkgutil import ModuleInfo, iter_modules, walk_packages
 from types import ModuleType
 
 import psutil
@@ -38,27 +38,22 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 import manyhands
-from manyhands import (
-    bubble,
-    checks,
-    data_parallel,
-    ddp,
-    fsdp,
-    lab,
-    pipeline,
-    plans,
-    ring,
-    schedules,
-    split_model,
-    stages,
-    wiring,
-    wrapping,
-)
-from manyhands.live import Live, parts_of
-from manyhands.meters import SAMPLE_EVERY_S, Sampler, Stopwatch
-from manyhands.runtime import BadInput, command_line
-from manyhands.storage import read_json, read_lines
-from manyhands.transformer import Block, Transformer, flops_per_token, num_parameters
+from manyhands import checks
+from manyhands.collectives import ring
+from manyhands.data_parallel import replicas
+from manyhands.ddp import wrapping as ddp
+from manyhands.fsdp import fully_shard, units
+from manyhands.instruments.live import Live, parts_of
+from manyhands.instruments.meters import SAMPLE_EVERY_S, Sampler, Stopwatch
+from manyhands.instruments.timing import in_turn, slowest_rank, time_s
+from manyhands.models.transformer import Block, Transformer, flops_per_token, num_parameters
+from manyhands.pipeline import bubble, schedules, stages, wiring
+from manyhands.pipeline import engine as pipeline
+from manyhands.ranks import lab
+from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.tensor import dtensor
+from manyhands.tensor import model as split_model
+from manyhands.training.storage import read_json, read_lines
 
 SCRIPTS = Path(__file__).resolve().parent
 CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
@@ -131,34 +126,6 @@ class Shape:
 
 
 # ---- measuring -------------------------------------------------------------------------------
-
-
-def time_s(work: Callable[[], object]) -> float:
-    """Call `work` once and return the seconds that it took."""
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
-
-
-def in_turn(works: Sequence[Callable[[], object]], num_rounds: int) -> list[list[float]]:
-    """Time each of `works` once a round, every other round backwards; seconds, by work.
-
-    Where ranks are joined they start each piece of work together.
-    """
-    times_s: list[list[float]] = [[] for _ in works]
-    for number in range(num_rounds):
-        for index in range(len(works))[:: -1 if number % 2 else 1]:
-            if dist.is_initialized():
-                dist.barrier()
-            times_s[index].append(time_s(works[index]))
-    return times_s
-
-
-def slowest_rank(times_s: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """From `in_turn` of each rank: the time of the slowest rank, by work and round."""
-    return [
-        [max(ranks) for ranks in zip(*work, strict=True)] for work in zip(*times_s, strict=True)
-    ]
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
@@ -240,7 +207,7 @@ def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     steps = [
         make_step(wrap(model), x)
-        for wrap in (data_parallel.BucketedDDP, ddp.torch_ddp)
+        for wrap in (replicas.BucketedDDP, ddp.torch_ddp)
         for model, x in [shape.build()]
     ]
     in_turn(steps, 4)  # torch packs its buckets anew after the first step
@@ -278,7 +245,7 @@ def measure_zero3(shape: Shape, num_rounds: int) -> tuple[list[list[float]], lis
     """On a rank: times of a step with FSDP by hand and by torch, and bytes at their peaks."""
     torch.manual_seed(dist.get_rank())
     steps, peaks = [], []
-    for wrap in (fsdp.FSDP, wrapping.torch_fsdp):
+    for wrap in (units.FSDP, fully_shard.torch_fsdp):
         model, tokens = shape.build()
         model = wrap(model, list(model.blocks))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -370,7 +337,7 @@ def time_tensor(width: int, heads: int, num_rounds: int) -> list[list[float]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     styles = {
         name.removeprefix("blocks.0."): style
-        for name, style in plans.plan(1).items()
+        for name, style in dtensor.plan(1).items()
         if name.startswith("blocks.0.")
     }
     for native in (False, True):
@@ -427,7 +394,7 @@ def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     alone, (model, tokens) = make_step(*shape.build()), shape.build()
     # Meanwhile the others sleep in the barrier of the next round.
-    together = make_step(data_parallel.BucketedDDP(model), tokens)
+    together = make_step(replicas.BucketedDDP(model), tokens)
     works = [alone if dist.get_rank() == 0 else int, together]
     works.append(alone)  # all at once, but without a message
     in_turn(works, 2)
@@ -585,13 +552,21 @@ def all_exercises() -> list[tuple[checks.Lesson, checks.Exercise]]:
 
 
 def answer_of(lesson: checks.Lesson, name: str) -> object:
-    """The course's own answer: what the lesson's module defines as `name`, or else another one."""
-    others = [found.name for found in modules_in(manyhands) if not found.ispkg]
-    for module in (import_module(f"manyhands.{one}") for one in [lesson.module, *others]):
+    """The course's own answer: what a module of its room defines as `name`, or else another's."""
+    own_room = f"manyhands.{lesson.module}."
+    names = sorted(course_modules(), key=lambda module: not module.startswith(own_room))
+    for module in map(import_module, names):
         answer = getattr(module, name, None)
         if getattr(answer, "__module__", None) == module.__name__:
             return answer
     raise LookupError(f"no module of manyhands defines {name}, an exercise of {lesson.module}")
+
+
+def course_modules() -> list[str]:
+    """The dotted names of all modules in rooms but the checks."""
+    found = walk_packages(manyhands.__path__, "manyhands.")
+    names = [one.name for one in found if not one.ispkg]
+    return sorted(name for name in names if not name.startswith("manyhands.checks."))
 
 
 def modules_in(package: ModuleType) -> list[ModuleInfo]:
@@ -601,7 +576,10 @@ def modules_in(package: ModuleType) -> list[ModuleInfo]:
 
 def imports(config: Config) -> list[Measured]:
     """Seconds to import the lessons, `runtime` and `lab`, beyond those of torch."""
-    lessons = sorted({lesson.module for lesson, _ in all_exercises()} | {"lab", "runtime"})
+    rooms = {lesson.module for lesson, _ in all_exercises()}
+    names = [name.removeprefix("manyhands.") for name in course_modules()]
+    lessons = [name for name in names if name.partition(".")[0] in rooms]
+    lessons += ["ranks.lab", "ranks.runtime"]
     bare = "torch, torch.distributed"
     ours = f"{bare}, {', '.join(f'manyhands.{name}' for name in lessons)}"
     loaded: dict[str, tuple[float, int]] = {}

@@ -28,13 +28,14 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from bench import in_turn, slowest_rank
-from manyhands import alpha_beta, collectives, mine, ring
-from manyhands.figures import BLACK, GREY, legend_below, lines, new_figure, png
-from manyhands.meters import machine
-from manyhands.runtime import BadInput, World, command_line, distributed, on_main, together
-from manyhands.storage import open_folder, replace_file
-from report import scaled
+from manyhands.collectives import alpha_beta, ring, trees
+from manyhands.instruments.figures import BLACK, GREY, legend_below, lines, new_figure, png
+from manyhands.instruments.meters import machine
+from manyhands.instruments.timing import in_turn, slowest_rank
+from manyhands.jobs import mine
+from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
+from manyhands.training.report_figures import scaled
+from manyhands.training.storage import open_folder, replace_file
 
 BY_HAND = {
     "broadcast": ("broadcast_naive", "broadcast_tree"),
@@ -73,14 +74,14 @@ class Config:
 class Parts(NamedTuple):
     """The functions of lesson 04 that are measured, and the fit of the model."""
 
-    broadcast_naive: Callable = collectives.broadcast_naive
-    broadcast_tree: Callable = collectives.broadcast_tree
-    reduce_tree: Callable = collectives.reduce_tree
-    gather: Callable = collectives.gather
+    broadcast_naive: Callable = trees.broadcast_naive
+    broadcast_tree: Callable = trees.broadcast_tree
+    reduce_tree: Callable = trees.reduce_tree
+    gather: Callable = trees.gather
     all_gather_ring: Callable = ring.all_gather_ring
     reduce_scatter_ring: Callable = ring.reduce_scatter_ring
-    all_reduce_naive: Callable = collectives.all_reduce_naive
-    all_reduce_tree: Callable = collectives.all_reduce_tree
+    all_reduce_naive: Callable = trees.all_reduce_naive
+    all_reduce_tree: Callable = trees.all_reduce_tree
     all_reduce_ring: Callable = ring.all_reduce_ring
     fit_alpha_beta: Callable = alpha_beta.fit_alpha_beta
 

@@ -16,8 +16,8 @@ the mean of 5 seeds on 2 CPU ranks, plus and minus 4 standard deviations.
 What a cell's heading may hold, beside `tags=[...]`:
 
     exercise="f C.g" todo="6.3" minutes=15 difficulty=2 points=2
-                    the cell is one `from manyhands.word import f, C`. It becomes the source of f
-                    and C, and in notebooks/ the bodies named in `exercise` are emptied
+                    the cell is one `from manyhands.word.part import f, C`. It becomes the source of
+                    f and C, and in notebooks/ the bodies named in `exercise` are emptied
     show="true"     the same with nothing emptied
     check="6.3"     the check of that exercise
     answer="true"   stands in solutions/ only
@@ -32,23 +32,21 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jupytext
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
-from jupytext.config import JupytextConfiguration
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from manyhands.mine import global_names
-from manyhands.runtime import BadInput, command_line
-from run_notebook import kernel_environment, run_cells
+from manyhands.jobs.mine import global_names
+from manyhands.jobs.notebook import kernel_environment, run_cells
+from manyhands.jobs.source import Lesson, read_lesson
+from manyhands.ranks.runtime import BadInput, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADINGS = set("exercise todo minutes difficulty points show check answer tags jupyter".split())
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 MAP_START, MAP_END = "<!-- course map -->", "<!-- /course map -->"
@@ -73,87 +71,7 @@ class Config:
     """The longest that one cell may run, in seconds."""
 
 
-@dataclass
-class Lesson:
-    """One source file, read: its header and its cells."""
-
-    path: Path
-    root: Path
-    meta: dict[str, Any]
-    cells: list[NotebookNode]
-    points: dict[str, int] = field(default_factory=dict)  # todo number -> points
-
-    @property
-    def is_numbered(self) -> bool:
-        """Is this a lesson, and not the page the course opens at?"""
-        return self.path.stem != "start"
-
-    def target(self, folder: str) -> Path:
-        """The notebook that is built from this source into `folder`."""
-        return self.root / folder / f"{self.path.stem}.ipynb"
-
-    def fault(self, index: int, message: str) -> BadInput:
-        """An error that says where in the source it is."""
-        return BadInput(f"solutions/{self.path.name}, cell {index}: {message}")
-
-
 # ---------------------------------------------------------------- reading a source
-
-
-def read_lesson(path: Path, root: Path) -> Lesson:
-    """Read one source and check its header, its cell headings and its exercise numbers."""
-    settings = JupytextConfiguration(root_level_metadata_as_raw_cell=False)
-    parsed = jupytext.read(path, fmt="py:percent", config=settings)
-    meta = parsed.metadata.get("jupytext", {}).get("root_level_metadata", {}).get("manyhands", {})
-    if missing := {"title", "minutes", "goal"} - set(meta):
-        raise BadInput(
-            f"solutions/{path.name}: the header lacks {', '.join(sorted(missing))}; it opens with "
-            "a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
-        )
-    if "job" in meta:
-        check_job(path, meta["job"])
-    lesson = Lesson(path, root, dict(meta), [cell for cell in parsed.cells if cell.source.strip()])
-    for index, cell in enumerate(lesson.cells):
-        cell.metadata.pop("lines_to_next_cell", None)  # jupytext's note on the source's spacing
-        check_heading(lesson, index, dict(cell.metadata))
-    numbers = [cell.metadata.get("check") for cell in lesson.cells if "check" in cell.metadata]
-    if sorted(numbers) != sorted(lesson.points):
-        raise BadInput(
-            f"solutions/{path.name}: exercises {sorted(lesson.points)} and checks "
-            f"{sorted(numbers)} differ; each exercise has one check"
-        )
-    return lesson
-
-
-def check_job(path: Path, job: object) -> None:
-    """Refuse a `job` of the header that is misspelt or has no flags, or a loss that is no range."""
-    match job:
-        case {"flags": str(), "loss": [int() | float() as low, int() | float() as high], **rest}:
-            if low < high and not rest:
-                return
-        case {"flags": str(), **rest} if not rest:
-            return
-    raise BadInput(
-        f"solutions/{path.name}: the header's job is {job!r}; write it as "
-        'job: {flags: "--steps 60", loss: [2.1, 2.9]}, where loss can go'
-    )
-
-
-def check_heading(lesson: Lesson, index: int, heading: dict[str, Any]) -> None:
-    """Refuse a heading that is misspelt or incomplete; note the exercise's number and points."""
-    if unknown := set(heading) - HEADINGS:
-        raise lesson.fault(index, f"unknown in the heading: {', '.join(sorted(unknown))}")
-    if "exercise" not in heading:
-        return
-    number, difficulty = heading.get("todo", ""), heading.get("difficulty")
-    prefix = lesson.path.stem.partition("_")[0].lstrip("0") or "0"
-    if not re.fullmatch(rf"{prefix}\.\d+", number) or number in lesson.points:
-        raise lesson.fault(
-            index, f'todo="{number}" must be "{prefix}.N" with an N not used before in this lesson'
-        )
-    if difficulty not in (1, 2, 3) or not isinstance(heading.get("minutes"), int):
-        raise lesson.fault(index, f"TODO {number} needs minutes=N and difficulty=1, 2 or 3")
-    lesson.points[number] = heading.get("points", 1)
 
 
 # ---------------------------------------------------------------- building a notebook

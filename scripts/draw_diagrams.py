@@ -5,16 +5,26 @@
 
 A diagram is a function that puts boxes, lines and words on a card. Its docstring is the picture's
 title and its description, for people who cannot see it. The card is opaque, so it can also be read
-in a dark notebook. Colours and hatches mean what they mean in `manyhands.figures`. Lengths are in
-SVG units, from the card's top left corner.
+in a dark notebook. Colours and hatches mean what they mean in
+`manyhands.instruments.figures`. Lengths are in SVG units, from the card's top left corner.
 """
 
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from manyhands.figures import BLACK, GREEN, GREY, HATCH, LIGHT_GREY, ORANGE, RANK, RED, ROLE
-from manyhands.runtime import command_line
+from manyhands.instruments.figures import (
+    BLACK,
+    GREEN,
+    GREY,
+    HATCH,
+    LIGHT_GREY,
+    ORANGE,
+    RANK,
+    RED,
+    ROLE,
+)
+from manyhands.ranks.runtime import command_line
 
 PAPER = "#fcfcfa"
 BOLD, MONO = ' font-weight="bold"', ' font-family="Menlo, Consolas, monospace"'

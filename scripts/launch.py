@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from manyhands.meters import machine
-from manyhands.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
+from manyhands.instruments.meters import machine
+from manyhands.ranks.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")

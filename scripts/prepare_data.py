@@ -21,8 +21,8 @@ from urllib.request import urlopen
 import numpy as np
 import torch
 
-from manyhands import corpus, images
-from manyhands.runtime import BadInput, command_line, first_line
+from manyhands.data import corpus, images
+from manyhands.ranks.runtime import BadInput, command_line, first_line
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,23 @@ The notebook in solutions/ is only read. A job that one of its cells starts runs
 too: a job that waited for another job in the queue might wait for ever.
 """
 
-import os
 import re
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
-from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
-from traitlets.config import Config as TraitConfig
 from tyro.conf import Positional
 
-from manyhands.runtime import BadInput, command_line, end_with_caller, first_line
-from manyhands.storage import replace_file, write_json
+from manyhands.jobs.notebook import kernel_environment, run_cells
+from manyhands.ranks.runtime import BadInput, command_line, end_with_caller, first_line
+from manyhands.training.storage import replace_file, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -44,49 +41,6 @@ class Config:
     """Path of the page and the verdict, without an ending; empty takes runs/solutions/LESSON."""
     timeout_s: int = 300
     """The longest that one cell may run, in seconds."""
-
-
-def kernel_environment(root: Path, folder: str) -> dict[str, str]:
-    """The environment of a kernel that runs a solution of the course in `root`.
-
-    It finds this clone's library, writes nothing to the person's own mine/ and IPython folder but
-    to `folder`, and starts its jobs on this machine.
-    """
-    search = [str(root.resolve() / "scripts"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, search)),
-        "IPYTHONDIR": f"{folder}/ipython",
-        "MANYHANDS_MINE": f"{folder}/mine",
-        "MANYHANDS_LOCAL": "1",
-    }
-
-
-def run_cells(
-    notebook: NotebookNode,
-    cwd: Path,
-    environment: Mapping[str, str],
-    timeout_s: int,
-    on_cell: Callable | None = None,
-) -> None:
-    """Run all cells of `notebook` in a new kernel; its outputs are written into it.
-
-    Args:
-        on_cell: is called as on_cell(cell=..., cell_index=...) when a cell begins.
-
-    Raises:
-        CellControlSignal: a cell failed, or ran too long.
-        DeadKernelError: the kernel ended.
-    """
-    client = NotebookClient(
-        notebook,
-        timeout=timeout_s,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(cwd)}},
-        record_timing=False,
-        on_cell_execute=on_cell,
-        config=TraitConfig({"KernelManager": {"transport_encryption": "auto"}}),
-    )
-    client.execute(env=environment)
 
 
 def run(notebook: NotebookNode, cwd: Path, timeout_s: int) -> dict:

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from build_notebooks import read_lesson
-from manyhands import jobs, record
-from manyhands.runtime import BadInput, command_line
-from manyhands.storage import next_free, read_json, replace_file, write_json
-from manyhands.watch import tail
+from manyhands.jobs import submit as jobs
+from manyhands.jobs.source import read_lesson
+from manyhands.jobs.watch import tail
+from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.training import record
+from manyhands.training.storage import next_free, read_json, replace_file, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("runs/solutions")

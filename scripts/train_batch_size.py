@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from manyhands import batch_size, images, sweep
-from manyhands.figures import new_figure, png, steps_by_batch
-from manyhands.first_job import my_share
-from manyhands.power_law import fit_power_law
-from manyhands.runtime import BadInput, World, command_line
-from manyhands.storage import read_json
-from manyhands.tasks import Kind, TaskRun, read_results, start
-from report import write_report
+from manyhands.batch_size import scaling, sweep
+from manyhands.data import images
+from manyhands.first_job.planning import my_share
+from manyhands.first_job.power_law import fit_power_law
+from manyhands.instruments.figures import new_figure, png, steps_by_batch
+from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.training.report import write_report
+from manyhands.training.storage import read_json
+from manyhands.training.tasks import Kind, TaskRun, read_results, start
 
 BATCHES = [2**power for power in range(11)]
 SMALL, LARGE, RATE = 8, 32, 0.4  # where the noise scale is measured
@@ -58,9 +59,9 @@ class Config:
 class Parts(NamedTuple):
     """The exercises of lesson 03 that this job can use."""
 
-    best_rate: Callable = batch_size.best_rate
-    fit_steps: Callable = batch_size.fit_steps
-    noise_scale: Callable = batch_size.noise_scale
+    best_rate: Callable = scaling.best_rate
+    fit_steps: Callable = scaling.fit_steps
+    noise_scale: Callable = scaling.noise_scale
 
 
 class Best(NamedTuple):

@@ -13,11 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from manyhands import corpus, data_parallel, ddp, loops, mine
-from manyhands.run import Run, TrainConfig, save_once
-from manyhands.runtime import BadInput, World, command_line, distributed
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from manyhands.data import corpus
+from manyhands.data_parallel import loops, replicas
+from manyhands.ddp import wrapping
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.training.report import write_report
+from manyhands.training.run import Run, TrainConfig, save_once
 
 BUCKET_BYTES = 25_000_000
 EXERCISES = {  # of lesson 05, which each --impl is made of
@@ -41,10 +44,10 @@ class Config(TrainConfig):
 class Parts(NamedTuple):
     """The exercises of lesson 05 that a job can use."""
 
-    broadcast_state: Callable = data_parallel.broadcast_state
-    average_gradients: Callable = data_parallel.average_gradients
-    average_buckets: Callable = data_parallel.average_buckets
-    BucketedDDP: Callable = data_parallel.BucketedDDP
+    broadcast_state: Callable = replicas.broadcast_state
+    average_gradients: Callable = replicas.average_gradients
+    average_buckets: Callable = replicas.average_buckets
+    BucketedDDP: Callable = replicas.BucketedDDP
     worker_step: Callable = loops.worker_step
     server_step: Callable = loops.server_step
 
@@ -102,7 +105,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss if batch else None)
 
     # Result
-    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
     save_once(model, run.folder / "model.pt")
     run.finish(valid_loss)
     if world.is_main:
@@ -113,11 +116,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
 def replicate(impl: str, parts: Parts, model: nn.Module) -> tuple[nn.Module, list]:
     """Make the ranks' models equal; returns the model, and its buckets for `update`."""
     if impl == "torch":
-        return ddp.torch_ddp(model), []
+        return wrapping.torch_ddp(model), []
     if impl == "overlapped":
         return parts.BucketedDDP(model), []
     parts.broadcast_state(model)
-    return model, data_parallel.make_buckets(model.parameters(), BUCKET_BYTES)
+    return model, replicas.make_buckets(model.parameters(), BUCKET_BYTES)
 
 
 def update(

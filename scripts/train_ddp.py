@@ -12,11 +12,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from manyhands import corpus, data_parallel, ddp, mine
-from manyhands.run import Run, TrainConfig, save_once
-from manyhands.runtime import World, command_line, distributed, place, process_group
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from manyhands.data import corpus
+from manyhands.data_parallel import replicas
+from manyhands.ddp import wrapping
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import World, command_line, distributed, place, process_group
+from manyhands.training.report import write_report
+from manyhands.training.run import Run, TrainConfig, save_once
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Parts(NamedTuple):
     place: Callable = place
     process_group: Callable = process_group
     ShardedSampler: Callable = corpus.ShardedSampler
-    BucketedDDP: Callable = data_parallel.BucketedDDP
+    BucketedDDP: Callable = replicas.BucketedDDP
     torch_ddp: Callable | None = None  # where given, it takes the place of BucketedDDP
-    mean_over_ranks: Callable = ddp.mean_over_ranks
+    mean_over_ranks: Callable = wrapping.mean_over_ranks
     save_once: Callable = save_once
 
 
@@ -56,7 +59,7 @@ def main(config: Config) -> float:
     yours = learners_parts() if config.impl == "mine" else {}
     parts = Parts(**yours)  # what the learner has not written, the course has
     if config.impl == "torch":
-        parts = Parts(ShardedSampler=corpus.torch_sampler, torch_ddp=ddp.torch_ddp)
+        parts = Parts(ShardedSampler=corpus.torch_sampler, torch_ddp=wrapping.torch_ddp)
     join = {"place": parts.place, "process_group": parts.process_group}
     with distributed(config.device, config.seed, **join) as world:
         if config.impl == "mine":

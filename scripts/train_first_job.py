@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from manyhands import first_job, images, power_law
-from manyhands.figures import measured_and_predicted, new_figure, png
-from manyhands.runtime import BadInput, World, command_line
-from manyhands.tasks import Kind, TaskRun, start
-from report import write_report
+from manyhands.data import images
+from manyhands.first_job import planning, power_law
+from manyhands.instruments.figures import measured_and_predicted, new_figure, png
+from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.training.report import write_report
+from manyhands.training.tasks import Kind, TaskRun, start
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Config:
 class Parts(NamedTuple):
     """The exercises of lesson 00 that this job can use."""
 
-    my_share: Callable = first_job.my_share
+    my_share: Callable = planning.my_share
     fit_power_law: Callable = power_law.fit_power_law
 
 

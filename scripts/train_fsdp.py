@@ -16,13 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands import corpus, ddp, flat, fsdp, mine, wrapping, zero
-from manyhands.data_parallel import broadcast_state
-from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig
-from manyhands.runtime import BadInput, World, command_line, distributed
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import finish
+from manyhands.data import corpus
+from manyhands.data_parallel.replicas import broadcast_state
+from manyhands.ddp import wrapping as ddp
+from manyhands.fsdp import flat, fully_shard, units, zero
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.training.report import finish
+from manyhands.training.run import Run, TrainConfig
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SHARDED = {"zero1": ["optimizer"], "zero2": ["optimizer"]}  # of a checkpoint; the rest: all of it
@@ -51,9 +54,9 @@ class Parts(NamedTuple):
     ShardedOptimizer: Callable = zero.ShardedOptimizer
     reduce_during_backward: Callable = zero.reduce_during_backward
     ShardedFlat: Callable = flat.ShardedFlat  # which FSDP makes for itself
-    FSDP: Callable = fsdp.FSDP
-    torch_fsdp: Callable = wrapping.torch_fsdp
-    make_mesh: Callable = wrapping.make_mesh
+    FSDP: Callable = units.FSDP
+    torch_fsdp: Callable = fully_shard.torch_fsdp
+    make_mesh: Callable = fully_shard.make_mesh
 
 
 HIGHEST = {  # what --impl mine trains with: the first of these parts that the learner has
@@ -165,7 +168,7 @@ def in_checkpoint(impl: str, optimizer: object) -> tuple[torch.optim.Optimizer, 
 
 def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:
     """Set `plain`, on the CPU of rank 0, to the weights of all shards; returns it on all ranks."""
-    state = wrapping.full_state(sharded)
+    state = fully_shard.full_state(sharded)
     if world.is_main:
         plain.load_state_dict(state)
     return plain

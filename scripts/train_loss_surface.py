@@ -20,15 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import images, loss_surface, resnet
-from manyhands.figures import loss_surfaces, png
-from manyhands.first_job import my_share
-from manyhands.power_law import error_rate
-from manyhands.resnet import ResNet, use_batch_statistics
-from manyhands.runtime import BadInput, World, command_line, together
-from manyhands.storage import partial_name, read_state, write_state
-from manyhands.tasks import Kind, TaskRun, start
-from report import write_report
+from manyhands.data import images
+from manyhands.first_job.planning import my_share
+from manyhands.first_job.power_law import error_rate
+from manyhands.instruments.figures import loss_surfaces, png
+from manyhands.loss_surface import surface as loss_surface
+from manyhands.models import resnet
+from manyhands.models.resnet import ResNet, use_batch_statistics
+from manyhands.ranks.runtime import BadInput, World, command_line, together
+from manyhands.training.report import write_report
+from manyhands.training.storage import partial_name, read_state, write_state
+from manyhands.training.tasks import Kind, TaskRun, start
 
 KINDS = ("skip", "plain")
 NAMES = {"skip": "with skips", "plain": "without skips"}

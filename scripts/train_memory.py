@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from manyhands import corpus, ddp, mine, savings
-from manyhands.data_parallel import average_gradients, broadcast_state
-from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig
-from manyhands.runtime import World, command_line, distributed
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import finish
+from manyhands.data import corpus
+from manyhands.data_parallel.replicas import average_gradients, broadcast_state
+from manyhands.ddp import wrapping
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import mine
+from manyhands.memory import savings
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import World, command_line, distributed
+from manyhands.training.report import finish
+from manyhands.training.run import Run, TrainConfig
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 NUM_PIECES = 4
@@ -86,7 +89,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(torch.as_tensor(loss))
 
     # Result
-    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
     return finish(run, model, valid_loss, live)
 
 

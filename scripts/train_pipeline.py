@@ -17,14 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands import bubble, corpus, ddp, mine, pipeline, schedules, stages, storage, wiring
-from manyhands.data_parallel import average_gradients
-from manyhands.live import Live, parts_of
-from manyhands.meters import Stopwatch
-from manyhands.run import Run, TrainConfig
-from manyhands.runtime import BadInput, World, command_line, distributed, on_main
-from manyhands.transformer import Transformer, flops_per_token
-from report import finish
+from manyhands.data import corpus
+from manyhands.data_parallel.replicas import average_gradients
+from manyhands.ddp import wrapping
+from manyhands.instruments.live import Live, parts_of
+from manyhands.instruments.meters import Stopwatch
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer, flops_per_token
+from manyhands.pipeline import bubble, schedules, stages, wiring
+from manyhands.pipeline import engine as pipeline
+from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main
+from manyhands.training import storage
+from manyhands.training.report import finish
+from manyhands.training.run import Run, TrainConfig
 
 WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SEVERAL = ("interleaved", "zero-bubble")  # two stages a rank
@@ -289,7 +294,7 @@ def mean_loss(
         loss = engine.step(inputs.to(device), targets.to(device))
         total += loss.double() * targets.numel()
         count += targets.numel()
-    return ddp.mean_over_ranks(total, count)
+    return wrapping.mean_over_ranks(total, count)
 
 
 def gather(

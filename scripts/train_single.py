@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from manyhands import corpus
-from manyhands.run import Run, TrainConfig, save_once
-from manyhands.runtime import World, alone, command_line
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import write_report
+from manyhands.data import corpus
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import World, alone, command_line
+from manyhands.training.report import write_report
+from manyhands.training.run import Run, TrainConfig, save_once
 
 
 @dataclass(frozen=True)

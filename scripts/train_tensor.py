@@ -17,12 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
-from manyhands import corpus, ddp, mine, plans, split_model, storage
-from manyhands.live import Live, parts_of
-from manyhands.run import Run, TrainConfig
-from manyhands.runtime import BadInput, World, command_line, distributed
-from manyhands.transformer import Transformer, flops_per_token, total_loss
-from report import finish
+from manyhands.data import corpus
+from manyhands.ddp import wrapping
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.tensor import dtensor
+from manyhands.tensor import model as split_model
+from manyhands.training import storage
+from manyhands.training.report import finish
+from manyhands.training.run import Run, TrainConfig
 
 MESH = ("replicate", "tensor")
 ADAMW = {False: {"fused": True}, True: {"foreach": False}}  # DTensors do not mix with others
@@ -95,7 +100,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
     # Result
     valid = DataLoader(data.valid, batch, sampler=range(share, len(data.valid), num_shares))
-    valid_loss = ddp.mean_over_ranks(*total_loss(model, valid, world.device))
+    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
     return finish(run, uncut(model, Transformer(*shape), world), valid_loss, live)
 
 
@@ -139,7 +144,7 @@ def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
 def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> nn.Module:
     """Cut the model over the ranks of this rank's row of the mesh."""
     if config.impl == "torch":
-        return Native(plans.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
+        return Native(dtensor.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
     group = mesh.get_group("tensor")
     return parts.TensorParallel(model, config.sequence, config.seed, group)
 

@@ -23,12 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import figures, images, lab, storage, watch
-from manyhands.checks import first_job as check
-from manyhands.checks import score
-from manyhands.first_job import SITE, Place
-from manyhands.lab import run_ranks
-from manyhands.power_law import BATCH
+from manyhands.checks import first_job as check, score
+from manyhands.data import images
+from manyhands.first_job.planning import SITE, Place
+from manyhands.first_job.power_law import BATCH
+from manyhands.instruments import figures
+from manyhands.jobs import watch
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
 
 lab.warm_up()
 num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -67,7 +70,7 @@ print(f"{flops:.1e} FLOPs = {petaflops_days:,.0f} PF/s-days")
 # A training reaches a part of it, the **utilisation**, often 0.3 to 0.5.
 
 # %% exercise="days_on_devices" todo="0.1" minutes=5 difficulty=1 points=1
-from manyhands.first_job import days_on_devices
+from manyhands.first_job.planning import days_on_devices
 
 # %% check="0.1" tags=["nbval-check-output"]
 check.days_on_devices(days_on_devices)
@@ -148,7 +151,7 @@ if check.ready("0.1"):
 # A function of this course takes the group as an argument and hands it on.
 
 # %% exercise="device_map" todo="0.2" minutes=10 difficulty=2 points=2
-from manyhands.first_job import device_map
+from manyhands.first_job.planning import device_map
 
 # %% check="0.2" tags=["nbval-check-output"]
 check.device_map(device_map)
@@ -193,7 +196,7 @@ print(data.note)
 print(f"{len(tasks)} trainings: {sizes} images, 4 networks each")
 
 # %% show="true"
-from manyhands.power_law import error_rate, num_steps, train_on
+from manyhands.first_job.power_law import error_rate, num_steps, train_on
 
 # %% [markdown]
 # These 28 trainings have nothing to do with each other. That is the easiest kind of parallel
@@ -201,7 +204,7 @@ from manyhands.power_law import error_rate, num_steps, train_on
 # share without asking, so that every task is done, and none is done twice.
 
 # %% exercise="my_share" todo="0.3" minutes=5 difficulty=1 points=1
-from manyhands.first_job import my_share
+from manyhands.first_job.planning import my_share
 
 # %% check="0.3" tags=["nbval-check-output"]
 check.my_share(my_share)
@@ -248,7 +251,7 @@ if check.ready("0.3"):
 # lines for translation, language models, images and speech (Hestness et al. 2017). Fit yours.
 
 # %% exercise="fit_power_law" todo="0.4" minutes=10 difficulty=2 points=2
-from manyhands.power_law import fit_power_law
+from manyhands.first_job.power_law import fit_power_law
 
 # %% check="0.4" tags=["nbval-check-output"]
 check.fit_power_law(fit_power_law)
@@ -332,7 +335,7 @@ print(Path("../sbatch/first_job.sbatch").read_text())
 # node, a port, and the number of the job; in lesson 06 you write that yourself. Now write a job file.
 
 # %% exercise="job_file" todo="0.5" minutes=10 difficulty=2 points=2
-from manyhands.first_job import job_file
+from manyhands.first_job.planning import job_file
 
 # %% check="0.5" tags=["nbval-check-output"]
 check.job_file(job_file)
@@ -360,7 +363,7 @@ print(SITE)
 # - `=` in a shell file has no space around it, and `export` hands a variable on to `sbatch`.
 
 # %% exercise="site_file" todo="0.6" minutes=10 difficulty=2 points=1
-from manyhands.first_job import site_file
+from manyhands.first_job.planning import site_file
 
 # %% check="0.6" tags=["nbval-check-output"]
 check.site_file(site_file)
@@ -403,7 +406,7 @@ if check.ready("0.3", "0.4"):
 # How much was used? The job wrote down twice a second how busy each rank's device was.
 
 # %% exercise="device_hours" todo="0.7" minutes=10 difficulty=2 points=1
-from manyhands.first_job import device_hours
+from manyhands.first_job.planning import device_hours
 
 # %% check="0.7" tags=["nbval-check-output"]
 check.device_hours(device_hours)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor
 
-from manyhands import figures, lab
-from manyhands.checks import gradient_descent as check
-from manyhands.checks import score
-from manyhands.power_law import fit_power_law
+from manyhands.checks import gradient_descent as check, score
+from manyhands.first_job.power_law import fit_power_law
+from manyhands.instruments import figures
+from manyhands.ranks import lab
 
 lab.warm_up()
 torch.set_num_threads(1)
@@ -45,7 +45,7 @@ print(f"{len(x)} samples, x from {x.min():.2f} to {x.max():.2f}")
 # line is: here the mean of the squared errors.
 
 # %% show="true"
-from manyhands.gradient_descent import mean_squared_error
+from manyhands.gradient_descent.descent import mean_squared_error
 
 # %% tags=["nbval-check-output"]
 for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
@@ -88,7 +88,7 @@ figures.show(
 # for you, and in the next cell it does.
 
 # %% exercise="gradient" todo="1.1" minutes=10 difficulty=1 points=1
-from manyhands.gradient_descent import gradient
+from manyhands.gradient_descent.descent import gradient
 
 # %% check="1.1" tags=["nbval-check-output"]
 check.gradient(gradient)
@@ -113,7 +113,7 @@ if check.ready("1.1"):
 # stop when it is short enough; and in any case after so many steps.
 
 # %% exercise="descend" todo="1.2" minutes=10 difficulty=1 points=2
-from manyhands.gradient_descent import descend
+from manyhands.gradient_descent.descent import descend
 
 # %% check="1.2" tags=["nbval-check-output"]
 check.descend(descend)
@@ -153,7 +153,7 @@ if check.ready("1.1", "1.2"):
 # and the values of $h$ its **eigenvalues**. The steepest direction sets the limit.
 
 # %% exercise="largest_rate" todo="1.3" minutes=10 difficulty=2 points=2
-from manyhands.gradient_descent import largest_rate
+from manyhands.gradient_descent.descent import largest_rate
 
 # %% check="1.3" tags=["nbval-check-output"]
 check.largest_rate(largest_rate)
@@ -205,7 +205,7 @@ if check.ready("1.1", "1.2", "1.3"):
 # all are used, shuffle again. Once through all of them is an **epoch**.
 
 # %% exercise="mini_batches" todo="1.4" minutes=5 difficulty=1 points=1
-from manyhands.gradient_descent import mini_batches
+from manyhands.gradient_descent.descent import mini_batches
 
 # %% check="1.4" tags=["nbval-check-output"]
 check.mini_batches(mini_batches)
@@ -225,7 +225,7 @@ if check.ready("1.4"):
 # ```
 
 # %% exercise="descend_in_batches" todo="1.5" minutes=15 difficulty=2 points=3
-from manyhands.gradient_descent import descend_in_batches
+from manyhands.gradient_descent.descent import descend_in_batches
 
 # %% check="1.5" tags=["nbval-check-output"]
 check.descend_in_batches(descend_in_batches)
@@ -321,7 +321,7 @@ if check.ready("1.1", "1.4", "1.5"):
 # **variance** of the gradient.
 
 # %% exercise="gradient_variance" todo="1.6" minutes=10 difficulty=2 points=2
-from manyhands.gradient_descent import gradient_variance
+from manyhands.gradient_descent.descent import gradient_variance
 
 # %% check="1.6" tags=["nbval-check-output"]
 check.gradient_variance(gradient_variance)
@@ -401,7 +401,7 @@ if check.ready("1.1", "1.4", "1.6"):
 # together, across it they cancel.
 
 # %% exercise="Momentum.__init__ Momentum.__call__" todo="1.7" minutes=10 difficulty=2 points=1
-from manyhands.gradient_descent import Momentum
+from manyhands.gradient_descent.descent import Momentum
 
 # %% check="1.7" tags=["nbval-check-output"]
 check.Momentum(Momentum)

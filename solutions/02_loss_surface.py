@@ -20,13 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
-from manyhands import figures, images, lab, resnet, storage, watch
-from manyhands.checks import loss_surface as check
-from manyhands.checks import score
-from manyhands.first_job import my_share
-from manyhands.lab import run_ranks
-from manyhands.loss_surface import Direction, Loss
-from manyhands.power_law import error_rate, train_on
+from manyhands.checks import loss_surface as check, score
+from manyhands.data import images
+from manyhands.first_job.planning import my_share
+from manyhands.first_job.power_law import error_rate, train_on
+from manyhands.instruments import figures
+from manyhands.jobs import watch
+from manyhands.loss_surface.surface import Direction, Loss
+from manyhands.models import resnet
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
 
 lab.warm_up()
 torch.set_num_threads(1)
@@ -68,7 +72,7 @@ print(f"loss {loss().item():.4f}; shapes {[tuple(p.shape) for p in parameters]}"
 # moves, and rounding errors would add up.
 
 # %% exercise="loss_at" todo="2.1" minutes=10 difficulty=2 points=2
-from manyhands.loss_surface import loss_at
+from manyhands.loss_surface.surface import loss_at
 
 # %% check="2.1" tags=["nbval-check-output"]
 check.loss_at(loss_at)
@@ -77,7 +81,7 @@ check.loss_at(loss_at)
 # The first cut is the simplest: the straight line from one solution to another.
 
 # %% exercise="slice_between" todo="2.2" minutes=5 difficulty=1 points=1
-from manyhands.loss_surface import slice_between
+from manyhands.loss_surface.surface import slice_between
 
 # %% check="2.2" tags=["nbval-check-output"]
 check.slice_between(slice_between)
@@ -158,7 +162,7 @@ if check.ready("2.1", "2.2"):
 # its weights are long".
 
 # %% exercise="random_direction" todo="2.3" minutes=15 difficulty=2 points=2
-from manyhands.loss_surface import random_direction
+from manyhands.loss_surface.surface import random_direction
 
 # %% check="2.3" tags=["nbval-check-output"]
 check.random_direction(random_direction)
@@ -171,7 +175,7 @@ check.random_direction(random_direction)
 # All else is the same, even the first weights. The course's `resnet.ResNet` is a row of such blocks:
 
 # %% show="true"
-from manyhands.resnet import Block
+from manyhands.models.resnet import Block
 
 # %% [markdown]
 # Train two networks of each kind, with two seeds, dealt out to two ranks as in lesson 00. This takes some
@@ -239,7 +243,7 @@ for model in networks.values():
 # `None` it is all ranks.
 
 # %% exercise="surface" todo="2.4" minutes=15 difficulty=3 points=3
-from manyhands.loss_surface import surface
+from manyhands.loss_surface.surface import surface
 
 # %% check="2.4" tags=["nbval-check-output"]
 check.surface(surface)
@@ -305,7 +309,7 @@ if check.ready("2.1", "2.3", "2.4"):
 # valley you only go down, and then up. Every further up and down makes the walk longer.
 
 # %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
-from manyhands.loss_surface import roughness
+from manyhands.loss_surface.surface import roughness
 
 # %% check="2.5" tags=["nbval-check-output"]
 check.roughness(roughness)
@@ -322,7 +326,7 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
 # more networks on a finer grid. This is what it gave, stored with the course:
 
 # %%
-stored = storage.stored("loss_surface")
+stored = storage.stored("loss_surface", "networks")
 for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
     results = [one for one in stored["networks"] if one["kind"] == kind]
     rough = [one["roughness"] for one in results]
@@ -352,7 +356,7 @@ figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and 
 # a minimum: how fast the loss curves up in the steepest direction.
 
 # %% exercise="sharpness" todo="2.6" minutes=15 difficulty=3 points=2
-from manyhands.loss_surface import sharpness
+from manyhands.loss_surface.surface import sharpness
 
 # %% check="2.6" tags=["nbval-check-output"]
 check.sharpness(sharpness)

@@ -23,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands import figures, images, lab, storage, watch
-from manyhands.checks import batch_size as check
-from manyhands.checks import score
-from manyhands.first_job import my_share
-from manyhands.lab import run_ranks
-from manyhands.power_law import fit_power_law
-from manyhands.sweep import PATIENCE, Training, tune
+from manyhands.batch_size.sweep import PATIENCE, Training, tune
+from manyhands.checks import batch_size as check, score
+from manyhands.data import images
+from manyhands.first_job.planning import my_share
+from manyhands.first_job.power_law import fit_power_law
+from manyhands.instruments import figures
+from manyhands.jobs import watch
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
 
 lab.warm_up()
 torch.set_num_threads(1)
@@ -62,7 +65,7 @@ print(f"after 200 steps {training.accuracy():.0%}")
 #   many steps does not care.
 
 # %% exercise="throughput" todo="3.1" minutes=10 difficulty=2 points=2
-from manyhands.batch_size import throughput
+from manyhands.batch_size.scaling import throughput
 
 # %% check="3.1" tags=["nbval-check-output"]
 check.throughput(throughput)
@@ -125,7 +128,7 @@ if check.ready("3.1"):
 # several in a row; their number is called the **patience**. In this lesson it is 2.
 
 # %% exercise="steps_to_target" todo="3.2" minutes=15 difficulty=2 points=2
-from manyhands.batch_size import steps_to_target
+from manyhands.batch_size.scaling import steps_to_target
 
 # %% check="3.2" tags=["nbval-check-output"]
 check.steps_to_target(steps_to_target)
@@ -150,7 +153,7 @@ if check.ready("3.2"):
 # survive would favour reckless rates.
 
 # %% exercise="best_rate" todo="3.3" minutes=10 difficulty=1 points=1
-from manyhands.batch_size import best_rate
+from manyhands.batch_size.scaling import best_rate
 
 # %% check="3.3" tags=["nbval-check-output"]
 check.best_rate(best_rate)
@@ -207,7 +210,7 @@ if check.ready("3.3"):
 # walk the way. At the **critical batch** it takes twice the least steps.
 
 # %% exercise="fit_steps" todo="3.4" minutes=15 difficulty=3 points=2
-from manyhands.batch_size import fit_steps
+from manyhands.batch_size.scaling import fit_steps
 
 # %% check="3.4" tags=["nbval-check-output"]
 check.fit_steps(fit_steps)
@@ -277,7 +280,7 @@ if check.ready("3.3"):
 # much noise there is.
 
 # %% exercise="average_over_ranks" todo="3.5" minutes=10 difficulty=2 points=2
-from manyhands.batch_size import average_over_ranks
+from manyhands.batch_size.scaling import average_over_ranks
 
 # %% check="3.5" tags=["nbval-check-output"]
 check.average_over_ranks(average_over_ranks)
@@ -330,7 +333,7 @@ if check.ready("3.5"):
 # 32.
 
 # %% exercise="noise_scale" todo="3.6" minutes=15 difficulty=3 points=2
-from manyhands.batch_size import noise_scale
+from manyhands.batch_size.scaling import noise_scale
 
 # %% check="3.6" tags=["nbval-check-output"]
 check.noise_scale(noise_scale)
@@ -409,7 +412,7 @@ if check.ready("3.1", "3.3"):
 # %%
 figure, axes = figures.new_figure(9, 4.2, cols=2)
 for ax, name in zip(axes, ("digits", "mnist"), strict=True):
-    stored = storage.stored(f"batch_size_{name}")
+    stored = storage.stored("batch_size", name)
     critical_of, scale_of = stored["critical_batch"], stored["noise_scale"]
     figures.steps_by_batch(ax, stored["batches"], stored["least_steps"], critical_of, scale_of)
     ax.set_title(f"{name}, target {stored['target']:.0%}")

@@ -27,13 +27,14 @@ import torch.distributed as dist
 from IPython.display import Image, display
 from torch import Tensor
 
-from manyhands import figures, lab, watch
-from manyhands.checks import collectives as check
-from manyhands.checks import score
-from manyhands.collectives import Group
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls, rounds, traffic
-from manyhands.network import SlowNetwork
+from manyhands.checks import collectives as check, score
+from manyhands.collectives.trees import Group
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger, calls, rounds, traffic
+from manyhands.jobs import watch
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.network import SlowNetwork
 
 lab.warm_up()
 print(
@@ -128,7 +129,7 @@ for job_rank, group_rank, value in run_ranks(message_in_a_group, 4):
 # can be sent, and whatever you write into the vector is in `tensor` afterwards.
 
 # %% show="true"
-from manyhands.collectives import flat
+from manyhands.collectives.trees import flat
 
 # %% tags=["nbval-check-output"]
 matrix = torch.arange(6.0).view(3, 2)
@@ -146,7 +147,7 @@ print(matrix.tolist())
 # average, add up on the way and divide once, when all ranks are in.
 
 # %% exercise="combine" todo="4.1" minutes=5 difficulty=1 points=1
-from manyhands.collectives import combine
+from manyhands.collectives.trees import combine
 
 # %% check="4.1" tags=["nbval-check-output"]
 check.combine(combine)
@@ -158,7 +159,7 @@ check.combine(combine)
 # everybody, one after the other.
 
 # %% exercise="broadcast_naive" todo="4.2" minutes=10 difficulty=1 points=1
-from manyhands.collectives import broadcast_naive
+from manyhands.collectives.trees import broadcast_naive
 
 # %% check="4.2" tags=["nbval-check-output"]
 check.broadcast_naive(broadcast_naive)
@@ -173,7 +174,7 @@ check.broadcast_naive(broadcast_naive)
 # A count of places that starts at the root makes any rank a root: `place = (rank - root) % n`.
 
 # %% exercise="broadcast_tree" todo="4.3" minutes=20 difficulty=2 points=2
-from manyhands.collectives import broadcast_tree
+from manyhands.collectives.trees import broadcast_tree
 
 # %% check="4.3" tags=["nbval-check-output"]
 check.broadcast_tree(broadcast_tree)
@@ -216,7 +217,7 @@ if check.ready("4.2", "4.3"):
 # send to two, then one to the root.
 
 # %% exercise="reduce_tree" todo="4.4" minutes=15 difficulty=2 points=2
-from manyhands.collectives import reduce_tree
+from manyhands.collectives.trees import reduce_tree
 
 # %% check="4.4" tags=["nbval-check-output"]
 check.reduce_tree(reduce_tree)
@@ -227,7 +228,7 @@ check.reduce_tree(reduce_tree)
 # what comes. Afterwards the root's list is full. The chunks may have different sizes.
 
 # %% exercise="gather" todo="4.5" minutes=10 difficulty=1 points=1
-from manyhands.collectives import gather
+from manyhands.collectives.trees import gather
 
 # %% check="4.5" tags=["nbval-check-output"]
 check.gather(gather)
@@ -239,7 +240,7 @@ check.gather(gather)
 # They are given. Read them: which rank has the most to do?
 
 # %% show="true"
-from manyhands.collectives import all_reduce_naive, all_reduce_tree
+from manyhands.collectives.trees import all_reduce_naive, all_reduce_tree
 
 
 # %%
@@ -309,7 +310,7 @@ except RuntimeError as error:
 # for the same receive can hang.
 
 # %% exercise="start_exchange" todo="4.6" minutes=10 difficulty=1 points=1
-from manyhands.ring import start_exchange
+from manyhands.collectives.ring import start_exchange
 
 # %% check="4.6" tags=["nbval-check-output"]
 check.start_exchange(start_exchange)
@@ -319,7 +320,7 @@ check.start_exchange(start_exchange)
 # built.
 
 # %% show="true"
-from manyhands.ring import exchange
+from manyhands.collectives.ring import exchange
 
 # %% [markdown]
 # ## 5. The ring
@@ -337,7 +338,7 @@ from manyhands.ring import exchange
 # Take 4 ranks, and write down on paper what rank 0 sends in steps 0, 1 and 2, before you write code.
 
 # %% exercise="all_gather_ring" todo="4.7" minutes=20 difficulty=2 points=2
-from manyhands.ring import all_gather_ring
+from manyhands.collectives.ring import all_gather_ring
 
 # %% check="4.7" tags=["nbval-check-output"]
 check.all_gather_ring(all_gather_ring)
@@ -357,7 +358,7 @@ check.all_gather_ring(all_gather_ring)
 # received, and so have a piece more: 10 numbers make two chunks of 3 and two of 2.
 
 # %% exercise="exchange_and_combine" todo="4.8" minutes=15 difficulty=2 points=2
-from manyhands.ring import exchange_and_combine
+from manyhands.collectives.ring import exchange_and_combine
 
 # %% check="4.8" tags=["nbval-check-output"]
 check.exchange_and_combine(exchange_and_combine)
@@ -367,7 +368,7 @@ check.exchange_and_combine(exchange_and_combine)
 # chunk 0 comes home in the last step?
 
 # %% exercise="reduce_scatter_ring" todo="4.9" minutes=15 difficulty=2 points=2
-from manyhands.ring import reduce_scatter_ring
+from manyhands.collectives.ring import reduce_scatter_ring
 
 # %% check="4.9" tags=["nbval-check-output"]
 check.reduce_scatter_ring(reduce_scatter_ring)
@@ -379,7 +380,7 @@ check.reduce_scatter_ring(reduce_scatter_ring)
 # you write into them is in the vector. Their sizes differ by at most 1.
 
 # %% exercise="all_reduce_ring" todo="4.10" minutes=10 difficulty=1 points=1
-from manyhands.ring import all_reduce_ring
+from manyhands.collectives.ring import all_reduce_ring
 
 # %% check="4.10" tags=["nbval-check-output"]
 check.all_reduce_ring(all_reduce_ring)
@@ -434,7 +435,7 @@ if check.ready("4.1", "4.2", "4.3", "4.4", "4.5", "4.10"):
 # are the messages of the round. Where your notebook has widgets, a slider below it takes you through.
 
 # %%
-from manyhands.replay import record, replay
+from manyhands.instruments.replay import record, replay
 
 if check.ready("4.10"):
     messages, results = zip(*run_ranks(record, 4, all_reduce_ring), strict=True)
@@ -498,7 +499,7 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
 # *relative* error.
 
 # %% exercise="fit_alpha_beta" todo="4.11" minutes=15 difficulty=2 points=2
-from manyhands.alpha_beta import fit_alpha_beta
+from manyhands.collectives.alpha_beta import fit_alpha_beta
 
 # %% check="4.11" tags=["nbval-check-output"]
 check.fit_alpha_beta(fit_alpha_beta)
@@ -517,7 +518,7 @@ if check.ready("4.11"):
 # built all of them: say how many rounds each has, and how large its messages are.
 
 # %% exercise="rounds_and_message" todo="4.12" minutes=15 difficulty=2 points=2
-from manyhands.alpha_beta import rounds_and_message
+from manyhands.collectives.alpha_beta import rounds_and_message
 
 # %% check="4.12" tags=["nbval-check-output"]
 check.rounds_and_message(rounds_and_message)

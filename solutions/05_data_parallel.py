@@ -35,13 +35,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import figures, lab, watch
-from manyhands.checks import data_parallel as check
-from manyhands.checks import score
-from manyhands.data_parallel import Bucket
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls, traffic
-from manyhands.loops import CHANGES, STEPS
+from manyhands.checks import data_parallel as check, score
+from manyhands.data_parallel.loops import CHANGES, STEPS
+from manyhands.data_parallel.replicas import Bucket
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger, calls, traffic
+from manyhands.jobs import watch
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
 
 lab.warm_up()
 print(
@@ -63,7 +64,7 @@ for letter, step in STEPS.items():
 # Put them in order. Return the letters as one text, such as `"ABC..."`.
 
 # %% exercise="order_of_steps" todo="5.1" minutes=10 difficulty=1 points=1
-from manyhands.loops import order_of_steps
+from manyhands.data_parallel.loops import order_of_steps
 
 # %% check="5.1" tags=["nbval-check-output"]
 check.order_of_steps(order_of_steps)
@@ -81,7 +82,7 @@ for name, change in CHANGES.items():
 # wait for a message. Return a dictionary, such as `{"share": "A", ...}`.
 
 # %% exercise="steps_that_change" todo="5.2" minutes=10 difficulty=2 points=1
-from manyhands.loops import steps_that_change
+from manyhands.data_parallel.loops import steps_that_change
 
 # %% check="5.2" tags=["nbval-check-output"]
 check.steps_that_change(steps_that_change)
@@ -121,10 +122,10 @@ print("after backward:", layer.weight.grad.tolist())
 # `vector`. Both count ranks inside the group; `None` for the group means all ranks of the job.
 
 # %% show="true"
-from manyhands.data_parallel import pack, unpack
+from manyhands.data_parallel.replicas import pack, unpack
 
 # %% exercise="worker_step" todo="5.3" minutes=10 difficulty=1 points=1
-from manyhands.loops import worker_step
+from manyhands.data_parallel.loops import worker_step
 
 # %% check="5.3" tags=["nbval-check-output"]
 check.worker_step(worker_step)
@@ -134,7 +135,7 @@ check.worker_step(worker_step)
 # parameters have no `.grad` yet: give them one.
 
 # %% exercise="server_step" todo="5.4" minutes=15 difficulty=2 points=2
-from manyhands.loops import server_step
+from manyhands.data_parallel.loops import server_step
 
 # %% check="5.4" tags=["nbval-check-output"]
 check.server_step(server_step)
@@ -219,7 +220,7 @@ if check.ready("5.3", "5.4"):
 # `requires_grad=False`, belong to it as well.
 
 # %% exercise="broadcast_state" todo="5.5" minutes=10 difficulty=1 points=1
-from manyhands.data_parallel import broadcast_state
+from manyhands.data_parallel.replicas import broadcast_state
 
 # %% check="5.5" tags=["nbval-check-output"]
 check.broadcast_state(broadcast_state)
@@ -235,7 +236,7 @@ check.broadcast_state(broadcast_state)
 # So the mean over ranks is not an approximation. It is the same gradient.
 
 # %% exercise="average_gradients" todo="5.6" minutes=10 difficulty=1 points=1
-from manyhands.data_parallel import average_gradients
+from manyhands.data_parallel.replicas import average_gradients
 
 # %% check="5.6" tags=["nbval-check-output"]
 check.average_gradients(average_gradients)
@@ -259,7 +260,7 @@ check.average_gradients(average_gradients)
 # CPU, and save them.
 
 # %% exercise="train_replicas" todo="5.7" minutes=20 difficulty=2 points=2
-from manyhands.loops import train_replicas
+from manyhands.data_parallel.loops import train_replicas
 
 # %% check="5.7" tags=["nbval-check-output"]
 check.train_replicas(train_replicas)
@@ -295,7 +296,7 @@ server_link_bytes, ring_sent_bytes = None, None  # your numbers
 server_link_bytes, ring_sent_bytes = 2 * 4 * 3360, 5040  # 2 n x 4P; 2 (n-1)/n x 4P
 
 # %%
-from manyhands.ring import all_reduce_ring  # of lesson 04
+from manyhands.collectives.ring import all_reduce_ring  # of lesson 04
 
 
 class Numbers(nn.Module):
@@ -396,7 +397,7 @@ if check.ready("5.3", "5.4"):
 # is good for. `make_buckets` is given. Run it and read the buckets of a small model.
 
 # %% show="true"
-from manyhands.data_parallel import make_buckets
+from manyhands.data_parallel.replicas import make_buckets
 
 # %%
 model = make_model()
@@ -405,7 +406,7 @@ for number, bucket in enumerate(make_buckets(model.parameters(), bucket_bytes=30
     print(f"bucket {number}: {[names[p] for p in bucket]}, {sum(p.nbytes for p in bucket)} bytes")
 
 # %% exercise="average_buckets" todo="5.8" minutes=10 difficulty=1 points=1
-from manyhands.data_parallel import average_buckets
+from manyhands.data_parallel.replicas import average_buckets
 
 # %% check="5.8" tags=["nbval-check-output"]
 check.average_buckets(average_buckets)
@@ -436,7 +437,7 @@ check.average_buckets(average_buckets)
 # does not change at all.
 
 # %% exercise="BucketedDDP._on_grad_ready BucketedDDP._start BucketedDDP._finish" todo="5.9" minutes=35 difficulty=3 points=3
-from manyhands.data_parallel import BucketedDDP
+from manyhands.data_parallel.replicas import BucketedDDP
 
 # %% check="5.9" tags=["nbval-check-output"]
 check.BucketedDDP(BucketedDDP)
@@ -506,7 +507,7 @@ if check.ready("5.6", "5.8", "5.9"):
 # code are real. Buckets hold two layers here (2.2 MB).
 
 # %%
-from manyhands.timeline import Timeline
+from manyhands.instruments.timeline import Timeline
 
 
 def record(how, bytes_per_s, latency_s):
@@ -561,7 +562,7 @@ if check.ready("5.6", "5.8", "5.9"):
 # share the same cores?
 
 # %%
-from manyhands.ddp import torch_ddp
+from manyhands.ddp.wrapping import torch_ddp
 
 
 def step_times(repeats=9):

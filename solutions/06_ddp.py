@@ -32,11 +32,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 
-from manyhands import figures, lab, watch
-from manyhands.checks import ddp as check
-from manyhands.checks import score
-from manyhands.lab import run_ranks
-from manyhands.runtime import World
+from manyhands.checks import ddp as check, score
+from manyhands.instruments import figures
+from manyhands.jobs import watch
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import World
 
 lab.warm_up()
 print(
@@ -142,7 +143,7 @@ except RuntimeError as error:
 # Write `place`. A `World` holds the answer: `World(rank, local_rank, world_size, device)`.
 
 # %% exercise="place" todo="6.1" minutes=10 difficulty=1 points=1
-from manyhands.runtime import place
+from manyhands.ranks.runtime import place
 
 # %% check="6.1" tags=["nbval-check-output"]
 check.place(place)
@@ -161,7 +162,7 @@ check.place(place)
 # a `with` block: what stands before the `yield` runs first, and what stands after it runs last.
 
 # %% exercise="process_group" todo="6.2" minutes=10 difficulty=1 points=1
-from manyhands.runtime import process_group
+from manyhands.ranks.runtime import process_group
 
 # %% check="6.2" tags=["nbval-check-output"]
 check.process_group(process_group)
@@ -226,7 +227,7 @@ print({kind: reads.count(kind) for kind in ("without @", "with @")})
 #   one process would have read. Only then can you compare the two.
 
 # %% exercise="ShardedSampler.__iter__ ShardedSampler.__len__" todo="6.3" minutes=15 difficulty=2 points=2
-from manyhands.corpus import ShardedSampler
+from manyhands.data.corpus import ShardedSampler
 
 # %% check="6.3" tags=["nbval-check-output"]
 check.ShardedSampler(ShardedSampler)
@@ -274,7 +275,7 @@ if check.ready("6.3"):
 # `"cuda"`, and an `index`, the number of the GPU.
 
 # %% exercise="torch_ddp" todo="6.4" minutes=10 difficulty=1 points=1
-from manyhands.ddp import torch_ddp
+from manyhands.ddp.wrapping import torch_ddp
 
 # %% check="6.4" tags=["nbval-check-output"]
 check.torch_ddp(torch_ddp)
@@ -287,7 +288,7 @@ check.torch_ddp(torch_ddp)
 # see the largest difference between any two weights.
 
 # %%
-from manyhands.data_parallel import BucketedDDP
+from manyhands.data_parallel.replicas import BucketedDDP
 
 
 def make_model():
@@ -336,7 +337,7 @@ if check.ready("6.4"):
 
 
 # %% tags=["nbval-check-output"]
-from manyhands.ledger import Ledger, calls
+from manyhands.instruments.ledger import Ledger, calls
 
 
 def when_does_it_talk():
@@ -408,7 +409,7 @@ for wrap in (BucketedDDP, NoBroadcast):
 # ranks, and divide once.
 
 # %% exercise="mean_over_ranks" todo="6.5" minutes=10 difficulty=1 points=1
-from manyhands.ddp import mean_over_ranks
+from manyhands.ddp.wrapping import mean_over_ranks
 
 # %% check="6.5" tags=["nbval-check-output"]
 check.mean_over_ranks(mean_over_ranks)
@@ -467,7 +468,7 @@ if check.ready("6.5"):
 # loaded by a program that knows nothing of DDP.
 
 # %% exercise="save_once" todo="6.6" minutes=15 difficulty=2 points=2
-from manyhands.run import save_once
+from manyhands.training.run import save_once
 
 # %% check="6.6" tags=["nbval-check-output"]
 check.save_once(save_once)
@@ -550,7 +551,7 @@ efficiency_2, efficiency_4 = None, None  # your numbers, for strong scaling
 efficiency_2, efficiency_4 = 0.9, 0.45  # 4 ranks on 2 cores cannot be faster than 2
 
 # %%
-from manyhands.transformer import Transformer
+from manyhands.models.transformer import Transformer
 
 
 def step_time(per_rank_batch, steps=12):
@@ -648,7 +649,7 @@ lowest_loss, first_in_time = "first and second", "third"
 # %%
 from torch.utils.data import DataLoader
 
-from manyhands import corpus
+from manyhands.data import corpus
 
 
 def train_share(global_batch, num_samples):
@@ -730,7 +731,7 @@ if check.ready("6.3", "6.4", "6.5"):
 # come out.
 
 # %% exercise="rendezvous_arguments" todo="6.7" minutes=15 difficulty=2 points=2
-from manyhands.runtime import rendezvous_arguments
+from manyhands.ranks.runtime import rendezvous_arguments
 
 # %% check="6.7" tags=["nbval-check-output"]
 check.rendezvous_arguments(rendezvous_arguments)

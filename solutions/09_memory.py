@@ -31,23 +31,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import (
-    corpus,
-    data_parallel,
-    figures,
-    flat,
-    fsdp,
-    lab,
-    storage,
-    watch,
-    wrapping,
-    zero,
-)
-from manyhands.checks import memory as check
-from manyhands.checks import score
-from manyhands.lab import run_ranks
-from manyhands.live import Live, parts_of
-from manyhands.transformer import Block, Transformer, num_parameters
+from manyhands.checks import memory as check, score
+from manyhands.data import corpus
+from manyhands.data_parallel import replicas
+from manyhands.fsdp import flat, fully_shard, units as fsdp, zero
+from manyhands.instruments import figures
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import watch
+from manyhands.models.transformer import Block, Transformer, num_parameters
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
 
 lab.warm_up()
 torch.set_num_threads(1)
@@ -63,10 +57,10 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CP
 # Write the accounting as a function. It returns a `Recipe`, three numbers.
 
 # %% show="true"
-from manyhands.memory import Recipe
+from manyhands.memory.accounting import Recipe
 
 # %% exercise="recipe" todo="9.1" minutes=10 difficulty=1 points=1
-from manyhands.memory import recipe
+from manyhands.memory.accounting import recipe
 
 # %% check="9.1" tags=["nbval-check-output"]
 check.recipe(recipe)
@@ -112,7 +106,7 @@ if check.ready("9.1"):
 # Your function counts all of it, to the byte.
 
 # %% exercise="bytes_per_rank" todo="9.2" minutes=15 difficulty=2 points=2
-from manyhands.memory import bytes_per_rank
+from manyhands.memory.accounting import bytes_per_rank
 
 # %% check="9.2" tags=["nbval-check-output"]
 check.bytes_per_rank(bytes_per_rank)
@@ -167,13 +161,13 @@ if check.ready("9.1", "9.2"):
 # %%
 import inspect
 
-from manyhands.transformer import MLP, Attention
+from manyhands.models.transformer import MLP, Attention
 
 for part in (Block, Attention, MLP):
     print(inspect.getsource(part.forward))
 
 # %% exercise="block_activations" todo="9.3" minutes=15 difficulty=2 points=2
-from manyhands.memory import block_activations
+from manyhands.memory.accounting import block_activations
 
 # %% check="9.3" tags=["nbval-check-output"]
 check.block_activations(block_activations)
@@ -195,7 +189,7 @@ if check.ready("9.3"):
 # be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a `data_ptr()` and `nbytes()`.
 
 # %% exercise="saved_bytes" todo="9.4" minutes=15 difficulty=2 points=2
-from manyhands.memory import saved_bytes
+from manyhands.memory.accounting import saved_bytes
 
 # %% check="9.4" tags=["nbval-check-output"]
 check.saved_bytes(saved_bytes)
@@ -299,7 +293,7 @@ def weigh(stage):
             activations = live.now()["other"]
             loss.backward()
             if stage == 0:
-                data_parallel.average_gradients(model)
+                replicas.average_gradients(model)
             measured = live.now() | {"activations": activations}
             optimizer.step()
         model.zero_grad()
@@ -381,7 +375,7 @@ figures.show(figure, "Bytes of each part over the operations of a step: a mounta
 # means is not the mean of all tokens. Make yours right for those, too.
 
 # %% exercise="accumulate" todo="9.5" minutes=10 difficulty=2 points=2
-from manyhands.savings import accumulate
+from manyhands.memory.savings import accumulate
 
 # %% check="9.5" tags=["nbval-check-output"]
 check.accumulate(accumulate)
@@ -439,10 +433,10 @@ if check.ready("9.5"):
 # `torch.autograd.grad(output, inputs, grad)` returns the gradients of `inputs`, where `grad` is that of `output`.
 
 # %% show="true"
-from manyhands.savings import rng_states, set_rng_states
+from manyhands.memory.savings import rng_states, set_rng_states
 
 # %% exercise="Checkpoint.forward Checkpoint.backward" todo="9.6" minutes=20 difficulty=3 points=3
-from manyhands.savings import Checkpoint
+from manyhands.memory.savings import Checkpoint
 
 # %% check="9.6" tags=["nbval-check-output"]
 check.Checkpoint(Checkpoint)
@@ -452,7 +446,7 @@ check.Checkpoint(Checkpoint)
 # section, the second run has to do so, too.
 
 # %% show="true"
-from manyhands.savings import checkpointed
+from manyhands.memory.savings import checkpointed
 
 # %% [markdown]
 # Predict, then measure: 8 blocks of width 64 with 2 heads, checkpointed one by one. Autograd then keeps the input of each block, D numbers a
@@ -560,7 +554,7 @@ for step in (0.01, 0.005, 0.002, 0.001):
 # a training many are. So keep a copy in float32, step the copy, and round it into the weight.
 
 # %% exercise="MasterWeights.step" todo="9.7" minutes=15 difficulty=2 points=2
-from manyhands.savings import MasterWeights
+from manyhands.memory.savings import MasterWeights
 
 # %% check="9.7" tags=["nbval-check-output"]
 check.MasterWeights(MasterWeights)
@@ -626,7 +620,7 @@ if check.ready("9.7"):
 def offloaded(offload):
     torch.manual_seed(0)
     model = Transformer(V, T, L, H, D)
-    model = wrapping.torch_fsdp(model, list(model.blocks), offload=offload)
+    model = fully_shard.torch_fsdp(model, list(model.blocks), offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found, inputs = [], torch.arange(B * T).view(B, T) % V
     for _ in range(3):

@@ -33,16 +33,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from manyhands import data_parallel, figures, lab, watch
-from manyhands.checks import fsdp as check
-from manyhands.checks import score
-from manyhands.collectives import Group
-from manyhands.data_parallel import broadcast_state, pack
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.live import Live, parts_of
-from manyhands.transformer import Transformer, num_parameters
+from manyhands.checks import fsdp as check, score
+from manyhands.collectives.trees import Group
+from manyhands.data_parallel import replicas
+from manyhands.data_parallel.replicas import broadcast_state, pack
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import watch
+from manyhands.models.transformer import Transformer, num_parameters
+from manyhands.ranks import lab
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
 
 lab.warm_up()
 print(
@@ -63,7 +65,7 @@ print(
 # PyTorch renamed both functions in version 2.13, so here they are under one name each.
 
 # %% show="true"
-from manyhands.flat import all_gather, reduce_scatter
+from manyhands.fsdp.flat import all_gather, reduce_scatter
 
 # %% [markdown]
 # `pack`, from lesson 05, copies tensors into one vector.
@@ -81,7 +83,7 @@ from manyhands.flat import all_gather, reduce_scatter
 # `self.replicas` is `None` until section 7. There it is a second group, over which the reduced shard is averaged, too.
 
 # %% exercise="Flat.__init__ Flat.gather Flat.reduce" todo="10.1" minutes=30 difficulty=2 points=3
-from manyhands.flat import Flat
+from manyhands.fsdp.flat import Flat
 
 # %% check="10.1" tags=["nbval-check-output"]
 check.Flat(Flat)
@@ -120,7 +122,7 @@ if check.ready("10.1"):
 # one, though, and the second can no longer hide behind backward.
 
 # %% exercise="ShardedOptimizer.step" todo="10.2" minutes=10 difficulty=2 points=2
-from manyhands.zero import ShardedOptimizer
+from manyhands.fsdp.zero import ShardedOptimizer
 
 # %% check="10.2" tags=["nbval-check-output"]
 check.ShardedOptimizer(ShardedOptimizer)
@@ -136,7 +138,7 @@ check.ShardedOptimizer(ShardedOptimizer)
 # `param.grad` has just been written. It works for parameters that want a gradient only; a frozen Flat has none to reduce.
 
 # %% exercise="reduce_during_backward" todo="10.3" minutes=15 difficulty=2 points=2
-from manyhands.zero import reduce_during_backward
+from manyhands.fsdp.zero import reduce_during_backward
 
 # %% check="10.3" tags=["nbval-check-output"]
 check.reduce_during_backward(reduce_during_backward)
@@ -223,7 +225,7 @@ for stage, needs in ((1, ["10.1", "10.2"]), (2, ["10.1", "10.2", "10.3"])):
 # Write `start`, `wait` and `free`. `self.coming` is the work of a gather that is on its way, or `None`.
 
 # %% exercise="ShardedFlat.start ShardedFlat.wait ShardedFlat.free" todo="10.4" minutes=15 difficulty=2 points=2
-from manyhands.flat import ShardedFlat
+from manyhands.fsdp.flat import ShardedFlat
 
 # %% check="10.4" tags=["nbval-check-output"]
 check.ShardedFlat(ShardedFlat)
@@ -279,10 +281,10 @@ if check.ready("10.1", "10.4"):
 # everything first: what is still whole may be older than the last step.
 
 # %% show="true"
-from manyhands.flat import make_flats
+from manyhands.fsdp.flat import make_flats
 
 # %% exercise="FSDP.before_forward FSDP.after_forward FSDP.before_backward FSDP.after_backward" todo="10.5" minutes=35 difficulty=3 points=4
-from manyhands.fsdp import FSDP
+from manyhands.fsdp.units import FSDP
 
 # %% check="10.5" tags=["nbval-check-output"]
 check.FSDP(FSDP)
@@ -291,7 +293,7 @@ check.FSDP(FSDP)
 # The training loop is that of one process. The only parameters that an optimizer sees are the shards.
 
 # %% show="true"
-from manyhands.wrapping import full_state
+from manyhands.fsdp.fully_shard import full_state
 
 
 # %%
@@ -372,7 +374,7 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5"):
 # unit's reduced gradients are all-reduced between them.
 
 # %% exercise="calls_per_step" todo="10.6" minutes=10 difficulty=2 points=2
-from manyhands.wrapping import calls_per_step
+from manyhands.fsdp.fully_shard import calls_per_step
 
 # %% check="10.6" tags=["nbval-check-output"]
 check.calls_per_step(calls_per_step)
@@ -431,7 +433,7 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
 # - `offload`: a `CPUOffloadPolicy`, with pinned memory only where there is a GPU.
 
 # %% exercise="torch_fsdp" todo="10.7" minutes=15 difficulty=2 points=2
-from manyhands.wrapping import torch_fsdp
+from manyhands.fsdp.fully_shard import torch_fsdp
 
 # %% check="10.7" tags=["nbval-check-output"]
 check.torch_fsdp(torch_fsdp)
@@ -538,7 +540,7 @@ if check.ready("10.7"):
 # Gathers and reductions run in the rows, and each unit's reduced gradients are then averaged down the columns.
 
 # %% exercise="make_mesh" todo="10.8" minutes=5 difficulty=1 points=1
-from manyhands.wrapping import make_mesh
+from manyhands.fsdp.fully_shard import make_mesh
 
 # %% check="10.8" tags=["nbval-check-output"]
 check.make_mesh(make_mesh)
@@ -597,7 +599,7 @@ if check.ready("10.7", "10.8"):
 # Say what each of them is in `fully_shard`.
 
 # %% exercise="options_of" todo="10.9" minutes=5 difficulty=1 points=1
-from manyhands.wrapping import options_of
+from manyhands.fsdp.fully_shard import options_of
 
 # %% check="10.9" tags=["nbval-check-output"]
 check.options_of(options_of)
@@ -615,7 +617,7 @@ if check.ready("10.9"):
 # collectives, so every rank has to call it.
 
 # %% exercise="train_sharded" todo="10.10" minutes=15 difficulty=2 points=2
-from manyhands.wrapping import train_sharded
+from manyhands.fsdp.fully_shard import train_sharded
 
 # %% check="10.10" tags=["nbval-check-output"]
 check.train_sharded(train_sharded)
@@ -634,7 +636,7 @@ def build(how):
     model = Transformer(V, T, layers=4, heads=4, width=128)
     blocks = list(model.blocks)
     if how == "DDP":
-        model = data_parallel.BucketedDDP(model)
+        model = replicas.BucketedDDP(model)
     elif how in ("ZeRO-1", "ZeRO-2"):
         flats = [Flat(unit) for unit in units_of(model)]
         if how == "ZeRO-2":

@@ -33,20 +33,22 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import figures, lab, stages, watch
-from manyhands.bubble import Span
-from manyhands.checks import pipeline as check
-from manyhands.checks import score
-from manyhands.collectives import Group
-from manyhands.data_parallel import average_gradients
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, traffic
-from manyhands.live import Live, parts_of
-from manyhands.pipeline import LossFn
-from manyhands.schedules import Action, Schedule, in_words
-from manyhands.stages import Waiting, cut, layers_of, measure
-from manyhands.transformer import Transformer, num_parameters
-from manyhands.wiring import Mail, Tied, find_tied
+from manyhands.checks import pipeline as check, score
+from manyhands.collectives.trees import Group
+from manyhands.data_parallel.replicas import average_gradients
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger, traffic
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import watch
+from manyhands.models.transformer import Transformer, num_parameters
+from manyhands.pipeline import stages
+from manyhands.pipeline.bubble import Span
+from manyhands.pipeline.engine import LossFn
+from manyhands.pipeline.schedules import Action, Schedule, in_words
+from manyhands.pipeline.stages import Waiting, cut, layers_of, measure
+from manyhands.pipeline.wiring import Mail, Tied, find_tied
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
 
 lab.warm_up()
 torch.set_num_threads(1)  # as the ranks have, so that times can be compared
@@ -61,7 +63,7 @@ print(
 # norm and the head. `layers_of` makes this list. The layers share the model's parameters.
 
 # %% show="true"
-from manyhands.stages import Embed, Head, layers_of
+from manyhands.pipeline.stages import Embed, Head, layers_of
 
 # %% [markdown]
 # A pipeline is as fast as its slowest stage: all others wait for it. So the stages should take equally long, and that is
@@ -84,7 +86,7 @@ for name, cost_s in zip(names, costs, strict=True):
 # `bounds[s + 1] - 1`. Of all ways to cut, it takes one in which the *slowest* stage takes as little time as possible.
 
 # %% exercise="partition" todo="12.1" minutes=20 difficulty=2 points=2
-from manyhands.stages import partition
+from manyhands.pipeline.stages import partition
 
 # %% check="12.1" tags=["nbval-check-output"]
 check.partition(partition)
@@ -111,7 +113,7 @@ if check.ready("12.1"):
 # the message with its tag.
 
 # %% show="true"
-from manyhands.wiring import Mail
+from manyhands.pipeline.wiring import Mail
 
 # %% [markdown]
 # What a rank does, and in which order, is **data**: a list of actions. `F2` is the forward of micro-batch 2, `B2` its
@@ -119,7 +121,7 @@ from manyhands.wiring import Mail
 # back, and only then the next one.
 
 # %% tags=["nbval-check-output"] show="true"
-from manyhands.schedules import naive
+from manyhands.pipeline.schedules import naive
 
 # %% tags=["nbval-check-output"]
 print(in_words(naive(3, 2)))
@@ -138,7 +140,7 @@ print(in_words(naive(3, 2)))
 # - `share_loss()`: only the last stage knows the loss. All ranks want it, to log it, or to decide when to stop.
 
 # %% exercise="Pipeline.forward Pipeline.backward Pipeline.share_loss" todo="12.2" minutes=30 difficulty=3 points=3
-from manyhands.pipeline import Pipeline
+from manyhands.pipeline.engine import Pipeline
 
 # %% check="12.2" tags=["nbval-check-output"]
 check.Pipeline(Pipeline)
@@ -233,13 +235,13 @@ if check.ready("12.2"):
 # that use it.
 
 # %% show="true"
-from manyhands.wiring import find_tied
+from manyhands.pipeline.wiring import find_tied
 
 # %% [markdown]
 # Write `sum_tied` with `send` and `recv`.
 
 # %% exercise="sum_tied" todo="12.3" minutes=15 difficulty=2 points=2
-from manyhands.wiring import sum_tied
+from manyhands.pipeline.wiring import sum_tied
 
 # %% check="12.3" tags=["nbval-check-output"]
 check.sum_tied(sum_tied)
@@ -287,7 +289,7 @@ if check.ready("12.2"):
 # **GPipe** is the simplest such order: all forwards, then all backwards.
 
 # %% exercise="gpipe" todo="12.4" minutes=5 difficulty=1 points=1
-from manyhands.schedules import gpipe
+from manyhands.pipeline.schedules import gpipe
 
 # %% check="12.4" tags=["nbval-check-output"]
 check.gpipe(gpipe)
@@ -314,10 +316,10 @@ if check.ready("12.2", "12.4"):
 # words for a schedule in which no rank can go on.
 
 # %% show="true"
-from manyhands.bubble import needed, stuck, unit_cost
+from manyhands.pipeline.bubble import needed, stuck, unit_cost
 
 # %% exercise="simulate" todo="12.5" minutes=25 difficulty=3 points=3
-from manyhands.bubble import simulate
+from manyhands.pipeline.bubble import simulate
 
 # %% check="12.5" tags=["nbval-check-output"]
 check.simulate(simulate)
@@ -365,7 +367,7 @@ if check.ready("12.2", "12.4", "12.5"):
 # `Span`s, (action, start, stop).
 
 # %% exercise="idle_share bubble" todo="12.6" minutes=10 difficulty=1 points=2
-from manyhands.bubble import bubble, idle_share
+from manyhands.pipeline.bubble import bubble, idle_share
 
 # %% check="12.6" tags=["nbval-check-output"]
 check.bubble(idle_share, bubble)
@@ -405,7 +407,7 @@ if check.ready("12.4", "12.5", "12.6"):
 # forwards as there are ranks behind it; from then on it does one forward and one backward in turns.
 
 # %% exercise="one_f_one_b" todo="12.7" minutes=20 difficulty=2 points=2
-from manyhands.schedules import one_f_one_b
+from manyhands.pipeline.schedules import one_f_one_b
 
 # %% check="12.7" tags=["nbval-check-output"]
 check.one_f_one_b(one_f_one_b)
@@ -418,7 +420,7 @@ if check.ready("12.7"):
 # A micro-batch is **in flight** on a rank from its forward to its backward. In between the rank keeps its activations.
 
 # %% exercise="in_flight" todo="12.8" minutes=5 difficulty=1 points=1
-from manyhands.bubble import in_flight
+from manyhands.pipeline.bubble import in_flight
 
 # %% check="12.8" tags=["nbval-check-output"]
 check.in_flight(in_flight)
@@ -597,7 +599,7 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
 # stage, `F0b` on its second.
 
 # %% exercise="interleaved" todo="12.9" minutes=30 difficulty=3 points=3
-from manyhands.schedules import interleaved
+from manyhands.pipeline.schedules import interleaved
 
 # %% check="12.9" tags=["nbval-check-output"]
 check.interleaved(interleaved)
@@ -638,7 +640,7 @@ if check.ready("12.2", "12.3", "12.9"):
 # ```
 
 # %% exercise="torch_pipeline" todo="12.10" minutes=10 difficulty=1 points=1
-from manyhands.wiring import torch_pipeline
+from manyhands.pipeline.wiring import torch_pipeline
 
 # %% check="12.10" tags=["nbval-check-output"]
 check.torch_pipeline(torch_pipeline)
@@ -695,7 +697,7 @@ if check.ready("12.3", "12.10"):
 # not in the group. So make all groups, and return your two.
 
 # %% exercise="make_grid" todo="12.11" minutes=15 difficulty=2 points=2
-from manyhands.wiring import make_grid
+from manyhands.pipeline.wiring import make_grid
 
 # %% check="12.11" tags=["nbval-check-output"]
 check.make_grid(make_grid)

@@ -39,17 +39,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from manyhands import figures, lab, watch
-from manyhands.checks import score
-from manyhands.checks import tensor as check
-from manyhands.collectives import Group
-from manyhands.data_parallel import broadcast_state, pack, unpack
-from manyhands.flat import all_gather, reduce_scatter
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.live import Live, parts_of
-from manyhands.savings import rng_states, set_rng_states
-from manyhands.transformer import MLP, Block, Transformer
+from manyhands.checks import score, tensor as check
+from manyhands.collectives.trees import Group
+from manyhands.data_parallel.replicas import broadcast_state, pack, unpack
+from manyhands.fsdp.flat import all_gather, reduce_scatter
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.instruments.live import Live, parts_of
+from manyhands.jobs import watch
+from manyhands.memory.savings import rng_states, set_rng_states
+from manyhands.models.transformer import MLP, Block, Transformer
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
 
 lab.warm_up()
 print(
@@ -93,7 +94,7 @@ print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
 # `autograd.Function`s, as in lesson 09. A tensor that is given to you may be used elsewhere: sum into a copy.
 
 # %% exercise="CopyToRanks.forward CopyToRanks.backward SumOverRanks.forward SumOverRanks.backward" todo="13.1" minutes=20 difficulty=2 points=2
-from manyhands.tensor import CopyToRanks, SumOverRanks
+from manyhands.tensor.layers import CopyToRanks, SumOverRanks
 
 # %% check="13.1" tags=["nbval-check-output"]
 check.CopyToRanks(CopyToRanks, SumOverRanks)
@@ -105,7 +106,7 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 # through: attention has heads, and a head must stay in one piece. So parts are counted in **units**.
 
 # %% exercise="my_range" todo="13.2" minutes=10 difficulty=2 points=1
-from manyhands.tensor import my_range
+from manyhands.tensor.layers import my_range
 
 # %% check="13.2" tags=["nbval-check-output"]
 check.my_range(my_range)
@@ -116,7 +117,7 @@ if check.ready("13.2"):
     print("3 heads of 8 rows over 2 ranks:", run_ranks(lambda: my_range(24, 8), 2))
 
 # %% show="true"
-from manyhands.tensor import Region, my_part
+from manyhands.tensor.layers import Region, my_part
 
 # %% [markdown]
 # Now the two layers. `nn.Linear` keeps its matrix the other way round, (out, in). So to cut by *columns* of A, cut the
@@ -128,7 +129,7 @@ from manyhands.tensor import Region, my_part
 # In the row layer the parts of a sum meet. The bias belongs to the sum: add it once, after `leave`.
 
 # %% exercise="ColumnLinear.__init__ ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=20 difficulty=2 points=2
-from manyhands.tensor import ColumnLinear, RowLinear
+from manyhands.tensor.layers import ColumnLinear, RowLinear
 
 # %% check="13.3" tags=["nbval-check-output"]
 check.ColumnLinear(ColumnLinear, RowLinear)
@@ -174,7 +175,7 @@ if check.ready("13.1", "13.2", "13.3"):
 # how wide a head is.
 
 # %% exercise="cut_block" todo="13.4" minutes=10 difficulty=2 points=2
-from manyhands.split_model import cut_block
+from manyhands.tensor.model import cut_block
 
 # %% check="13.4" tags=["nbval-check-output"]
 check.cut_block(cut_block)
@@ -207,7 +208,7 @@ if check.ready("13.1", "13.2", "13.3", "13.4"):
 # is the whole embedding.
 
 # %% exercise="VocabEmbedding.__init__ VocabEmbedding.forward" todo="13.5" minutes=15 difficulty=2 points=2
-from manyhands.vocabulary import VocabEmbedding
+from manyhands.tensor.vocabulary import VocabEmbedding
 
 # %% check="13.5" tags=["nbval-check-output"]
 check.VocabEmbedding(VocabEmbedding)
@@ -227,7 +228,7 @@ check.VocabEmbedding(VocabEmbedding)
 # gradient: `detach` it.
 
 # %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
-from manyhands.vocabulary import vocab_cross_entropy
+from manyhands.tensor.vocabulary import vocab_cross_entropy
 
 # %% check="13.6" tags=["nbval-check-output"]
 check.vocab_cross_entropy(vocab_cross_entropy)
@@ -251,7 +252,12 @@ check.vocab_cross_entropy(vocab_cross_entropy)
 # `reduce_scatter(part, whole, group)` returns when it is done.
 
 # %% exercise="gather_positions sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=20 difficulty=2 points=3
-from manyhands.sequence import GatherSequence, ScatterSequence, gather_positions, sum_positions
+from manyhands.tensor.sequence import (
+    GatherSequence,
+    ScatterSequence,
+    gather_positions,
+    sum_positions,
+)
 
 # %% check="13.7" tags=["nbval-check-output"]
 check.GatherSequence(GatherSequence, ScatterSequence)
@@ -262,7 +268,7 @@ check.GatherSequence(GatherSequence, ScatterSequence)
 # have to be added up.
 
 # %% exercise="sum_gradients" todo="13.8" minutes=10 difficulty=1 points=1
-from manyhands.sequence import sum_gradients
+from manyhands.tensor.sequence import sum_gradients
 
 # %% check="13.8" tags=["nbval-check-output"]
 check.sum_gradients(sum_gradients)
@@ -275,7 +281,7 @@ check.sum_gradients(sum_gradients)
 # needs two streams of random numbers: the common one, and one of its own.
 
 # %% exercise="OwnRandom.__init__ OwnRandom.use" todo="13.9" minutes=15 difficulty=2 points=2
-from manyhands.sequence import OwnRandom
+from manyhands.tensor.sequence import OwnRandom
 
 # %% check="13.9" tags=["nbval-check-output"]
 check.OwnRandom(OwnRandom)
@@ -306,7 +312,7 @@ if check.ready("13.9"):
 # (B T, V/N), go to `vocab_cross_entropy` with `self.tokens.mine`.
 
 # %% exercise="TensorParallel.forward" todo="13.10" minutes=15 difficulty=2 points=2
-from manyhands.split_model import TensorParallel
+from manyhands.tensor.model import TensorParallel
 
 # %% check="13.10" tags=["nbval-check-output"]
 check.TensorParallel(TensorParallel)
@@ -396,7 +402,7 @@ if check.ready(*PARTS):
 # Say which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k the second.
 
 # %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
-from manyhands.split_model import data_place
+from manyhands.tensor.model import data_place
 
 # %% check="13.11" tags=["nbval-check-output"]
 check.data_place(data_place)
@@ -448,7 +454,7 @@ if check.ready(*PARTS, "13.11"):
 # with sequence parallelism?
 
 # %% exercise="calls_per_step" todo="13.12" minutes=10 difficulty=2 points=1
-from manyhands.split_model import calls_per_step
+from manyhands.tensor.model import calls_per_step
 
 # %% check="13.12" tags=["nbval-check-output"]
 check.calls_per_step(calls_per_step)
@@ -499,13 +505,13 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
 #   the beginning, after `dropout`: `PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))`.
 
 # %% exercise="plan" todo="13.13" minutes=15 difficulty=2 points=2
-from manyhands.plans import plan
+from manyhands.tensor.dtensor import plan
 
 # %% check="13.13" tags=["nbval-check-output"]
 check.plan(plan)
 
 # %% show="true"
-from manyhands.plans import torch_tensor_parallel
+from manyhands.tensor.dtensor import torch_tensor_parallel
 
 
 # %%

@@ -22,7 +22,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from manyhands.lab import run_ranks
+from manyhands.ranks.lab import run_ranks
 
 
 def add_up():

@@ -32,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU and torch sees none here"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the lines that tests have recorded as "summary"."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "summary" and report.when == "call":
+                terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
     """Skip what needs Slurm where there is none, and say how to get it; or fail."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from manyhands.alpha_beta import (
+from manyhands.collectives.alpha_beta import (
     fit_alpha_beta,
     predicted_s,
     ring_beats_tree_bytes,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.batch_size import (
+from manyhands.batch_size.scaling import (
     average_over_ranks,
     best_rate,
     fit_steps,
@@ -17,7 +17,7 @@ from manyhands.batch_size import (
 )
 from manyhands.checks import Wrong
 from manyhands.checks.batch_size import _compare
-from manyhands.lab import run_ranks
+from manyhands.ranks.lab import run_ranks
 
 
 def generator(seed: int) -> torch.Generator:

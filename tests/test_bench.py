@@ -9,9 +9,9 @@ import pytest
 
 import bench
 from manyhands import checks
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.runtime import BadInput
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
 
 SCRIPT = Path(bench.__file__)
 ROW = {"name", "value", "goal", "unit", "note"}

@@ -13,8 +13,9 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from build_notebooks import Config, build, main, read_lesson
-from manyhands.runtime import BadInput
+from build_notebooks import Config, build, main
+from manyhands.jobs.source import read_lesson
+from manyhands.ranks.runtime import BadInput
 
 LIBRARY = '''\
 """A module that a lesson draws from."""

@@ -13,8 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands import bubble, data_parallel, ddp, flat, savings
 from manyhands.checks import Lesson, NotYet, Pair, Verdict, as_written, judge, score
+from manyhands.data_parallel import replicas as data_parallel
+from manyhands.ddp import wrapping
+from manyhands.fsdp import flat
+from manyhands.memory import savings
+from manyhands.pipeline import bubble
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -244,11 +248,11 @@ def test_an_exercise_of_two_answers_wants_both_and_keeps_both(tmp_path, capsys):
 
 
 def mean_by_calling_the_course(total, count, group=None):
-    return ddp.mean_over_ranks(total, count, group)
+    return wrapping.mean_over_ranks(total, count, group)
 
 
 def mean_by_importing_the_course(total, count, group=None):
-    from manyhands.ddp import mean_over_ranks
+    from manyhands.ddp.wrapping import mean_over_ranks
 
     return mean_over_ranks(total, count, group)
 
@@ -266,7 +270,7 @@ def not_started(total, count, group=None):
 def test_graded_work_is_written_in_the_notebook(monkeypatch):
     monkeypatch.setenv("NBGRADER_EXECUTION", "autograde")
     for answer in (
-        ddp.mean_over_ranks,
+        wrapping.mean_over_ranks,
         mean_by_calling_the_course,
         mean_by_importing_the_course,
     ):

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 import bench_collectives
 from jobs import make_clone, run
-from manyhands import collectives, mine, ring
-from manyhands.alpha_beta import rounds_and_message
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls, rounds, traffic
-from manyhands.runtime import BadInput, World
+from manyhands.collectives import ring, trees
+from manyhands.collectives.alpha_beta import rounds_and_message
+from manyhands.instruments.ledger import Ledger, calls, rounds, traffic
+from manyhands.jobs import mine
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput, World
 
 SIZES = range(1, 9)
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
@@ -31,11 +32,11 @@ OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-ALL_REDUCE = [collectives.all_reduce_naive, collectives.all_reduce_tree, ring.all_reduce_ring]
-BROADCAST = [collectives.broadcast_naive, collectives.broadcast_tree]
+ALL_REDUCE = [trees.all_reduce_naive, trees.all_reduce_tree, ring.all_reduce_ring]
+BROADCAST = [trees.broadcast_naive, trees.broadcast_tree]
 CHUNKS = {"gather", "all_gather_ring", "reduce_scatter_ring"}  # take chunks, not one tensor
 NAMES = [
-    *(function.__name__ for function in [*ALL_REDUCE, *BROADCAST, collectives.reduce_tree]),
+    *(function.__name__ for function in [*ALL_REDUCE, *BROADCAST, trees.reduce_tree]),
     *sorted(CHUNKS),
 ]
 
@@ -114,7 +115,7 @@ def rooted_faults(group, types):
                     yield f"{function.__name__} {root} {dtype} {kind}: {got}, not {wanted}"
             wanted = pair[0].contiguous().clone()
             dist.reduce(wanted, op=OPS[op], group=group, group_dst=root)
-            got, untouched = change(collectives.reduce_tree, pair, op, root, group)
+            got, untouched = change(trees.reduce_tree, pair, op, root, group)
             if rank == root and not (same(got, wanted, op) and untouched):
                 yield f"reduce_tree {op} {root} {dtype} {kind}: {got}, not {wanted}"
 
@@ -135,7 +136,7 @@ def chunk_faults(group, types):
                 yield f"all_gather_ring {dtype} {sizes}: {got}, not {wanted}"
             for root in {number % n, (number + 3) % n, n - 1}:
                 got = [chunk.clone() for chunk in own]
-                collectives.gather(got, root, group)
+                trees.gather(got, root, group)
                 if not all(map(same, got, wanted if rank == root else own)):
                     yield f"gather {root} {dtype} {sizes}: {got}, not {wanted}"
             for op in ops_of(dtype):
@@ -208,7 +209,7 @@ def lengths():
 
 def sent(name, num_numbers):
     """The ledger of one call."""
-    function = getattr(collectives, name, None) or getattr(ring, name)
+    function = getattr(trees, name, None) or getattr(ring, name)
     tensor = torch.ones(num_numbers)
     with Ledger() as ledger:
         if name in CHUNKS:
@@ -300,7 +301,7 @@ def mean_of_whole_numbers():
     works = [
         lambda: dist.all_reduce(whole, dist.ReduceOp.AVG),
         *(partial(function, whole, "avg") for function in ALL_REDUCE),
-        lambda: collectives.reduce_tree(whole, "avg"),
+        lambda: trees.reduce_tree(whole, "avg"),
         lambda: ring.reduce_scatter_ring(whole.chunk(2), "avg"),
     ]
     return list(map(refused, works))
@@ -310,7 +311,7 @@ def test_a_mean_of_whole_numbers_is_refused_as_torch_refuses_it():
     assert run_ranks(mean_of_whole_numbers, 2) == [[RuntimeError] * 6] * 2
 
 
-@pytest.mark.parametrize("function", [*ALL_REDUCE, collectives.reduce_tree])
+@pytest.mark.parametrize("function", [*ALL_REDUCE, trees.reduce_tree])
 def test_an_op_that_is_none_is_named(function):
     with pytest.raises(RankFailed, match='op is \'mean\'; there are "sum", "avg", "min"'):
         run_ranks(function, 2, torch.ones(3), "mean")
@@ -331,7 +332,7 @@ def test_chunks_may_be_scattered_in_memory():
         function(columns)
         return torch.stack(columns).tolist()
 
-    for function in (collectives.gather, ring.all_gather_ring):
+    for function in (trees.gather, ring.all_gather_ring):
         for rank, columns in enumerate(run_ranks(of_columns, 2, function)):
             if rank == 0 or function is ring.all_gather_ring:
                 assert columns == [[0.0, 2.0, 4.0], [11.0, 13.0, 15.0]]

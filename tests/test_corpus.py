@@ -22,8 +22,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import prepare_data
-from manyhands import corpus, images
-from manyhands.runtime import BadInput
+from manyhands.data import corpus, images
+from manyhands.ranks.runtime import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"

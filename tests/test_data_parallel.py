@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import data_parallel, loops
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls, traffic
-from manyhands.ring import all_reduce_ring
+from manyhands.collectives.ring import all_reduce_ring
+from manyhands.data_parallel import loops
+from manyhands.data_parallel import replicas as data_parallel
+from manyhands.instruments.ledger import Ledger, calls, traffic
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
 
 BATCH, STEPS, VOCAB = 12, 10, 40
 

@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import ddp
-from manyhands.lab import run_ranks
+from manyhands.ddp import wrapping
+from manyhands.ranks.lab import run_ranks
 from test_data_parallel import assert_equal_to, assert_sums_are_averaged, train_on_rank, truth
 
 
 def native(bucket_mb):
-    return lambda model: ddp.torch_ddp(model, bucket_mb)
+    return lambda model: wrapping.torch_ddp(model, bucket_mb)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -26,7 +26,7 @@ def test_no_sync_adds_up_and_the_next_backward_averages_the_sums():
 
 def test_options_reach_torch():
     def options():
-        model = ddp.torch_ddp(nn.Linear(2, 2), 3.0)
+        model = wrapping.torch_ddp(nn.Linear(2, 2), 3.0)
         return model.device_ids, model.bucket_bytes_cap
 
     (device_ids, cap_bytes) = run_ranks(options, 1)[0]
@@ -37,7 +37,7 @@ def test_options_reach_torch():
 @pytest.mark.gpu
 def test_the_device_of_the_module_is_named():
     def device_ids():
-        return ddp.torch_ddp(nn.Linear(2, 2, device="cuda:0")).device_ids
+        return wrapping.torch_ddp(nn.Linear(2, 2, device="cuda:0")).device_ids
 
     assert run_ranks(device_ids, 1) == [[0]]
 
@@ -46,7 +46,7 @@ def test_a_mean_in_a_subgroup_leaves_other_ranks_alone():
     def in_pairs():
         pair = dist.new_group([0, 1]), dist.new_group([2, 3])
         rank = dist.get_rank()
-        return ddp.mean_over_ranks(torch.tensor(float(rank)), 1, pair[rank // 2])
+        return wrapping.mean_over_ranks(torch.tensor(float(rank)), 1, pair[rank // 2])
 
     assert run_ranks(in_pairs, 4) == [0.5, 0.5, 2.5, 2.5]
 
@@ -58,7 +58,7 @@ def test_the_mean_over_ranks_is_exact_for_uneven_counts():
     def share():
         mine = losses[dist.get_rank() :: dist.get_world_size()]
         mine = mine[:0] if dist.get_world_size() == 4 and dist.get_rank() == 3 else mine
-        return ddp.mean_over_ranks(mine.sum(), len(mine))
+        return wrapping.mean_over_ranks(mine.sum(), len(mine))
 
     for world_size in (1, 2, 3):
         for mean in run_ranks(share, world_size):

@@ -6,8 +6,8 @@ import pytest
 from matplotlib.colors import to_hex, to_rgba
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from manyhands import figures
-from manyhands.replay import Message, Round
+from manyhands.instruments import figures
+from manyhands.instruments.replay import Message, Round
 
 ALL = frozenset({0, 1, 2})
 START = Round([], {rank: {chunk: frozenset({rank}) for chunk in range(3)} for rank in range(3)})
@@ -97,8 +97,8 @@ def test_a_notebook_shows_the_static_figure_first_and_the_slider_where_it_can(
 
     source = f"""\
 import sys
-from manyhands import figures
-from manyhands.replay import Round
+from manyhands.instruments import figures
+from manyhands.instruments.replay import Round
 if not {has_widgets}:
     sys.modules["ipywidgets"] = None
 figures.show_rounds([Round([], {{0: {{0: frozenset([0])}}}})], "one rank")"""

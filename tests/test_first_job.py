@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from answers.first_job import job_with
-from manyhands import images
 from manyhands.checks import Wrong, judge
 from manyhands.checks import first_job as check
-from manyhands.first_job import (
+from manyhands.data import images
+from manyhands.first_job.planning import (
     SITE,
     Place,
     days_on_devices,
@@ -30,8 +30,8 @@ from manyhands.first_job import (
     my_share,
     site_file,
 )
-from manyhands.lab import run_ranks
-from manyhands.power_law import error_rate, fit_power_law, train_on
+from manyhands.first_job.power_law import error_rate, fit_power_law, train_on
+from manyhands.ranks.lab import run_ranks
 
 # ---- how long a training takes -------------------------------------------------------------------
 

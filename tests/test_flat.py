@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands.flat import Flat, ShardedFlat, make_flats
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
+from manyhands.fsdp.flat import Flat, ShardedFlat, make_flats
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.ranks.lab import run_ranks
 
 SHAPES = {13: [(2, 4), (3,), (2, 1)], 12: [(2, 4), (4,)], 1: [(1,)]}
 

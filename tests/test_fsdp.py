@@ -7,13 +7,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import flat, fsdp, wrapping, zero
-from manyhands.data_parallel import broadcast_state
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.live import Live, parts_of
-from manyhands.transformer import Transformer
+from manyhands.data_parallel.replicas import broadcast_state
+from manyhands.fsdp import flat, fully_shard, zero
+from manyhands.fsdp import units as fsdp
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.instruments.live import Live, parts_of
+from manyhands.models.transformer import Transformer
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
 
 BATCH, STEPS, VOCAB = 12, 10, 40
 
@@ -84,10 +85,10 @@ def shard(impl):
         if impl == "zero2":
             zero.reduce_during_backward(f for f in flats if f.shard.requires_grad)
         return module, zero.ShardedOptimizer(flats, adamw), module
-    mesh = wrapping.make_mesh(2, 2) if "hybrid" in impl else None
+    mesh = fully_shard.make_mesh(2, 2) if "hybrid" in impl else None
     if "torch" in impl:
         # fully_shard wants tied parameters in one unit, so all of these are the root's.
-        model = wrapping.torch_fsdp(module, [module.b], mesh=mesh)
+        model = fully_shard.torch_fsdp(module, [module.b], mesh=mesh)
         return model, adamw(model.parameters()), model
     groups = {}
     if mesh:
@@ -132,7 +133,7 @@ def train_sharded(impl):
     if impl in ("zero1", "zero2"):
         state = weights_of(model)
     else:
-        state = wrapping.full_state(model)
+        state = fully_shard.full_state(model)
     return [loss.item() for loss in losses], grads, state
 
 
@@ -205,13 +206,13 @@ def train_short(wrap, dtype):
         optimizer.step()
         types = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
         optimizer.zero_grad()
-    return wrapping.full_state(model), types
+    return fully_shard.full_state(model), types
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision_is_that_of_torch(dtype):
     (by_hand, types), _ = run_ranks(train_short, 2, fsdp.FSDP, dtype)
-    (native, _), _ = run_ranks(train_short, 2, wrapping.torch_fsdp, dtype)
+    (native, _), _ = run_ranks(train_short, 2, fully_shard.torch_fsdp, dtype)
     assert types == {torch.float32}  # shards and their gradients
     for name, weight in native.items():
         tolerance = 1e-6 if dtype == torch.float32 else 2e-4
@@ -288,10 +289,10 @@ def test_a_parameter_without_a_gradient_is_told():
 
 def collectives(impl, num_blocks, reshard, replicas):
     model = small_transformer()
-    mesh = wrapping.make_mesh(replicas, 4 // replicas) if replicas > 1 else None
+    mesh = fully_shard.make_mesh(replicas, 4 // replicas) if replicas > 1 else None
     blocks = list(model.blocks)[:num_blocks]
     if impl == "torch":
-        sharded = wrapping.torch_fsdp(model, blocks, mesh=mesh, reshard=reshard)
+        sharded = fully_shard.torch_fsdp(model, blocks, mesh=mesh, reshard=reshard)
     else:
         groups = {}
         if mesh:
@@ -310,14 +311,14 @@ def collectives(impl, num_blocks, reshard, replicas):
     [(2, True, 1), (2, False, 1), (2, True, 2), (2, False, 2), (0, True, 1), (1, True, 2)],
 )
 def test_calls_are_those_predicted(impl, num_blocks, reshard, replicas):
-    wanted = wrapping.calls_per_step(num_blocks, reshard, replicas)
+    wanted = fully_shard.calls_per_step(num_blocks, reshard, replicas)
     for found in run_ranks(collectives, 4, impl, num_blocks, reshard, replicas):
         assert found == {name: count for name, count in wanted.items() if count}
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_strategies_by_their_old_names(strategy):
-    options = wrapping.options_of(strategy)
+    options = fully_shard.options_of(strategy)
     replicas = 2 if options["mesh_dims"] == 2 else 1
     found = run_ranks(collectives, 4, "torch", 2, options["reshard"], replicas)[0]
     assert found["all_gather"] == (3 if strategy == "SHARD_GRAD_OP" else 5)
@@ -361,11 +362,11 @@ def test_what_one_rank_cannot_hold_trains_on_four():
 def states(wrap):
     model = small_transformer()
     sharded = wrap(model, list(model.blocks))
-    state = wrapping.full_state(sharded)
+    state = fully_shard.full_state(sharded)
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("wrap", [fsdp.FSDP, wrapping.torch_fsdp])
+@pytest.mark.parametrize("wrap", [fsdp.FSDP, fully_shard.torch_fsdp])
 def test_the_whole_state_has_the_names_and_shapes_of_the_plain_model(wrap):
     plain = {name: tuple(value.shape) for name, value in small_transformer(0).state_dict().items()}
     first, *others = run_ranks(states, 2, wrap)

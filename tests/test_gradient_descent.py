@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from manyhands.gradient_descent import (
+from manyhands.gradient_descent.descent import (
     Momentum,
     descend,
     descend_in_batches,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from manyhands import images
-from manyhands.images import Images
-from manyhands.runtime import BadInput
+from manyhands.data import images
+from manyhands.data.images import Images
+from manyhands.ranks.runtime import BadInput
 
 MNIST = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte") + (

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands.lab import run_ranks, warm_up
+from manyhands.ranks.lab import run_ranks, warm_up
 
 
 def ranks_alive(pid: int | None = None) -> list[psutil.Process]:
@@ -70,7 +70,7 @@ def test_100_mb_of_output_is_survived_and_cut(capsys):
 
 
 def failure_of(fn, world_size=2, **kwargs) -> str:
-    from manyhands.failures import RankFailed
+    from manyhands.ranks.failures import RankFailed
 
     with pytest.raises(RankFailed) as caught:
         run_ranks(fn, world_size, quiet=True, **kwargs)
@@ -167,7 +167,7 @@ def start_kernel(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import time
-        from manyhands.lab import run_ranks
+        from manyhands.ranks.lab import run_ranks
 
         def wait():
             print("waiting", flush=True)

@@ -21,8 +21,8 @@ import torch
 import train_ddp
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, torchrun_arguments
-from manyhands.lab import run_ranks
-from manyhands.runtime import BadInput
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
 LONG |= {"learning_rate": 0.01}
@@ -205,7 +205,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from manyhands.runtime import command_line, distributed, keep_output
+from manyhands.ranks.runtime import command_line, distributed, keep_output
 
 @dataclass(frozen=True)
 class Config:

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands.collectives import all_reduce_tree, broadcast_naive, gather
-from manyhands.data_parallel import BucketedDDP
-from manyhands.ddp import torch_ddp
-from manyhands.lab import run_ranks
-from manyhands.ledger import Entry, Ledger, calls, rounds, traffic
-from manyhands.ring import all_reduce_ring, start_exchange
+from manyhands.collectives.ring import all_reduce_ring, start_exchange
+from manyhands.collectives.trees import all_reduce_tree, broadcast_naive, gather
+from manyhands.data_parallel.replicas import BucketedDDP
+from manyhands.ddp.wrapping import torch_ddp
+from manyhands.instruments.ledger import Entry, Ledger, calls, rounds, traffic
+from manyhands.ranks.lab import run_ranks
 
 N = 3  # ranks
 WHOLE_BYTES = 4 * 4 * N  # a chunk of 4 numbers a rank, in float32

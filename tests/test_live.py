@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import live, memory
-from manyhands.flat import Flat
-from manyhands.fsdp import FSDP
-from manyhands.lab import run_ranks
-from manyhands.live import Live, OverLimit, parts_of
-from manyhands.transformer import Transformer
-from manyhands.wrapping import torch_fsdp
-from manyhands.zero import ShardedOptimizer, reduce_during_backward
+from manyhands.fsdp.flat import Flat
+from manyhands.fsdp.fully_shard import torch_fsdp
+from manyhands.fsdp.units import FSDP
+from manyhands.fsdp.zero import ShardedOptimizer, reduce_during_backward
+from manyhands.instruments import live
+from manyhands.instruments.live import Live, OverLimit, parts_of
+from manyhands.memory import accounting
+from manyhands.models.transformer import Transformer
+from manyhands.ranks.lab import run_ranks
 
 
 def nothing() -> live.Parts:
@@ -163,9 +164,9 @@ def measured_and_predicted(stage: int | str) -> tuple[dict, dict, int]:
             after = counted.now()
             optimizer.step()
     fp32 = torch.float32
-    recipe = memory.recipe(fp32, fp32, [fp32, fp32])
+    recipe = accounting.recipe(fp32, fp32, [fp32, fp32])
     number = 3 if stage == "torch" else stage
-    wanted = memory.bytes_per_rank(sizes, recipe, number, dist.get_world_size())
+    wanted = accounting.bytes_per_rank(sizes, recipe, number, dist.get_world_size())
     after.pop("other")
     return after, wanted._asdict(), counted.total
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, nn
 
-from manyhands.lab import run_ranks
-from manyhands.loss_surface import (
+from manyhands.loss_surface.surface import (
     loss_at,
     random_direction,
     roughness,
@@ -17,7 +16,8 @@ from manyhands.loss_surface import (
     slice_between,
     surface,
 )
-from manyhands.resnet import ResNet, use_batch_statistics
+from manyhands.models.resnet import ResNet, use_batch_statistics
+from manyhands.ranks.lab import run_ranks
 
 GRID = [-1.0, -0.3, 0.0, 0.4, 1.1]  # 25 points: neither 2 nor 4 ranks divide them
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.memory import Recipe, block_activations, bytes_per_rank, recipe, saved_bytes
-from manyhands.transformer import Block, Transformer
+from manyhands.memory.accounting import (
+    Recipe,
+    block_activations,
+    bytes_per_rank,
+    recipe,
+    saved_bytes,
+)
+from manyhands.models.transformer import Block, Transformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands import data_parallel, gpus, meters
-from manyhands.gpus import Gpus
-from manyhands.lab import run_ranks
-from manyhands.meters import (
+from manyhands.data_parallel import replicas
+from manyhands.instruments import gpus, meters
+from manyhands.instruments.gpus import Gpus
+from manyhands.instruments.meters import (
     PHASES,
     STEP_PHASES,
     Sampler,
@@ -28,9 +28,10 @@ from manyhands.meters import (
     machine,
     seconds_of,
 )
-from manyhands.network import SlowNetwork
-from manyhands.runtime import BadInput, World
-from manyhands.storage import FORMAT, read_lines
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.network import SlowNetwork
+from manyhands.ranks.runtime import BadInput, World
+from manyhands.training.storage import FORMAT, read_lines
 
 CPU = torch.device("cpu")
 
@@ -240,8 +241,8 @@ def test_the_wait_for_a_late_rank_is_communication():
             return model
 
         return {
-            "naive": split_of(bare, data_parallel.average_gradients),
-            "overlapped": split_of(data_parallel.BucketedDDP),
+            "naive": split_of(bare, replicas.average_gradients),
+            "overlapped": split_of(replicas.BucketedDDP),
             "torch": split_of(DistributedDataParallel),
             "slow link": split_of(bare, exchange_slowly),
         }

@@ -7,9 +7,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from manyhands import mine
 from manyhands.checks import as_written
-from manyhands.runtime import BadInput
+from manyhands.jobs import mine
+from manyhands.ranks.runtime import BadInput
 
 HELPERS = """
 import functools
@@ -103,7 +103,7 @@ def double(x):
 USE = """
 import sys
 from pathlib import Path
-from manyhands import mine
+from manyhands.jobs import mine
 
 folder = Path("mine")
 answers = {"Wrapped": Wrapped, "average": average, "joined": joined, "recursive": recursive}
@@ -207,7 +207,7 @@ def test_class_without_methods_is_found_in_cells_that_are_not_numbered(monkeypat
 
 
 def test_words_name_the_learners_functions_and_no_imported_one(tmp_path):
-    (tmp_path / "f.py").write_text("from manyhands.runtime import place\ndef f(): pass\n")
+    (tmp_path / "f.py").write_text("from manyhands.ranks.runtime import place\ndef f(): pass\n")
     found = mine.load("f", ("place", "f"), tmp_path)
     assert list(found) == ["place", "f"]
     assert mine.in_words(found) == "yours: f; the course's: all else"
@@ -225,11 +225,11 @@ def test_an_answer_that_was_changed_after_its_check_is_not_done():
     )
     cells = [
         "from manyhands.checks import collectives as check",
-        "from manyhands.collectives import combine\ncheck.combine(combine)",
+        "from manyhands.collectives.trees import combine\ncheck.combine(combine)",
         "print(check.ready('4.1'))",
         "def combine(total, other, op):\n    total -= other",
         "print(check.ready('4.1'))\ncheck.keep()",
-        "from manyhands.collectives import combine\nprint(check.ready('4.1'))",
+        "from manyhands.collectives.trees import combine\nprint(check.ready('4.1'))",
         mine_twice,
         mine_twice.replace("check.combine(combine)", "print(check.ready('4.1'))"),
     ]

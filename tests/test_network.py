@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands import collectives, ring
-from manyhands.alpha_beta import predicted_s
-from manyhands.lab import run_ranks
-from manyhands.network import PATCHED, SlowNetwork
+from manyhands.collectives import ring, trees
+from manyhands.collectives.alpha_beta import predicted_s
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.network import PATCHED, SlowNetwork
 
 LATENCY_S, BYTES_PER_S = 0.02, 400e3
 NUMBERS = 2000  # 8000 bytes, which take as long as the latency
@@ -48,7 +48,7 @@ def elapsed_s(times_s):
 
 def every_collective():
     tensor, chunks = torch.zeros(NUMBERS), list(torch.zeros(NUMBERS).chunk(dist.get_world_size()))
-    functions = {name: getattr(collectives, name, None) or getattr(ring, name) for name in NAMES}
+    functions = {name: getattr(trees, name, None) or getattr(ring, name) for name in NAMES}
     return [
         tries(partial(function, chunks if name in CHUNKS else tensor))
         for name, function in functions.items()
@@ -133,9 +133,7 @@ def results():
         return tensor.tolist()
 
     def all_works():
-        functions = {
-            name: getattr(collectives, name, None) or getattr(ring, name) for name in NAMES
-        }
+        functions = {name: getattr(trees, name, None) or getattr(ring, name) for name in NAMES}
         found = {name: work(function, name in CHUNKS) for name, function in functions.items()}
         if rank != 1:
             found["pair"] = work(lambda tensor: ring.all_reduce_ring(tensor, "max", pair), False)

@@ -9,15 +9,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands import bubble, schedules, wiring
-from manyhands import stages as st
-from manyhands.data_parallel import average_gradients
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, traffic
-from manyhands.live import Live, parts_of
-from manyhands.pipeline import Pipeline
-from manyhands.transformer import Transformer
+from manyhands.data_parallel.replicas import average_gradients
+from manyhands.instruments.ledger import Ledger, traffic
+from manyhands.instruments.live import Live, parts_of
+from manyhands.models.transformer import Transformer
+from manyhands.pipeline import bubble, schedules, wiring
+from manyhands.pipeline import stages as st
+from manyhands.pipeline.engine import Pipeline
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
 
 V, T, L, D, B, STEPS = 50, 6, 6, 16, 16, 10
 KINDS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # stages a rank

@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, loss_parallel
 
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.plans import plan, torch_tensor_parallel
-from manyhands.split_model import calls_per_step
-from manyhands.transformer import Transformer
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.models.transformer import Transformer
+from manyhands.ranks.lab import run_ranks
+from manyhands.tensor.dtensor import plan, torch_tensor_parallel
+from manyhands.tensor.model import calls_per_step
 
 NUM_BLOCKS = 2
 SIZES = {"vocab_size": 8, "block": 4, "layers": NUM_BLOCKS, "heads": 2, "width": 8}

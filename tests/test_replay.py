@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands.collectives import all_reduce_naive, all_reduce_tree, broadcast_tree
-from manyhands.lab import run_ranks
-from manyhands.ledger import Entry, Ledger
-from manyhands.replay import marked_input, record, replay
-from manyhands.ring import all_gather_ring, all_reduce_ring, reduce_scatter_ring
-from manyhands.runtime import BadInput
+from manyhands.collectives.ring import all_gather_ring, all_reduce_ring, reduce_scatter_ring
+from manyhands.collectives.trees import all_reduce_naive, all_reduce_tree, broadcast_tree
+from manyhands.instruments.ledger import Entry, Ledger
+from manyhands.instruments.replay import marked_input, record, replay
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
 
 
 def everything(num_ranks):

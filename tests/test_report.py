@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pytest
 
-import report
-import report_figures
-from manyhands import figures
-from manyhands.lab import run_ranks
-from manyhands.meters import PHASES
-from manyhands.record import read
-from manyhands.run import TrainConfig
-from manyhands.runtime import BadInput
-from manyhands.storage import read_lines
+from manyhands.instruments import figures
+from manyhands.instruments.meters import PHASES
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
+from manyhands.training import report, report_figures
+from manyhands.training.record import read
+from manyhands.training.run import TrainConfig
+from manyhands.training.storage import read_lines
 from test_run import train
 
-SCRIPT = Path(report.__file__)
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "report.py"
 
 
 class Page(HTMLParser):
@@ -461,7 +460,9 @@ def test_show_in_a_notebook_carries_the_words(tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="nbformat comes with jupyterlab")
     from nbclient import NotebookClient
 
-    source = "from manyhands import figures\nfigures.show(figures.new_figure()[0], 'a card')"
+    source = (
+        "from manyhands.instruments import figures\nfigures.show(figures.new_figure()[0], 'a card')"
+    )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     NotebookClient(notebook, timeout=60, resources={"metadata": {"path": tmp_path}}).execute()
     (output,) = notebook.cells[0].outputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.resnet import ResNet, use_batch_statistics
+from manyhands.models.resnet import ResNet, use_batch_statistics
 
 
 def built(**options) -> ResNet:

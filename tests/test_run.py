@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from manyhands import storage
-from manyhands.lab import RankFailed, run_ranks
-from manyhands.meters import STEP_PHASES
-from manyhands.run import Run, TrainConfig, learning_rate_at, save_once
-from manyhands.runtime import BadInput, World
-from manyhands.storage import read_lines
+from manyhands.instruments.meters import STEP_PHASES
+from manyhands.ranks.lab import RankFailed, run_ranks
+from manyhands.ranks.runtime import BadInput, World
+from manyhands.training import storage
+from manyhands.training.run import Run, TrainConfig, learning_rate_at, save_once
+from manyhands.training.storage import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -490,8 +490,8 @@ def test_a_run_that_is_left_behind_has_failed_at_the_end_of_the_process(config):
     """As in a notebook, where the traceback of the last cell holds everything."""
     code = f"""
 import torch
-from manyhands.run import Run, TrainConfig
-from manyhands.runtime import alone
+from manyhands.training.run import Run, TrainConfig
+from manyhands.ranks.runtime import alone
 from torch.utils.data import TensorDataset, DataLoader
 config = TrainConfig(batch=4, steps=15, out={config.out!r})
 run, model = Run(config, alone("cpu"), "tiny", 40), torch.nn.Linear(4, 1)

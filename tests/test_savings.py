@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import memory, savings
-from manyhands.transformer import Transformer
+from manyhands.memory import accounting, savings
+from manyhands.models.transformer import Transformer
 
 VOCAB, BLOCK, LAYERS = 11, 8, 3
 
@@ -157,10 +157,10 @@ def test_checkpoints_keep_the_inputs_of_the_blocks_only():
         model, batch = build(), tokens(4)
         if through:
             model.through = through
-        kept[name] = memory.saved_bytes(
+        kept[name] = accounting.saved_bytes(
             lambda model=model, batch=batch: model(*batch), model.parameters()
         )
-    block = sum(memory.block_activations(4 * BLOCK, 16, 2).values())
+    block = sum(accounting.block_activations(4 * BLOCK, 16, 2).values())
     block_input = 4 * BLOCK * 16 * 4
     assert kept["plain"] - kept["ours"] >= LAYERS * (block - 2 * block_input)
     assert kept["ours"] < kept["plain"] / 3, kept

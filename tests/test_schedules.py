@@ -14,8 +14,8 @@ from torch.distributed.pipelining import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from manyhands import bubble, schedules
-from manyhands.schedules import Action
+from manyhands.pipeline import bubble, schedules
+from manyhands.pipeline.schedules import Action
 
 RANKS = (*range(1, 9), 16, 64)
 

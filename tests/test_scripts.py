@@ -29,11 +29,13 @@ import train_memory
 import train_pipeline
 import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
-from manyhands import ddp, mine, stages
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.runtime import BadInput, World
-from manyhands.transformer import Transformer
+from manyhands.ddp import wrapping
+from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer
+from manyhands.pipeline import stages
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput, World
 
 SCRIPTS = {
     "ddp": train_ddp,
@@ -139,7 +141,7 @@ def assert_same_training(folder: Path, other: Path) -> None:
 
 def write_mine(clone: Path) -> None:
     """Write mine/ as somebody does who has solved lessons 05 and 06."""
-    lesson_06 = train_ddp.Parts(torch_ddp=ddp.torch_ddp)._asdict()
+    lesson_06 = train_ddp.Parts(torch_ddp=wrapping.torch_ddp)._asdict()
     del lesson_06["BucketedDDP"]
     mine.write("ddp", lesson_06, clone / "mine")
     for lesson in ("data_parallel", "memory", "fsdp", "pipeline", "tensor"):

@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.sequence import GatherSequence, OwnRandom, ScatterSequence, sum_gradients
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.ranks.lab import run_ranks
+from manyhands.tensor.sequence import GatherSequence, OwnRandom, ScatterSequence, sum_gradients
 
 B, D = 3, 2
 

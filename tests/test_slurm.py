@@ -15,7 +15,7 @@ import torch
 import train_ddp
 from cluster import Cluster
 from jobs import ROOT, environment, flags, losses, make_clone, settings
-from manyhands.lab import run_ranks
+from manyhands.ranks.lab import run_ranks
 
 JOB_FILES = sorted(path.name for path in (ROOT / "sbatch").glob("*.sbatch"))
 SHORT = {"batch": 6, "steps": 12}

@@ -14,10 +14,11 @@ import pytest
 
 import run_notebook
 import run_solutions
-from build_notebooks import ROOT, read_lesson
+from build_notebooks import ROOT
 from jobs import environment, left_behind, make_clone, run
-from manyhands.jobs import Job, State
-from manyhands.runtime import BadInput
+from manyhands.jobs.source import read_lesson
+from manyhands.jobs.submit import Job, State
+from manyhands.ranks.runtime import BadInput
 from run_solutions import Config
 
 DDP = "--impl scratch --data text --layers 1 --block 16 --batch 12 --steps 10 --device cpu"

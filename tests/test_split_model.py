@@ -10,19 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from manyhands import plans
-from manyhands.data_parallel import average_gradients
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.split_model import (
+from manyhands.data_parallel.replicas import average_gradients
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.models.transformer import Block, Transformer
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.tensor import dtensor
+from manyhands.tensor.model import (
     TensorParallel,
     calls_per_step,
     cut_block,
     data_place,
     whole_state,
 )
-from manyhands.transformer import Block, Transformer
 
 BATCH, STEPS, BLOCK, LAYERS = 8, 10, 12, 2
 ROWS, COLUMNS = ("out.weight", "down.weight"), ("qkv.weight", "up.weight", "tokens.weight")
@@ -166,7 +166,7 @@ def test_the_whole_state_is_that_of_the_plain_model_on_the_first_rank(heads):
 
 def train_torch(sequence):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = plans.torch_tensor_parallel(build(), mesh, sequence)
+    model = dtensor.torch_tensor_parallel(build(), mesh, sequence)
     optimizer, losses = adamw(model), []
     for x, y in data():
         optimizer.zero_grad()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import stages
-from manyhands.transformer import Transformer
+from manyhands.models.transformer import Transformer
+from manyhands.pipeline import stages
 
 VOCAB, BLOCK = 13, 8
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands import images
-from manyhands.batch_size import best_rate
-from manyhands.sweep import Training, tune
+from manyhands.batch_size.scaling import best_rate
+from manyhands.batch_size.sweep import Training, tune
+from manyhands.data import images
 
 
 @pytest.fixture

@@ -16,11 +16,13 @@ import train_batch_size
 import train_loss_surface
 from jobs import ROOT
 from jobs import run as run_command
-from manyhands import images, storage, sweep, tasks
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.runtime import BadInput
-from manyhands.storage import read_json, read_lines
+from manyhands.batch_size import sweep
+from manyhands.data import images
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
+from manyhands.training import storage, tasks
+from manyhands.training.storage import read_json, read_lines
 
 SCRIPTS = {"batch_size": train_batch_size, "loss_surface": train_loss_surface}
 NUM_IMAGES = 130
@@ -337,14 +339,18 @@ def test_all_settings_are_told():
 
 
 def test_stored_runs_say_how_they_are_made_and_hold_what_the_lessons_draw(capsys):
-    folder = Path(storage.__file__).parent / "stored"
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    assert names == ["batch_size_digits", "batch_size_mnist", "loss_surface"]
-    for name in names:
-        found = storage.stored(name)
-        word = name.removesuffix("_digits").removesuffix("_mnist")
-        assert f"bash sbatch/{word}.sbatch" in found["remake"] in capsys.readouterr().out
-        assert (folder / f"{name}.json").stat().st_size < 150_000
+    package = Path(storage.__file__).parents[1]
+    paths = sorted(package.glob("*/stored_*.json"))
+    names = [(path.parent.name, path.stem.removeprefix("stored_")) for path in paths]
+    assert names == [
+        ("batch_size", "digits"),
+        ("batch_size", "mnist"),
+        ("loss_surface", "networks"),
+    ]
+    for path, (lesson, name) in zip(paths, names, strict=True):
+        found = storage.stored(lesson, name)
+        assert f"bash sbatch/{lesson}.sbatch" in found["remake"] in capsys.readouterr().out
+        assert path.stat().st_size < 150_000
     middle = len(found["distances"]) // 2
     for one in found["networks"]:
         assert one["losses"][middle][middle] == one["center"]

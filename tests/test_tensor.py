@@ -7,9 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger
-from manyhands.tensor import ColumnLinear, CopyToRanks, RowLinear, SumOverRanks, my_part, my_range
+from manyhands.instruments.ledger import Ledger
+from manyhands.ranks.lab import run_ranks
+from manyhands.tensor.layers import (
+    ColumnLinear,
+    CopyToRanks,
+    RowLinear,
+    SumOverRanks,
+    my_part,
+    my_range,
+)
 
 DOUBLE = {"dtype": torch.float64}
 

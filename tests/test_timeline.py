@@ -5,9 +5,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands import figures
-from manyhands.lab import run_ranks
-from manyhands.timeline import Timeline
+from manyhands.instruments import figures
+from manyhands.instruments.timeline import Timeline
+from manyhands.ranks.lab import run_ranks
 
 
 def two_messages():

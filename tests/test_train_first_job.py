@@ -10,10 +10,11 @@ import pytest
 
 import train_first_job
 from jobs import ROOT, environment, left_behind, make_clone
-from manyhands import first_job, mine
-from manyhands.failures import RankFailed
-from manyhands.lab import run_ranks
-from manyhands.storage import read_json, read_lines
+from manyhands.first_job import planning
+from manyhands.jobs import mine
+from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.training.storage import read_json, read_lines
 
 SMALL = {"smallest": 160, "networks": 2, "device": "cpu"}  # 4 sizes, 8 trainings
 
@@ -99,7 +100,7 @@ def test_a_share_that_leaves_some_out_is_told(tmp_path, monkeypatch):
     mine.write("first_job", parts, tmp_path / "mine")
     with pytest.raises(RankFailed, match="my_share gave 2 of 8 networks to no rank"):
         run(tmp_path / "run", 3, impl="mine")
-    mine.write("first_job", parts | {"my_share": first_job.my_share}, tmp_path / "mine")
+    mine.write("first_job", parts | {"my_share": planning.my_share}, tmp_path / "mine")
     assert run(tmp_path / "run", 3, impl="mine") > 0.2
 
 

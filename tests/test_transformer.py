@@ -9,9 +9,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from manyhands import corpus
-from manyhands.runtime import BadInput
-from manyhands.transformer import Block, Transformer, flops_per_token, num_parameters, total_loss
+from manyhands.data import corpus
+from manyhands.models.transformer import (
+    Block,
+    Transformer,
+    flops_per_token,
+    num_parameters,
+    total_loss,
+)
+from manyhands.ranks.runtime import BadInput
 
 V, T = 11, 7
 

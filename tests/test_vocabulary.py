@@ -6,10 +6,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.lab import run_ranks
-from manyhands.ledger import Ledger, calls
-from manyhands.tensor import my_range
-from manyhands.vocabulary import VocabEmbedding, vocab_cross_entropy
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.ranks.lab import run_ranks
+from manyhands.tensor.layers import my_range
+from manyhands.tensor.vocabulary import VocabEmbedding, vocab_cross_entropy
 
 # Vocabulary, how large the scores are, their type; 7 over 2 and 3 ranks is uneven.
 CASES = [(7, 1, torch.float32), (7, 200, torch.float32), (7, 1, torch.float64)]

@@ -16,10 +16,10 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from jobs import ROOT, environment, flags, left_behind, losses, make_clone
-from manyhands import watch
-from manyhands.figures import new_figure, png
-from manyhands.jobs import JobRefused, submit
-from manyhands.watch import JobFailed, JobStopped, JobTooLong
+from manyhands.instruments.figures import new_figure, png
+from manyhands.jobs import watch
+from manyhands.jobs.submit import JobRefused, submit
+from manyhands.jobs.watch import JobFailed, JobStopped, JobTooLong
 
 # A job in bash that writes what a run writes, until it is told to stop or has taken all its steps.
 RUN = r"""
@@ -218,7 +218,7 @@ def test_what_cannot_be_submitted_is_told_in_one_line(folder, words, options, to
 def test_a_job_ends_with_the_process_that_submitted_it(folder, clone):
     script = f"""
         import time
-        from manyhands.jobs import submit
+        from manyhands.jobs.submit import submit
         submit(*{tiny(clone, steps=100000)!r}, ranks=1, local=True)
         time.sleep(100)
     """
@@ -338,7 +338,7 @@ def test_a_job_without_metrics_ends_with_its_output(kernel):
 SESSION = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from manyhands import jobs, watch
+from manyhands.jobs import submit as jobs, watch
 
 words, found = json.loads(sys.argv[1]), {}
 site = Path(words[0]).with_name("site.env")
@@ -439,7 +439,7 @@ def test_a_slurm_job_is_queued_watched_and_stopped_and_goes_on_from_another_job(
 
 
 def test_a_job_that_slurm_has_forgotten_is_known_by_its_folder(slurm, folder, monkeypatch):
-    script = "from manyhands.jobs import Job; from pathlib import Path; "
+    script = "from manyhands.jobs.submit import Job; from pathlib import Path; "
     script += "print(Job(Path('a'), id='999').look().word, Job(Path('b'), id='999').look())"
     (folder / "a").mkdir()
     (folder / "a" / "status.json").write_text('{"state": "finished"}')

@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from manyhands import flat, zero
-from manyhands.data_parallel import pack
-from manyhands.flat import all_gather, reduce_scatter
+from manyhands.data_parallel.replicas import pack
+from manyhands.fsdp import flat, zero
+from manyhands.fsdp.flat import all_gather, reduce_scatter
 
 RIGHT: dict[str, list] = {
     "10.1": [flat.Flat],

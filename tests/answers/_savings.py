@@ -4,8 +4,8 @@ own, and WRONG ones come with words that the verdict must hold. memory.py takes 
 import torch
 from torch import nn
 
-from manyhands import savings
-from manyhands.savings import rng_states, set_rng_states
+from manyhands.memory import savings
+from manyhands.memory.savings import rng_states, set_rng_states
 
 RIGHT: dict[str, list] = {
     "9.5": [savings.accumulate],

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 
-from manyhands import bubble, schedules, stages
-from manyhands.bubble import needed, unit_cost
 from manyhands.checks import Pair
-from manyhands.schedules import Action
+from manyhands.pipeline import bubble, schedules, stages
+from manyhands.pipeline.bubble import needed, unit_cost
+from manyhands.pipeline.schedules import Action
 
 RIGHT: dict[str, list] = {
     "12.1": [stages.partition],

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from manyhands import split_model
-from manyhands.tensor import my_range
-from manyhands.vocabulary import vocab_cross_entropy
+from manyhands.tensor import model as split_model
+from manyhands.tensor.layers import my_range
+from manyhands.tensor.vocabulary import vocab_cross_entropy
 
 
 class InSteps(split_model.TensorParallel):

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from manyhands import plans, sequence, vocabulary
 from manyhands.checks import Pair
-from manyhands.data_parallel import pack, unpack
-from manyhands.flat import all_gather, reduce_scatter
-from manyhands.savings import rng_states, set_rng_states
-from manyhands.tensor import SumOverRanks, my_part, my_range
+from manyhands.data_parallel.replicas import pack, unpack
+from manyhands.fsdp.flat import all_gather, reduce_scatter
+from manyhands.memory.savings import rng_states, set_rng_states
+from manyhands.tensor import dtensor, sequence, vocabulary
+from manyhands.tensor.layers import SumOverRanks, my_part, my_range
 
 RIGHT: dict[str, list] = {
     "13.5": [vocabulary.VocabEmbedding],
@@ -29,7 +29,7 @@ RIGHT: dict[str, list] = {
     "13.7": [Pair(sequence.GatherSequence, sequence.ScatterSequence)],
     "13.8": [sequence.sum_gradients],
     "13.9": [sequence.OwnRandom],
-    "13.13": [plans.plan],
+    "13.13": [dtensor.plan],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -1012,7 +1012,7 @@ def planned(change, kept=lambda name: True):
     """The course's plan with changes: a name -> another style, or None to leave it out."""
 
     def plan(num_blocks, sequence=False):
-        styles = plans.plan(num_blocks, sequence)
+        styles = dtensor.plan(num_blocks, sequence)
         between = Shard(1) if sequence else Replicate()
         for name in list(styles):
             for end, make in change.items():

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from manyhands import wrapping
-from manyhands.data_parallel import broadcast_state
+from manyhands.data_parallel.replicas import broadcast_state
+from manyhands.fsdp import fully_shard as wrapping
 
 RIGHT: dict[str, list] = {
     "10.6": [wrapping.calls_per_step],

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands import batch_size
+from manyhands.batch_size import scaling
 
 RIGHT: dict[str, list] = {
-    "3.1": [batch_size.throughput],
-    "3.2": [batch_size.steps_to_target],
-    "3.3": [batch_size.best_rate],
-    "3.4": [batch_size.fit_steps],
-    "3.5": [batch_size.average_over_ranks],
-    "3.6": [batch_size.noise_scale],
+    "3.1": [scaling.throughput],
+    "3.2": [scaling.steps_to_target],
+    "3.3": [scaling.best_rate],
+    "3.4": [scaling.fit_steps],
+    "3.5": [scaling.average_over_ranks],
+    "3.6": [scaling.noise_scale],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -476,7 +476,7 @@ def best_rate_that_deletes(steps):
     for rate in list(steps):
         if None in steps[rate]:
             del steps[rate]
-    return batch_size.best_rate(steps)
+    return scaling.best_rate(steps)
 
 
 @wrong("3.3", "nothing is left to choose from")

@@ -7,16 +7,21 @@ import math
 import torch
 import torch.distributed as dist
 
-from manyhands import alpha_beta, collectives, ring
-from manyhands.collectives import combine, flat
-from manyhands.ring import all_gather_ring, exchange, exchange_and_combine, reduce_scatter_ring
+from manyhands.collectives import alpha_beta, ring, trees
+from manyhands.collectives.ring import (
+    all_gather_ring,
+    exchange,
+    exchange_and_combine,
+    reduce_scatter_ring,
+)
+from manyhands.collectives.trees import combine, flat
 
 RIGHT: dict[str, list] = {
-    "4.1": [collectives.combine],
-    "4.2": [collectives.broadcast_naive],
-    "4.3": [collectives.broadcast_tree],
-    "4.4": [collectives.reduce_tree],
-    "4.5": [collectives.gather],
+    "4.1": [trees.combine],
+    "4.2": [trees.broadcast_naive],
+    "4.3": [trees.broadcast_tree],
+    "4.4": [trees.reduce_tree],
+    "4.5": [trees.gather],
     "4.6": [ring.start_exchange],
     "4.7": [ring.all_gather_ring],
     "4.8": [ring.exchange_and_combine],
@@ -198,17 +203,17 @@ def naive_by_global_ranks(tensor, root=0, group=None):
 
 @wrong("4.2", "rank 0 was taken for the root")
 def naive_root_0(tensor, root=0, group=None):
-    collectives.broadcast_naive(tensor, 0, group)
+    trees.broadcast_naive(tensor, 0, group)
 
 
 @wrong("4.2", "received into a copy")
 def naive_into_a_copy(tensor, root=0, group=None):
-    collectives.broadcast_naive(tensor.clone(), root, group)
+    trees.broadcast_naive(tensor.clone(), root, group)
 
 
 @wrong("4.2", "went through the group of all ranks")
 def naive_without_group(tensor, root=0, group=None):
-    collectives.broadcast_naive(tensor, root)
+    trees.broadcast_naive(tensor, root)
 
 
 @wrong("4.2", "with group = ranks 2, 3 and 4")
@@ -301,7 +306,7 @@ def naive_everybody_receives(tensor, root=0, group=None):
 @wrong("4.2", "torch.float32, 4 bytes an element; torch.int64 has 8")
 def naive_into_float32(tensor, root=0, group=None):
     if dist.get_rank(group) == root:
-        return collectives.broadcast_naive(tensor, root, group)
+        return trees.broadcast_naive(tensor, root, group)
     arrived = torch.zeros(tensor.shape)
     dist.recv(arrived, group=group, group_src=root)
     tensor.copy_(arrived)
@@ -373,7 +378,7 @@ def tree_in_batches(tensor, root=0, group=None):
 
 @wrong("4.3", "the root sends 3 message(s), not 2")
 def tree_is_naive(tensor, root=0, group=None):
-    collectives.broadcast_naive(tensor, root, group)
+    trees.broadcast_naive(tensor, root, group)
 
 
 @wrong("4.3", "on 4 ranks it works")
@@ -391,7 +396,7 @@ def tree_for_powers_of_two(tensor, root=0, group=None):
 
 @wrong("4.3", "rank 0 was taken for the root")
 def tree_root_0(tensor, root=0, group=None):
-    collectives.broadcast_tree(tensor, 0, group)
+    trees.broadcast_tree(tensor, 0, group)
 
 
 @wrong("4.3", "receives 2 messages")
@@ -589,7 +594,7 @@ def divide(vector, n, op):
 
 @wrong("4.4", "rank 0 was taken for the root")
 def reduce_to_0(tensor, op="sum", root=0, group=None):
-    collectives.reduce_tree(tensor, op, 0, group)
+    trees.reduce_tree(tensor, op, 0, group)
 
 
 @wrong("4.4", "at every hop")
@@ -606,7 +611,7 @@ def reduce_halves_at_every_hop(tensor, op="sum", root=0, group=None):
 def reduce_divides_twice(tensor, op="sum", root=0, group=None):
     if op == "avg":
         tensor /= dist.get_world_size(group)
-    collectives.reduce_tree(tensor, op, root, group)
+    trees.reduce_tree(tensor, op, root, group)
 
 
 @wrong("4.4", 'for "avg", combine only adds')
@@ -694,8 +699,8 @@ def reduce_uses_it_too_early(tensor, op="sum", root=0, group=None):
 
 @wrong("4.4", "has then done its part")
 def reduce_down_again(tensor, op="sum", root=0, group=None):
-    collectives.reduce_tree(tensor, op, root, group)
-    collectives.broadcast_tree(tensor, root, group)
+    trees.reduce_tree(tensor, op, root, group)
+    trees.broadcast_tree(tensor, root, group)
 
 
 @wrong("4.4", "a rank is a whole number")
@@ -781,7 +786,7 @@ def gather_by_copies_and_no_empty_ones(chunks, root=0, group=None):
 
 @wrong("4.5", "rank 0 was taken for the root")
 def gather_to_0(chunks, root=0, group=None):
-    collectives.gather(chunks, 0, group)
+    trees.gather(chunks, 0, group)
 
 
 @wrong("4.5", "the list got a new tensor")
@@ -1675,7 +1680,7 @@ def ring_on(vector, op, group, chunks=None):
 
 @wrong("4.10", "that is no ring")
 def ring_by_rank_0(tensor, op="sum", group=None):
-    collectives.all_reduce_naive(tensor, op, group)
+    trees.all_reduce_naive(tensor, op, group)
 
 
 @wrong("4.10", "rank 0 sends 3 messages, not 6")

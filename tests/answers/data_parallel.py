@@ -8,20 +8,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from manyhands import data_parallel, loops
-from manyhands.data_parallel import average_gradients, broadcast_state, pack, unpack
-from manyhands.ring import all_reduce_ring
+from manyhands.collectives.ring import all_reduce_ring
+from manyhands.data_parallel import loops, replicas
+from manyhands.data_parallel.replicas import average_gradients, broadcast_state, pack, unpack
 
 RIGHT: dict[str, list] = {
     "5.1": [loops.order_of_steps],
     "5.2": [loops.steps_that_change],
     "5.3": [loops.worker_step],
     "5.4": [loops.server_step],
-    "5.5": [data_parallel.broadcast_state],
-    "5.6": [data_parallel.average_gradients],
+    "5.5": [replicas.broadcast_state],
+    "5.6": [replicas.average_gradients],
     "5.7": [loops.train_replicas],
-    "5.8": [data_parallel.average_buckets],
-    "5.9": [data_parallel.BucketedDDP],
+    "5.8": [replicas.average_buckets],
+    "5.9": [replicas.BucketedDDP],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -1042,7 +1042,7 @@ def buckets_all_in_flight(buckets, group=None):
 
 @right("5.8")
 def buckets_last_first(buckets, group=None):
-    data_parallel.average_buckets(list(buckets)[::-1], group)
+    replicas.average_buckets(list(buckets)[::-1], group)
 
 
 def buckets_with(
@@ -1119,14 +1119,14 @@ def buckets_in_one(buckets, group=None):
 @wrong("5.8", "not every rank makes the same calls")
 def buckets_on_rank_0(buckets, group=None):
     if dist.get_rank(group) == 0:
-        data_parallel.average_buckets(buckets, group)
+        replicas.average_buckets(buckets, group)
 
 
 # ---- 5.9 BucketedDDP ------------------------------------------------------------------------
 
 
 @right("5.9")
-class DDPThatAverages(data_parallel.BucketedDDP):
+class DDPThatAverages(replicas.BucketedDDP):
     def _start(self, index):
         flat = self.flats[index]
         flat.copy_(torch.cat([param.grad.flatten() for param in self.buckets[index]]))
@@ -1145,7 +1145,7 @@ class DDPThatAverages(data_parallel.BucketedDDP):
 
 
 @right("5.9")
-class DDPWithFlatsOfItsOwn(data_parallel.BucketedDDP):
+class DDPWithFlatsOfItsOwn(replicas.BucketedDDP):
     def _start(self, index):
         flat = pack(gradients(self.buckets[index])) / dist.get_world_size(self.group)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -1162,7 +1162,7 @@ class DDPWithFlatsOfItsOwn(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "the buckets did not start in order")
-class DDPThatStartsWhenFull(data_parallel.BucketedDDP):
+class DDPThatStartsWhenFull(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         if not self.sync:
             return
@@ -1176,7 +1176,7 @@ class DDPThatStartsWhenFull(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "never started")
-class DDPThatStartsOne(data_parallel.BucketedDDP):
+class DDPThatStartsOne(replicas.BucketedDDP):
     def forward(self, *args):
         return self.module(*args)
 
@@ -1192,7 +1192,7 @@ class DDPThatStartsOne(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "look at self.sync before you count")
-class DDPThatCountsInNoSync(data_parallel.BucketedDDP):
+class DDPThatCountsInNoSync(replicas.BucketedDDP):
     def forward(self, *args):
         return self.module(*args)
 
@@ -1204,41 +1204,41 @@ class DDPThatCountsInNoSync(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "wait only in _finish")
-class DDPThatWaitsAtOnce(data_parallel.BucketedDDP):
+class DDPThatWaitsAtOnce(replicas.BucketedDDP):
     def _start(self, index):
         super()._start(index)
         self.in_flight[-1].wait()
 
 
 @wrong("5.9", "pass async_op=True")
-class DDPWithoutAsync(data_parallel.BucketedDDP):
+class DDPWithoutAsync(replicas.BucketedDDP):
     def _start(self, index):
         pack(gradients(self.buckets[index]), out=self.flats[index])
         self.in_flight.append(dist.all_reduce(self.flats[index], group=self.group))
 
 
 @wrong("5.9", "`group` is not passed on")
-class DDPWithoutGroup(data_parallel.BucketedDDP):
+class DDPWithoutGroup(replicas.BucketedDDP):
     def _start(self, index):
         pack(gradients(self.buckets[index]), out=self.flats[index])
         self.in_flight.append(dist.all_reduce(self.flats[index], async_op=True))
 
 
 @wrong("5.9", "no all-reduce was ever called")
-class DDPThatOnlyCounts(data_parallel.BucketedDDP):
+class DDPThatOnlyCounts(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         self.num_ready[self.bucket_of[param]] += 1
 
 
 @wrong("5.9", "keep each work in self.in_flight")
-class DDPThatKeepsNothing(data_parallel.BucketedDDP):
+class DDPThatKeepsNothing(replicas.BucketedDDP):
     def _start(self, index):
         pack(gradients(self.buckets[index]), out=self.flats[index])
         dist.all_reduce(self.flats[index], group=self.group)
 
 
 @wrong("5.9", "_finish ran before all buckets had started")
-class DDPThatFinishesEachBucket(data_parallel.BucketedDDP):
+class DDPThatFinishesEachBucket(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         if not self.sync:
             return
@@ -1263,14 +1263,14 @@ class DDPThatFinishesEachBucketLoosely(DDPThatFinishesEachBucket):
 
 
 @wrong("5.9", "the bucket was started too early")
-class DDPThatStartsAtEachGradient(data_parallel.BucketedDDP):
+class DDPThatStartsAtEachGradient(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         self.num_ready[self.bucket_of[param]] += 1
         self._start(self.bucket_of[param])
 
 
 @wrong("5.9", "is the number of its bucket")
-class DDPThatLooksIntoBuckets(data_parallel.BucketedDDP):
+class DDPThatLooksIntoBuckets(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         for index, bucket in enumerate(self.buckets):
             if param in bucket:
@@ -1278,13 +1278,13 @@ class DDPThatLooksIntoBuckets(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "by bucket, not by parameter")
-class DDPThatCountsByParameter(data_parallel.BucketedDDP):
+class DDPThatCountsByParameter(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         self.num_ready[param] += 1
 
 
 @wrong("5.9", "and the loop goes on")
-class DDPWithoutABound(data_parallel.BucketedDDP):
+class DDPWithoutABound(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         if self.sync:
             self.num_ready[self.bucket_of[param]] += 1
@@ -1298,7 +1298,7 @@ class Done:
 
 
 @wrong("5.9", "nothing is hidden")
-class DDPThatWaits(data_parallel.BucketedDDP):
+class DDPThatWaits(replicas.BucketedDDP):
     def _start(self, index):
         pack(gradients(self.buckets[index]), out=self.flats[index])
         dist.all_reduce(self.flats[index], group=self.group)
@@ -1306,7 +1306,7 @@ class DDPThatWaits(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "does it wait() before it copies")
-class DDPThatDoesNotWait(data_parallel.BucketedDDP):
+class DDPThatDoesNotWait(replicas.BucketedDDP):
     def _finish(self):
         kept = self.in_flight  # alive, so that the message still arrives
         self.in_flight = [Done() for _ in kept]
@@ -1316,7 +1316,7 @@ class DDPThatDoesNotWait(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "not copied back")
-class DDPThatForgetsToCopy(data_parallel.BucketedDDP):
+class DDPThatForgetsToCopy(replicas.BucketedDDP):
     def _finish(self):
         for work in self.in_flight:
             work.wait()
@@ -1325,7 +1325,7 @@ class DDPThatForgetsToCopy(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "the first one's counts still stand")
-class DDPThatDoesNotReset(data_parallel.BucketedDDP):
+class DDPThatDoesNotReset(replicas.BucketedDDP):
     def forward(self, *args):
         return self.module(*args)
 
@@ -1336,7 +1336,7 @@ class DDPThatDoesNotReset(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "that is the sum over the ranks")
-class DDPThatSums(data_parallel.BucketedDDP):
+class DDPThatSums(replicas.BucketedDDP):
     def _finish(self):
         for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
             work.wait()
@@ -1346,14 +1346,14 @@ class DDPThatSums(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "self.sync says")
-class DDPThatAlwaysSyncs(data_parallel.BucketedDDP):
+class DDPThatAlwaysSyncs(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         self.sync = True
         super()._on_grad_ready(param)
 
 
 @wrong("5.9", "after the last gradient is ready")
-class DDPThatStartsLate(data_parallel.BucketedDDP):
+class DDPThatStartsLate(replicas.BucketedDDP):
     def _on_grad_ready(self, param):
         if not self.sync:
             return
@@ -1365,7 +1365,7 @@ class DDPThatStartsLate(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "one all-reduce a bucket")
-class DDPParameterByParameter(data_parallel.BucketedDDP):
+class DDPParameterByParameter(replicas.BucketedDDP):
     def _start(self, index):
         bucket = self.buckets[index]
         for param in bucket:
@@ -1387,14 +1387,14 @@ class DDPFromTorch(nn.parallel.DistributedDataParallel):
 
 
 @wrong("5.9", "pack [param.grad for param in bucket]")
-class DDPThatPacksWeights(data_parallel.BucketedDDP):
+class DDPThatPacksWeights(replicas.BucketedDDP):
     def _start(self, index):
         flat = pack(self.buckets[index], out=self.flats[index])
         self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
 @wrong("5.9", "write into param.grad")
-class DDPThatUnpacksIntoWeights(data_parallel.BucketedDDP):
+class DDPThatUnpacksIntoWeights(replicas.BucketedDDP):
     def _finish(self):
         for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
             work.wait()
@@ -1404,7 +1404,7 @@ class DDPThatUnpacksIntoWeights(data_parallel.BucketedDDP):
 
 
 @wrong("5.9", "a mean in the wrong parameter")
-class DDPThatSendsAnotherFlat(data_parallel.BucketedDDP):
+class DDPThatSendsAnotherFlat(replicas.BucketedDDP):
     def _start(self, index):
         flat = pack(gradients(self.buckets[index]))  # not self.flats[index], which _finish reads
         self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))

@@ -11,15 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import corpus, data_parallel, ddp, run, runtime
-from manyhands.runtime import World
+from manyhands.data import corpus
+from manyhands.data_parallel import replicas
+from manyhands.ddp import wrapping
+from manyhands.ranks import runtime
+from manyhands.ranks.runtime import World
+from manyhands.training import run
 
 RIGHT: dict[str, list] = {
     "6.1": [runtime.place],
     "6.2": [runtime.process_group],
     "6.3": [corpus.ShardedSampler],
-    "6.4": [ddp.torch_ddp],
-    "6.5": [ddp.mean_over_ranks],
+    "6.4": [wrapping.torch_ddp],
+    "6.5": [wrapping.mean_over_ranks],
     "6.6": [run.save_once],
     "6.7": [runtime.rendezvous_arguments],
 }
@@ -499,13 +503,13 @@ def ddp_in_bytes(module, bucket_mb=25.0):
 
 @wrong("6.4", "you return the module itself")
 def ddp_made_and_dropped(module, bucket_mb=25.0):
-    ddp.torch_ddp(module, bucket_mb)
+    wrapping.torch_ddp(module, bucket_mb)
     return module
 
 
 @wrong("6.4", "you return the module itself")
 def ddp_unwrapped(module, bucket_mb=25.0):
-    return ddp.torch_ddp(module, bucket_mb).module
+    return wrapping.torch_ddp(module, bucket_mb).module
 
 
 @wrong("6.4", "has no ranks")
@@ -515,7 +519,7 @@ def ddp_is_data_parallel(module, bucket_mb=25.0):
 
 @wrong("6.4", "the answer is torch's own class")
 def ddp_by_hand(module, bucket_mb=25.0):
-    return data_parallel.BucketedDDP(module, bucket_mb)
+    return replicas.BucketedDDP(module, bucket_mb)
 
 
 @wrong("6.4", "leave all else as it is")

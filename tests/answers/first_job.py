@@ -12,17 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands import first_job, power_law
-from manyhands.first_job import Place
+from manyhands.first_job import planning, power_law
+from manyhands.first_job.planning import Place
 
 RIGHT: dict[str, list] = {
-    "0.1": [first_job.days_on_devices],
-    "0.2": [first_job.device_map],
-    "0.3": [first_job.my_share],
+    "0.1": [planning.days_on_devices],
+    "0.2": [planning.device_map],
+    "0.3": [planning.my_share],
     "0.4": [power_law.fit_power_law],
-    "0.5": [first_job.job_file],
-    "0.6": [first_job.site_file],
-    "0.7": [first_job.device_hours],
+    "0.5": [planning.job_file],
+    "0.6": [planning.site_file],
+    "0.7": [planning.device_hours],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -559,7 +559,7 @@ def job_with(old, new):
 
     def answer(name, nodes, gpus_per_node, minutes, command):
         call = {"name": name, "nodes": nodes, "gpus": gpus_per_node, "minutes": minutes}
-        text = first_job.job_file(name, nodes, gpus_per_node, minutes, command)
+        text = planning.job_file(name, nodes, gpus_per_node, minutes, command)
         before = old.format(**call, time=f"{minutes // 60:02}:{minutes % 60:02}:00")
         assert before in text, before
         hours, rest = divmod(minutes, 60)
@@ -571,18 +571,18 @@ def job_with(old, new):
 
 def command_with(form):
     def answer(name, nodes, gpus_per_node, minutes, command):
-        text = first_job.job_file(name, nodes, gpus_per_node, minutes, "COMMAND")
+        text = planning.job_file(name, nodes, gpus_per_node, minutes, "COMMAND")
         return text.replace("COMMAND", form(command))
 
     return answer
 
 
 def job_after(change):
-    return lambda *call: change(first_job.job_file(*call))
+    return lambda *call: change(planning.job_file(*call))
 
 
 def job_with_the_command_first(name, nodes, gpus_per_node, minutes, command):
-    first, *rest = first_job.job_file(name, nodes, gpus_per_node, minutes, command).split("\n")
+    first, *rest = planning.job_file(name, nodes, gpus_per_node, minutes, command).split("\n")
     return "\n".join([first, "set -euo pipefail", *rest])
 
 
@@ -672,8 +672,8 @@ def site_with(old, new):
     """The course's file, with one piece of text in place of another."""
 
     def answer():
-        assert old in first_job.site_file(), old
-        return first_job.site_file().replace(old, new)
+        assert old in planning.site_file(), old
+        return planning.site_file().replace(old, new)
 
     return answer
 
@@ -705,7 +705,7 @@ WRONG["0.6"] += [
     (site_with("export ", "exit 1; export "), "the file ends the shell"),
     (site_with(LOAD, LOAD + "\nexport SBATCH_TIMELIMIT=1-0"), "overrules that line"),
     (lambda: {"SBATCH_ACCOUNT": "class"}, "return six lines in quotes"),
-    (lambda: print(first_job.site_file()), "printed or written, not returned"),
+    (lambda: print(planning.site_file()), "printed or written, not returned"),
 ]
 
 
@@ -764,7 +764,7 @@ def without_idle_ranks(busy, num_granted, seconds):
 
 
 def rounded_hours(busy, num_granted, seconds):
-    return [round(hours, 2) for hours in first_job.device_hours(busy, num_granted, seconds)]
+    return [round(hours, 2) for hours in planning.device_hours(busy, num_granted, seconds)]
 
 
 WRONG["0.7"] += [

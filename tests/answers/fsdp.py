@@ -7,7 +7,7 @@ from itertools import chain
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import fsdp
+from manyhands.fsdp import units as fsdp
 
 from . import _flat, _wrapping
 

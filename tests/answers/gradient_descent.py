@@ -7,8 +7,8 @@ import random
 import numpy as np
 import torch
 
-from manyhands import gradient_descent
-from manyhands.gradient_descent import gradient, mean_squared_error, mini_batches
+from manyhands.gradient_descent import descent as gradient_descent
+from manyhands.gradient_descent.descent import gradient, mean_squared_error, mini_batches
 
 RIGHT: dict[str, list] = {
     "1.1": [gradient_descent.gradient],

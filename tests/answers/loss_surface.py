@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands import loss_surface
-from manyhands.first_job import my_share
-from manyhands.loss_surface import loss_at
+from manyhands.first_job.planning import my_share
+from manyhands.loss_surface import surface
+from manyhands.loss_surface.surface import loss_at
 
 RIGHT: dict[str, list] = {
-    "2.1": [loss_surface.loss_at],
-    "2.2": [loss_surface.slice_between],
-    "2.3": [loss_surface.random_direction],
-    "2.4": [loss_surface.surface],
-    "2.5": [loss_surface.roughness],
-    "2.6": [loss_surface.sharpness],
+    "2.1": [surface.loss_at],
+    "2.2": [surface.slice_between],
+    "2.3": [surface.random_direction],
+    "2.4": [surface.surface],
+    "2.5": [surface.roughness],
+    "2.6": [surface.sharpness],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -386,7 +386,7 @@ def slice_from_zero(loss, parameters, end, shares):
 
 @wrong("2.2", "the order of sorted shares")
 def slice_sorted(loss, parameters, end, shares):
-    return loss_surface.slice_between(loss, parameters, end, sorted(shares))
+    return surface.slice_between(loss, parameters, end, sorted(shares))
 
 
 @wrong("2.2", "they are not put back")
@@ -721,7 +721,7 @@ def surface_with_an_early_return(loss, parameters, directions, grid, group=None)
 
 @wrong("2.4", "they are not put back")
 def surface_that_stays_away(loss, parameters, directions, grid, group=None):
-    table = loss_surface.surface(loss, parameters, directions, grid, group)
+    table = surface.surface(loss, parameters, directions, grid, group)
     with torch.no_grad():
         add_to(parameters, directions[0], grid[-1])
     return table
@@ -822,7 +822,7 @@ def valley(w):
 @wrong("2.5", "was changed")
 def roughness_from_zero(losses):
     losses -= losses.min()
-    return loss_surface.roughness(losses)
+    return surface.roughness(losses)
 
 
 WRONG["2.5"] += [
@@ -853,7 +853,7 @@ WRONG["2.5"] += [
     (rough(lambda w: climbed(w).sum() / (w[:, 0] - w[:, -1]).abs().sum() - 1), "straight to the"),
     (rough(lambda w: w.diff(dim=1).sum() / valley(w).sum() - 1), "cancel out"),
     (rough(lambda w: w.diff(dim=1).square().sum() / valley(w).sum() - 1), "squares of the steps"),
-    (lambda losses: str(loss_surface.roughness(losses)), "that is no number"),
+    (lambda losses: str(surface.roughness(losses)), "that is no number"),
 ]
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from manyhands import memory
-from manyhands.memory import Recipe
+from manyhands.memory import accounting
+from manyhands.memory.accounting import Recipe
 
 from . import _savings
 
 RIGHT: dict[str, list] = {
-    "9.1": [memory.recipe],
-    "9.2": [memory.bytes_per_rank],
-    "9.3": [memory.block_activations],
-    "9.4": [memory.saved_bytes],
+    "9.1": [accounting.recipe],
+    "9.2": [accounting.bytes_per_rank],
+    "9.3": [accounting.block_activations],
+    "9.4": [accounting.saved_bytes],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 RIGHT |= _savings.RIGHT
@@ -161,7 +161,7 @@ def bytes_of_arrays(sizes, recipe, stage, world_size):
 def bytes_with_one_rank_first(sizes, recipe, stage, world_size):
     if world_size == 1:
         stage = 0
-    return memory.bytes_per_rank(sizes, recipe, stage, world_size)
+    return accounting.bytes_per_rank(sizes, recipe, stage, world_size)
 
 
 def cut_up(sizes, n):
@@ -281,13 +281,13 @@ def bytes_of_all_ranks_in_every_stage(sizes, recipe, stage, world_size):
 @wrong("9.2", "of all ranks, but one is asked for")
 def bytes_of_all_ranks(sizes, recipe, stage, world_size):
     return Recipe(
-        *(world_size * n for n in memory.bytes_per_rank(sizes, recipe, stage, world_size))
+        *(world_size * n for n in accounting.bytes_per_rank(sizes, recipe, stage, world_size))
     )
 
 
 @wrong("9.2", "the counters are the optimizer's")
 def bytes_with_counters_in_weights(sizes, recipe, stage, world_size):
-    w, g, o = memory.bytes_per_rank(sizes, recipe, stage, world_size)
+    w, g, o = accounting.bytes_per_rank(sizes, recipe, stage, world_size)
     counters = 4 * len(sizes) if recipe.optimizer else 0
     return Recipe(w + counters, g, o - counters)
 
@@ -307,7 +307,7 @@ WRONG["9.2"] += [
 
 @wrong("9.2", "the list `sizes` is another one")
 def bytes_that_pad_in_place(sizes, recipe, stage, world_size):
-    told = memory.bytes_per_rank(sizes, recipe, stage, world_size)
+    told = accounting.bytes_per_rank(sizes, recipe, stage, world_size)
     for i, size in enumerate(sizes):
         sizes[i] = size + -size % world_size
     return told
@@ -341,7 +341,7 @@ def block_with(scale=lambda tokens, nbytes: tokens * nbytes, form=lambda kept: k
     def answer(tokens, width, heads, nbytes=4):
         per_token = {
             name: kept // (4 * tokens)
-            for name, kept in memory.block_activations(tokens, width, heads).items()
+            for name, kept in accounting.block_activations(tokens, width, heads).items()
         }
         per_token |= {name: number(tokens, width, heads) for name, number in numbers.items()}
         return form({name: scale(tokens, nbytes) * n for name, n in per_token.items()})
@@ -401,7 +401,7 @@ WRONG["9.3"] += [
 
 @wrong("9.3", "4 bytes were taken for some numbers")
 def block_with_norms_of_4_bytes(tokens, width, heads, nbytes=4):
-    kept = memory.block_activations(tokens, width, heads, nbytes)
+    kept = accounting.block_activations(tokens, width, heads, nbytes)
     norm = tokens * (width * nbytes + 8)
     attention = 4 * tokens * (width * nbytes + heads)
     return kept | {"norm1": norm, "norm2": norm, "attention": attention}

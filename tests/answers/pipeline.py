@@ -11,8 +11,9 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from manyhands import pipeline, wiring
-from manyhands.schedules import Action
+from manyhands.pipeline import engine as pipeline
+from manyhands.pipeline import wiring
+from manyhands.pipeline.schedules import Action
 
 from . import _schedules
 

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
-from manyhands import split_model, tensor
 from manyhands.checks import Pair
-from manyhands.tensor import ColumnLinear, CopyToRanks, RowLinear, SumOverRanks, my_part
+from manyhands.tensor import layers, model
+from manyhands.tensor.layers import ColumnLinear, CopyToRanks, RowLinear, SumOverRanks, my_part
 
 from . import _split_model, _vocabulary
 
 RIGHT: dict[str, list] = {
     "13.1": [Pair(CopyToRanks, SumOverRanks)],
-    "13.2": [tensor.my_range],
+    "13.2": [layers.my_range],
     "13.3": [Pair(ColumnLinear, RowLinear)],
-    "13.4": [split_model.cut_block],
-    "13.11": [split_model.data_place],
-    "13.12": [split_model.calls_per_step],
+    "13.4": [model.cut_block],
+    "13.11": [model.data_place],
+    "13.12": [model.calls_per_step],
 }
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
@@ -241,7 +241,7 @@ def ends(rank, n, units):
 
 
 def as_counts(size, unit=1, group=None):
-    part = tensor.my_range(size, unit, group)
+    part = layers.my_range(size, unit, group)
     return range(part.start // unit, part.stop // unit)
 
 
@@ -253,14 +253,14 @@ def job_rank(size, unit=1, group=None):
 
 
 def in_steps(size, unit=1, group=None):
-    part = tensor.my_range(size, unit, group)
+    part = layers.my_range(size, unit, group)
     return range(part.start, part.stop, unit)
 
 
 def refuses_one_each(size, unit=1, group=None):
     if size // unit <= dist.get_world_size(group):
         raise ValueError("too few")
-    return tensor.my_range(size, unit, group)
+    return layers.my_range(size, unit, group)
 
 
 WRONG["13.2"] += [
@@ -293,12 +293,12 @@ WRONG["13.2"] += [
     (job_rank, "the rank or the size of the job"),
     (ranged(begins, ends, whole=True), "the rank or the size of the job"),
     (
-        lambda *args: (lambda part: (part.start, part.stop))(tensor.my_range(*args)),
+        lambda *args: (lambda part: (part.start, part.stop))(layers.my_range(*args)),
         "a range is asked for",
     ),
-    (lambda *args: slice(0, len(tensor.my_range(*args))), "a range is asked for"),
-    (lambda *args: list(tensor.my_range(*args)), "a range is asked for"),
-    (lambda *args: range(len(tensor.my_range(*args))), "all of them start at 0"),
+    (lambda *args: slice(0, len(layers.my_range(*args))), "a range is asked for"),
+    (lambda *args: list(layers.my_range(*args)), "a range is asked for"),
+    (lambda *args: range(len(layers.my_range(*args))), "all of them start at 0"),
 ]
 
 # ---- 13.3 ColumnLinear, RowLinear -----------------------------------------------------------
@@ -309,7 +309,7 @@ class ColumnsByEinsum(nn.Module):
 
     def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
         super().__init__()
-        mine = tensor.my_range(linear.out_features, unit, group)
+        mine = layers.my_range(linear.out_features, unit, group)
         rows = slice(mine.start, mine.stop)
         self.enter, self.group = enter, group
         self.weight = nn.Parameter(linear.weight[rows].detach().clone())
@@ -324,7 +324,7 @@ class ColumnsByEinsum(nn.Module):
 class RowsByMatmul(nn.Module):
     def __init__(self, linear, unit=1, leave=SumOverRanks.apply, group=None):
         super().__init__()
-        mine = tensor.my_range(linear.in_features, unit, group)
+        mine = layers.my_range(linear.in_features, unit, group)
         self.leave, self.group = leave, group
         self.weight = nn.Parameter(linear.weight.data[:, mine.start : mine.stop].clone())
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
@@ -340,7 +340,7 @@ class ColumnsOfALinear(nn.Linear):
     """A layer of torch's, filled with the part."""
 
     def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
-        mine = tensor.my_range(linear.out_features, unit, group)
+        mine = layers.my_range(linear.out_features, unit, group)
         has_bias, rows = linear.bias is not None, slice(mine.start, mine.stop)
         super().__init__(linear.in_features, len(mine), has_bias, dtype=linear.weight.dtype)
         self.enter, self.group = enter, group
@@ -380,7 +380,7 @@ def changed(kind, forward, changes):
 
 
 def mine_of(linear, dim, unit, group):
-    mine = tensor.my_range(linear.weight.shape[dim], unit, group)
+    mine = layers.my_range(linear.weight.shape[dim], unit, group)
     return linear.weight.detach().narrow(dim, mine.start, len(mine))
 
 
@@ -445,7 +445,7 @@ def own_range(size, unit=1, group=None):
     """As a learner may write it: with an error of other words."""
     if size // unit < dist.get_world_size(group):
         raise ValueError("too few")
-    return tensor.my_range(size, unit, group)
+    return layers.my_range(size, unit, group)
 
 
 class InLargeUnits(ColumnLinear):
@@ -551,7 +551,7 @@ def cut_by_names(block, enter=f_, leave=g_, group=None):
 
 @right("13.4")
 def cut_and_return(block, enter=f_, leave=g_, group=None):
-    split_model.cut_block(block, enter, leave, group)
+    model.cut_block(block, enter, leave, group)
     return block
 
 
@@ -583,21 +583,21 @@ def uncut(linear, *given):
 
 def cut_a_copy(block, enter=f_, leave=g_, group=None):
     block = copy.deepcopy(block)
-    split_model.cut_block(block, enter, leave, group)
+    model.cut_block(block, enter, leave, group)
     return block
 
 
 def cut_norms(block, enter=f_, leave=g_, group=None):
-    split_model.cut_block(block, enter, leave, group)
+    model.cut_block(block, enter, leave, group)
     block.norm1.weight = my_part(block.norm1.weight, 0, 1, group)
 
 
 def cut_without_regions(block, enter=f_, leave=g_, group=None):
-    split_model.cut_block(block, group=group)
+    model.cut_block(block, group=group)
 
 
 def cut_without_group(block, enter=f_, leave=g_, group=None):
-    split_model.cut_block(block, enter, leave)
+    model.cut_block(block, enter, leave)
 
 
 def width_by(read):
@@ -605,14 +605,14 @@ def width_by(read):
 
     def cut_block(block, enter=f_, leave=g_, group=None):
         width = read(block)
-        split_model.cut_block(block, enter, leave, group)
+        model.cut_block(block, enter, leave, group)
         return width
 
     return cut_block
 
 
 def cut_the_width(block, enter=f_, leave=g_, group=None):
-    split_model.cut_block(block, enter, leave, group)
+    model.cut_block(block, enter, leave, group)
     block.attention.head_width = block.attention.head_width // dist.get_world_size(group)
 
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands import mine
-from manyhands.failures import (
+from manyhands.jobs import mine
+from manyhands.ranks.failures import (
     Failure,
     OneLine,
     RankFailed,
@@ -27,7 +27,7 @@ from manyhands.failures import (
     name_ranks,
     where,
 )
-from manyhands.lab import run_ranks
+from manyhands.ranks.lab import run_ranks
 
 LIMIT_S = 6.0
 COLOURS = {"done": "0,158,115", "not started": "230,159,0", "not yet": "213,94,0"}

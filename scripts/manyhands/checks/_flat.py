@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import flat as course
 from manyhands.checks import SAME_CALLS, Lesson, Wrong, ranks, told
 from manyhands.checks.shared import Reasons, because, waits
-from manyhands.collectives import Group
-from manyhands.data_parallel import pack
-from manyhands.failures import RankFailed, name_ranks
-from manyhands.ledger import NAMES, NO_CALLS, Entry, Ledger, calls
+from manyhands.collectives.trees import Group
+from manyhands.data_parallel.replicas import pack
+from manyhands.fsdp import flat as course
+from manyhands.instruments.ledger import NAMES, NO_CALLS, Entry, Ledger, calls
+from manyhands.ranks.failures import RankFailed, name_ranks
 
 part = Lesson("fsdp")
 

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from manyhands import bubble as truth
-from manyhands import schedules, stages
 from manyhands.checks import Lesson, Wrong
 from manyhands.checks.shared import Reasons, alone, number
-from manyhands.schedules import Action, Schedule
+from manyhands.pipeline import bubble as truth
+from manyhands.pipeline import schedules, stages
+from manyhands.pipeline.schedules import Action, Schedule
 
 part = Lesson("pipeline")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from manyhands.checks import Lesson, Wrong
 from manyhands.checks._wrapping import Seen, in_ranks
 from manyhands.checks.shared import Reasons, waits
-from manyhands.collectives import Group
-from manyhands.ledger import NAMES, NO_CALLS, Ledger, calls
+from manyhands.collectives.trees import Group
+from manyhands.instruments.ledger import NAMES, NO_CALLS, Ledger, calls
 
 part = Lesson("tensor")
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands import split_model
 from manyhands.checks import Lesson
 from manyhands.checks._wrapping import Seen, in_ranks
 from manyhands.checks.shared import Reasons
-from manyhands.collectives import Group
-from manyhands.transformer import Transformer
-from manyhands.vocabulary import vocab_cross_entropy
+from manyhands.collectives.trees import Group
+from manyhands.models.transformer import Transformer
+from manyhands.tensor import model as split_model
+from manyhands.tensor.vocabulary import vocab_cross_entropy
 
 part = Lesson("tensor")
 

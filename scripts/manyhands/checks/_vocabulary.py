@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
-from manyhands import plans as course
 from manyhands.checks import Lesson, _sequence
 from manyhands.checks._sequence import (
     NUM_RANKS,
@@ -35,10 +34,11 @@ from manyhands.checks._sequence import (
 )
 from manyhands.checks._wrapping import in_ranks
 from manyhands.checks.shared import Reasons
-from manyhands.collectives import Group
-from manyhands.ledger import Ledger, calls
-from manyhands.tensor import my_range
-from manyhands.transformer import Transformer
+from manyhands.collectives.trees import Group
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.models.transformer import Transformer
+from manyhands.tensor import dtensor as course
+from manyhands.tensor.layers import my_range
 
 __all__ = [
     "GatherSequence",

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from manyhands import wrapping as truth
 from manyhands.checks import Lesson, Wrong, ranks, told
 from manyhands.checks.shared import Reasons, alone, because, build, run_backward, token_batch
-from manyhands.failures import RankFailed
-from manyhands.ledger import Ledger, calls
+from manyhands.fsdp import fully_shard as truth
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.ranks.failures import RankFailed
 
 part = Lesson("fsdp")
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from manyhands import batch_size as truth
+from manyhands.batch_size import scaling as truth
 from manyhands.checks import Lesson, Wrong, ranks, told
 from manyhands.checks.shared import Reasons, alone, because, log_all_reduces, number
-from manyhands.failures import RankFailed, where
+from manyhands.ranks.failures import RankFailed, where
 
 lesson = Lesson("batch_size")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.checks import Lesson, Wrong, ranks, told
-from manyhands.failures import RankFailed, RanksHung, is_echo, name_ranks, where
-from manyhands.ledger import Entry, Ledger, rounds
+from manyhands.instruments.ledger import Entry, Ledger, rounds
+from manyhands.ranks.failures import RankFailed, RanksHung, is_echo, name_ranks, where
 
 lesson = Lesson("collectives")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -26,10 +26,10 @@ from manyhands.checks.shared import (
     token_batch,
     waits,
 )
-from manyhands.data_parallel import make_buckets
-from manyhands.failures import RankFailed, RanksHung, where
-from manyhands.ledger import Entry, Ledger, calls
-from manyhands.loops import CHANGES, STEPS
+from manyhands.data_parallel.loops import CHANGES, STEPS
+from manyhands.data_parallel.replicas import make_buckets
+from manyhands.instruments.ledger import Entry, Ledger, calls
+from manyhands.ranks.failures import RankFailed, RanksHung, where
 
 lesson = Lesson("data_parallel")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -30,7 +30,7 @@ from manyhands.checks.shared import (
     run_backward,
     token_batch,
 )
-from manyhands.runtime import World
+from manyhands.ranks.runtime import World
 
 lesson = Lesson("ddp")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

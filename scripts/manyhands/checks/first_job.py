@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from manyhands import first_job
 from manyhands.checks import Lesson, Wrong, ranks, told
 from manyhands.checks.shared import Reasons, alone, because, number
-from manyhands.failures import RankFailed
-from manyhands.first_job import Place
+from manyhands.first_job import planning
+from manyhands.first_job.planning import Place
+from manyhands.ranks.failures import RankFailed
 
 lesson = Lesson("first_job")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
@@ -181,7 +181,7 @@ GATHER = "dist.all_gather_object(places, mine, group=group)"
 MAP_REASONS: Reasons = {
     "Can't pickle": (
         "a class that is written in a notebook or a function is not known on the other ranks",
-        "from manyhands.first_job import Place",
+        "from manyhands.first_job.planning import Place",
     ),
     "list assignment index out of range": (
         "the list is shorter than the group has ranks",
@@ -1158,7 +1158,7 @@ def _ask_slurm(text: str, request: Request) -> None:
     if not shutil.which("sbatch") or _asked("scontrol", "ping"):
         return
     refused = _test_only(text)
-    if refused and not _test_only(first_job.job_file(*request)):
+    if refused and not _test_only(planning.job_file(*request)):
         raise Wrong(
             f"{request}: sbatch --test-only refuses the file: {refused}",
             "a line that was not asked for, or one that this site does not know",

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands import fsdp as truth
 from manyhands.checks import Lesson, _flat, _wrapping
 from manyhands.checks._flat import (  # noqa: F401
     Flat,
@@ -32,8 +31,9 @@ from manyhands.checks._wrapping import (  # noqa: F401
     train_sharded,
 )
 from manyhands.checks.shared import Reasons, build, run_backward, token_batch, waits
-from manyhands.ledger import Ledger, calls
-from manyhands.savings import checkpointed
+from manyhands.fsdp import units as truth
+from manyhands.instruments.ledger import Ledger, calls
+from manyhands.memory.savings import checkpointed
 
 lesson = Lesson("fsdp")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

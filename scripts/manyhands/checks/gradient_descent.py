@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from manyhands import gradient_descent as truth
 from manyhands.checks import Lesson, Wrong
 from manyhands.checks.shared import alone, number
+from manyhands.gradient_descent import descent as truth
 
 lesson = Lesson("gradient_descent")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
-from manyhands import loss_surface as truth
 from manyhands.checks import Lesson, Wrong, ranks, told
 from manyhands.checks.shared import Reasons, alone, because, number
-from manyhands.failures import RankFailed, RanksHung, is_echo
+from manyhands.loss_surface import surface as truth
+from manyhands.ranks.failures import RankFailed, RanksHung, is_echo
 
 lesson = Lesson("loss_surface")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

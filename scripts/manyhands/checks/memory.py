@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from manyhands.checks import Lesson, Wrong, _savings
 from manyhands.checks._savings import Checkpoint, MasterWeights, accumulate  # noqa: F401
 from manyhands.checks.shared import Reasons, alone, build
-from manyhands.memory import Recipe
-from manyhands.transformer import Transformer
+from manyhands.memory.accounting import Recipe
+from manyhands.models.transformer import Transformer
 
 lesson = Lesson("memory")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

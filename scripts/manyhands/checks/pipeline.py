@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from manyhands import schedules
 from manyhands.checks import Lesson, Wrong, _schedules
 from manyhands.checks._schedules import (  # noqa: F401
     bubble,
@@ -31,9 +30,10 @@ from manyhands.checks._schedules import (  # noqa: F401
 )
 from manyhands.checks._wrapping import Seen, in_ranks
 from manyhands.checks.shared import Reasons, number, waits
-from manyhands.collectives import Group
-from manyhands.ledger import NAMES, NO_CALLS, Entry, Ledger
-from manyhands.schedules import Action, Schedule
+from manyhands.collectives.trees import Group
+from manyhands.instruments.ledger import NAMES, NO_CALLS, Entry, Ledger
+from manyhands.pipeline import schedules
+from manyhands.pipeline.schedules import Action, Schedule
 
 lesson = Lesson("pipeline")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.checks import Wrong, place, raised, ranks
-from manyhands.failures import Failure, RankFailed, RanksHung
+from manyhands.ranks.failures import Failure, RankFailed, RanksHung
 
 # ---- calls without ranks, and why they fail -------------------------------------------------
 

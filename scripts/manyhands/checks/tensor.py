@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from manyhands import split_model, tensor
 from manyhands.checks import Lesson, Wrong, _split_model, _vocabulary
 from manyhands.checks._split_model import TensorParallel  # noqa: F401
 from manyhands.checks._vocabulary import (  # noqa: F401
@@ -30,8 +29,9 @@ from manyhands.checks._vocabulary import (  # noqa: F401
 )
 from manyhands.checks._wrapping import Seen, _as_dict, in_ranks
 from manyhands.checks.shared import Reasons, alone
-from manyhands.collectives import Group
-from manyhands.transformer import Block
+from manyhands.collectives.trees import Group
+from manyhands.models.transformer import Block
+from manyhands.tensor import layers, model
 
 lesson = Lesson("tensor")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
@@ -448,11 +448,11 @@ def watched(calls: list) -> dict[str, Callable]:
 
     def enter(x: Tensor, group: Group) -> Tensor:
         calls.append(("enter", group))
-        return tensor.CopyToRanks.apply(x, group)
+        return layers.CopyToRanks.apply(x, group)
 
     def leave(x: Tensor, group: Group) -> Tensor:
         calls.append(("leave", group))
-        return tensor.SumOverRanks.apply(x, group)
+        return layers.SumOverRanks.apply(x, group)
 
     return {"enter": enter, "leave": leave}
 
@@ -476,7 +476,7 @@ def _look_at_layers(pair: tuple, sizes: Sizes, place: Place, seed: int) -> None:
     if sizes.watched:
         look_at_calls(calls, {"enter": 1}, place, "ColumnLinear")
     whole = first(x).detach()
-    mine = tensor.my_range(sizes.hidden, sizes.unit, place.group)
+    mine = layers.my_range(sizes.hidden, sizes.unit, place.group)
     of_mine = whole[..., mine.start : mine.stop]
     no_bias = of_mine - (first.bias[mine.start : mine.stop] if sizes.bias else 0)
     mistakes = [(no_bias, "the bias is left out", "give F.linear the bias as well")]
@@ -516,10 +516,10 @@ def part_mistakes(whole: Tensor, dim: int, unit: int, group: Group) -> Mistakes:
     found = [(whole, "the whole, on every rank: nothing is cut", "my_part")]
     for along, units, among, smell, hint in cuts if wide else cuts[:2]:
         if whole.shape[along] // units >= dist.get_world_size(among):
-            part = tensor.my_part(whole, along, units, among).detach()
+            part = layers.my_part(whole, along, units, among).detach()
             hint = {"unit": "hand `unit` to my_part", "dim": "the other dim"}.get(hint, hint)
             found.append((part, smell, hint))
-    right = tensor.my_part(whole, dim, unit, group).detach()
+    right = layers.my_part(whole, dim, unit, group).detach()
     return [*found, (right.t(), "turned round: F.linear wants (out, in)", "keep nn.Linear's form")]
 
 
@@ -532,7 +532,7 @@ def _look_at_weights(
     if not isinstance(layer, nn.Module):
         stop(f"{who} gives a {type(layer).__name__}", "that is no layer", "keep the class")
     whole = linear.weight.detach()
-    wanted = tensor.my_part(whole, number, unit, group).detach()
+    wanted = layers.my_part(whole, number, unit, group).detach()
     mistakes = part_mistakes(whole, number, unit, group)
     anew = ("same shape, other numbers: is it drawn anew?", "take a part of the layer's own weight")
     compare(f"{who}.weight", getattr(layer, "weight", None), wanted, mistakes, *anew)
@@ -546,7 +546,7 @@ def _look_at_weights(
         smell = "every rank has the whole bias, and adds it after the sum" if sizes.bias else ""
         compare(f"{who}.bias", bias, whole, mistakes, smell, "self.bias = linear.bias")
     else:
-        wanted = tensor.my_part(whole, 0, unit, group).detach()
+        wanted = layers.my_part(whole, 0, unit, group).detach()
         compare(f"{who}.bias", bias, wanted, part_mistakes(whole, 0, unit, group), *anew)
     own = {id(param) for param in layer.parameters()}
     for name in ("weight", "bias"):
@@ -564,7 +564,7 @@ def _look_at_result(
 ) -> None:
     """What RowLinear gives, or a mistake with a name."""
     with torch.no_grad():
-        n, mine = len(place.members), tensor.my_range(sizes.hidden, sizes.unit, place.group)
+        n, mine = len(place.members), layers.my_range(sizes.hidden, sizes.unit, place.group)
         weight, bias = linear.weight, linear.bias if sizes.bias else torch.zeros(4)
         wanted, own_x = linear(inner), inner[..., mine.start : mine.stop]
         own = own_x @ weight[:, mine.start : mine.stop].T
@@ -599,7 +599,7 @@ def _look_at_gradients(
     middle = linears[0](alone_x)
     middle.retain_grad()
     linears[1](torch.tanh(middle)).backward(back)
-    mine = tensor.my_range(sizes.hidden, sizes.unit, place.group)
+    mine = layers.my_range(sizes.hidden, sizes.unit, place.group)
     rows = slice(mine.start, mine.stop)
     own = middle.grad[..., rows] @ linears[0].weight[rows].detach()
     who = f"{place.told}: the gradient of"
@@ -735,7 +735,7 @@ def _look_at_block(
             name.split(".")[1],
             (1, "unit 1 for up and for down: any cut of the MLP's middle will do"),
         )
-        wanted = tensor.my_part(matrix, dim, unit, place.group).detach()
+        wanted = layers.my_part(matrix, dim, unit, place.group).detach()
         mistakes = [
             *_other_units(matrix, dim, unit, place, hint),
             *part_mistakes(matrix, dim, unit, place.group),
@@ -761,7 +761,7 @@ def _other_units(matrix: Tensor, dim: int, unit: int, place: Place, hint: str) -
             smell += f"a head is {unit} {what} here, and its width is 2"
         if unit == 6:
             smell += ", so q, k and v of different heads are mixed"
-        found.append((tensor.my_part(matrix, dim, other, place.group).detach(), smell, hint))
+        found.append((layers.my_part(matrix, dim, other, place.group).detach(), smell, hint))
     return found
 
 
@@ -791,7 +791,7 @@ def data_place(answer) -> None:
                 )
                 raise Wrong(f"{_said_place(rank, size, group)} = {value!r}"[:99], smell, "a, b")
             pairs.append(tuple(value))
-        wanted = [split_model.data_place(rank, size, group) for rank in range(size)]
+        wanted = [model.data_place(rank, size, group) for rank in range(size)]
         wrong = [pairs[r] != wanted[r] or _has_floats(pairs[r]) for r in range(size)]
         if any(wrong):
             at = wrong.index(True)
@@ -872,7 +872,7 @@ def calls_per_step(answer) -> None:
     ]
     finished = all(found["all_reduce"] == 3 for found in counts[len(blocks) :])
     for case, found in zip(cases, counts, strict=True):
-        wanted = split_model.calls_per_step(*case)
+        wanted = model.calls_per_step(*case)
         for op in OPS:
             if found[op] != wanted[op]:
                 seen = f"{_said_calls(*case)}: {op} {found[op]!r} times, not {wanted[op]}"

@@ -1,0 +1,1 @@
+"""What is trained on: text and small sets of images."""

@@ -1,0 +1,1 @@
+"""Lesson 05: replicas that average their gradients, from a server to buckets."""

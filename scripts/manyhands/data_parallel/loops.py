@@ -1,0 +1,128 @@
+"""Training loops of data parallelism: with a parameter server, and with an all-reduce.
+
+    parameter server                     all-reduce
+    worker 1 --gradient--> server        rank 0 <--gradients--> rank 1
+    worker 2 --gradient--> server        every rank has an optimizer, and steps for itself
+    worker 1 <--weights--- server
+    worker 2 <--weights--- server        the optimizer is on the server only
+
+Price of a step for P parameters in fp32 and n workers: the server receives n x 4P bytes and sends
+as many, 2n x 4P in all. In a ring of n ranks each sends 2 (n-1)/n x 4P bytes and receives as many.
+
+Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server",
+https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; Dean et al. 2012,
+"Large Scale Distributed Deep Networks" (DistBelief), NIPS 25.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.data_parallel.replicas import average_gradients, broadcast_state, pack, unpack
+
+STEPS = {  # the 15 steps of one GPU, under letters that say nothing of their order
+    "A": "the GPU computes the loss from the last layer's output and the targets",
+    "B": "the CPU reads the shuffled samples of this batch from the disk",
+    "C": "the optimizer updates its moments from the gradients",
+    "D": "the loss is copied to the CPU, to be printed",
+    "E": "the program starts, and the CPU builds the model with random weights",
+    "F": "the batch is copied from CPU memory to GPU memory",
+    "G": "backward computes the gradients of the last layer",
+    "H": "the optimizer writes the new weights",
+    "I": "forward computes the output of the first layer",
+    "J": "the CPU stacks the decoded samples into one batch",
+    "K": "backward computes the gradients of the first layer",
+    "L": "the weights are copied to GPU memory",
+    "M": "forward computes the output of the last layer",
+    "N": "control returns to the loop, which asks for the next batch",
+    "O": "the CPU decodes the samples into tensors",
+}
+CHANGES = {  # what becomes different when several ranks train the same batch
+    "share": "each rank works on its own samples of the batch",
+    "equal": "rank 0's weights are sent to all ranks, so that the replicas start equal",
+    "mean": "the gradients of all ranks are averaged",
+    "once": "the losses of all ranks are averaged, and one rank prints",
+}
+
+
+def order_of_steps() -> str:
+    """The 15 letters of STEPS as one text, in the order in which one GPU trains its first batch.
+
+    Where two steps need nothing of each other, either may come first.
+    """
+    return "ELBOJFIMAGKCHDN"
+
+
+def steps_that_change() -> dict[str, str]:
+    """For each of CHANGES, the letter of the first step that it alters or that has to wait for it.
+
+    A step that could as well go on without it does not count.
+    """
+    return {"share": "B", "equal": "L", "mean": "C", "once": "D"}
+
+
+def worker_step(module: nn.Module, server: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """After backward: send all gradients, packed, to the server, and take its new weights.
+
+    One message each way, packed in the order of module.parameters() without the frozen ones.
+    Every trainable parameter has a gradient, and all are of one type. `server` counts inside the
+    group and need not be 0.
+    """
+    params = [param for param in module.parameters() if param.requires_grad]
+    dist.send(pack([param.grad for param in params]), group=group, group_dst=server)
+    weights = pack(params)
+    dist.recv(weights, group=group, group_src=server)
+    unpack(weights, params)
+
+
+def server_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> None:
+    """Take the gradients of all other ranks, step with their mean, and send the new weights back.
+
+    Called on the server, which may be any rank of the group and computes no gradient itself: with
+    n workers the group has n+1 ranks. The messages are those of `worker_step`. One step a call,
+    for which each trainable parameter's .grad holds the mean, and nothing of the step before.
+    """
+    server, world_size = dist.get_rank(group), dist.get_world_size(group)
+    workers = [rank for rank in range(world_size) if rank != server]
+    params = [param for param in module.parameters() if param.requires_grad]
+    total, arrived = torch.zeros_like(pack(params)), pack(params)
+    for worker in workers:
+        dist.recv(arrived, group=group, group_src=worker)
+        total += arrived
+    for param in params:
+        param.grad = torch.empty_like(param)
+    unpack(total, [param.grad for param in params], len(workers))
+    optimizer.step()
+    for worker in workers:
+        dist.send(pack(params), group=group, group_dst=worker)
+
+
+def train_replicas(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    learning_rate: float,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Train by all-reduce data parallelism with AdamW and the mean squared error.
+
+    Before: the process group is there; the ranks' models may differ, and rank 0's counts. For each
+    batch of B samples (B is a multiple of N): take this rank's B/N samples (no two ranks the same,
+    such as those numbered rank, rank + N, ...); forward; loss; backward; average the gradients;
+    update. After: rank 0 returns the trained weights under the model's names, copied to the CPU,
+    ready to be saved; the other ranks return {}.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    broadcast_state(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate)
+    for inputs, targets in batches:
+        outputs = model(inputs[rank::world_size])  # (B/N, ...)
+        loss = nn.functional.mse_loss(outputs, targets[rank::world_size])
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model, group=group)
+        optimizer.step()
+    return {name: value.cpu() for name, value in model.state_dict().items()} if rank == 0 else {}

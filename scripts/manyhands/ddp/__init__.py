@@ -1,0 +1,1 @@
+"""Lesson 06: PyTorch's DistributedDataParallel, and a mean over uneven ranks."""

@@ -1,0 +1,1 @@
+"""Lesson 01: a line fitted by gradient descent, with all samples or with batches."""

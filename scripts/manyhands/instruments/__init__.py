@@ -1,0 +1,1 @@
+"""What is measured and drawn: messages, time, bytes that live, GPUs, figures."""

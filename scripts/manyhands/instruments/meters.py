@@ -1,0 +1,353 @@
+"""Meters of a run: what was granted, where a step's time goes, how busy a process and its node are.
+
+    step | data | forward | backward | communication | optimizer | other |   Stopwatch, by marks
+    rank |....... twice a second .......|   ranks/rank-00000.jsonl           Sampler
+    node |....... twice a second .......|   nodes/<host>.jsonl               of local rank 0
+
+Price: on a GPU one wait for the device a step; a sample is a line of about 90 bytes, and 80 more
+for each GPU. `bench.py --only cost` measures both.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from manyhands.instruments.gpus import Gpus, visible_gpus
+from manyhands.ranks.runtime import World
+from manyhands.training.storage import FORMAT, read_json
+
+SAMPLE_EVERY_S = 0.5
+STEP_PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
+PHASES = (*STEP_PHASES, "checkpoint")  # what is saved after a step is no part of it
+SCONTROL_S = 5.0  # how long Slurm may take to answer
+
+# ---- what was granted --------------------------------------------------------------------------
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use: resident of the process, or the most that tensors took on the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def slurm_environ() -> Mapping[str, str]:
+    """The variables of this batch job; none where SLURM_* may be those of another job.
+
+    A JupyterHub session can be a Slurm job. Only launch.sh knows, and sets MANYHANDS_BATCH.
+    """
+    return os.environ if os.environ.get("MANYHANDS_BATCH") == "1" else {}
+
+
+def machine(device: torch.device) -> dict:
+    """Where this process lives, and what was granted to it there."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    slurm = slurm_environ()
+    gpus = (torch.cuda.device_count(), len(visible_gpus() or ()))
+    about = {
+        "host": socket.gethostname(),
+        "device": str(device),
+        "num_gpus": max(*gpus, int(slurm.get("SLURM_GPUS_ON_NODE", 0))),
+        "num_cores": min(cores, int(slurm.get("SLURM_CPUS_ON_NODE", cores))),
+        "num_threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,  # of the device
+    }
+    if device.type == "cuda":
+        about["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        about["name"] = torch.cuda.get_device_name(device)
+    return about
+
+
+def job(out: str = "") -> dict:
+    """What the scheduler says of this job: {"scheduler", "id", "name", "partition", "nodes", ...}.
+
+    What is not known is None. A run that is killed and started again has several lives: "starts_s"
+    holds when each began, and "restarts" is how many there were before this one.
+
+    Args:
+        out: the folder of the run, which may hold the words of the lives before.
+    """
+    slurm, before = slurm_environ(), job_before(out)
+    if slurm:
+        told = _ask_slurm("scontrol", "show", "job", slurm["SLURM_JOB_ID"])
+        # Where this job's ID is also that of its array, all jobs of the array are told.
+        own = [
+            one for one in told.split("\n\n") if one.startswith(f"JobId={slurm['SLURM_JOB_ID']} ")
+        ]
+        found = dict(re.findall(r"(\w+)=(\S+)", own[0] if own else told))
+        nodes = _ask_slurm("scontrol", "show", "hostnames", found.get("NodeList", "")).split()
+    else:
+        found, nodes = {}, []
+    start_s = time_of(slurm.get("SLURM_JOB_START_TIME") or found.get("StartTime"))
+    end_s = time_of(slurm.get("SLURM_JOB_END_TIME"))
+    limit_s = end_s - start_s if start_s and end_s else seconds_of(found.get("TimeLimit", ""))
+    starts_s = [*before.get("starts_s", []), start_s or time.time()]
+    return {
+        "scheduler": "slurm" if slurm else "none",
+        "id": slurm.get("SLURM_JOB_ID"),
+        "name": slurm.get("SLURM_JOB_NAME") or found.get("JobName"),
+        "partition": found.get("Partition") or slurm.get("SLURM_JOB_PARTITION"),
+        "nodes": nodes or [socket.gethostname()],
+        "time_limit_s": limit_s,
+        "restarts": max(int(slurm.get("SLURM_RESTART_COUNT", 0)), len(starts_s) - 1),
+        "starts_s": starts_s,
+    }
+
+
+def job_before(out: str) -> dict:
+    """What `job` said in the life before of the run in folder `out`; {} where there was none."""
+    config = Path(out) / "config.json"
+    about = read_json(config) if out and config.exists() else {}
+    return about.get("job", {}) if about.get("format") == FORMAT else {}
+
+
+def _ask_slurm(*command: str) -> str:
+    """What Slurm answers; nothing where it does not, or not in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def time_of(text: str | None) -> float | None:
+    """Slurm's moments, as 1763751000 or 2026-11-21T20:07:00, in seconds; None for other words."""
+    if text and text.isdigit():
+        return float(text)
+    try:
+        return datetime.fromisoformat(text or "").timestamp()
+    except ValueError:
+        return None
+
+
+def seconds_of(limit: str) -> float | None:
+    """Slurm's time limits, as 1-02:30:00, in seconds; None for UNLIMITED and other words."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", limit)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def duration(time_s: float, num_digits: int = 1) -> str:
+    """A time as people say it."""
+    if time_s < 120:
+        return f"{time_s:.{num_digits}f} s"
+    minutes = round(time_s / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def idle_words(ranks: Sequence[Mapping], nodes: Sequence[str] = ()) -> list[str]:
+    """Say which granted devices no rank works on: a line a node, at most 4, then a count.
+
+    Args:
+        ranks: what `machine` said on every rank.
+        nodes: the nodes of the job, where known.
+    """
+    hosts = list(dict.fromkeys(rank["host"] for rank in ranks))
+    words = [_idle_on(host, [rank for rank in ranks if rank["host"] == host]) for host in hosts]
+    short = {host.partition(".")[0] for host in hosts}
+    if short & set(nodes):  # the scheduler and the nodes use the same names
+        empty = [node for node in nodes if node.partition(".")[0] not in short]
+        words += [f"idle: {node} is granted and has no rank: ask for fewer nodes" for node in empty]
+    words = [line for line in words if line]
+    return words if len(words) <= 4 else [*words[:4], f"idle: {len(words) - 4} more nodes likewise"]
+
+
+def _idle_on(host: str, ranks: Sequence[Mapping]) -> str:
+    """The same for one node; empty where all is in use."""
+    granted = max(rank["num_gpus"] for rank in ranks)
+    used = len({rank["device"] for rank in ranks if rank["device"].startswith("cuda")})
+    if used < granted:
+        have = "has" if granted - used == 1 else "have"
+        start = f"start {granted} ranks (RANKS={granted})" if used else "train on GPUs"
+        return (
+            f"idle: {granted - used} of the {granted} GPUs granted on {host} {have} no rank: "
+            f"{start} or ask for {used or 'none'}"
+        )
+    cores = max(rank["num_cores"] for rank in ranks)
+    busy = sum(rank.get("num_threads", 1) for rank in ranks)
+    if granted or 2 * busy > cores:
+        return ""
+    have = "has" if cores - busy == 1 else "have"
+    return (
+        f"idle: {cores - busy} of the {cores} cores granted on {host} {have} no rank: start "
+        f"{cores} ranks (RANKS={cores}), give each more threads (OMP_NUM_THREADS) or ask for {busy}"
+    )
+
+
+# ---- the time of a step ------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Splits the time of a step into PHASES; on a GPU with events, so that nothing has to wait.
+
+    "communication" is what is not hidden behind backward: from this rank's last gradient to the
+    optimizer. It is only watched where there are several ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+
+    def watch(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Mark forward, backward, communication and optimizer from outside, with hooks."""
+        model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True)
+        model.register_forward_hook(lambda *_: self.mark("backward"))
+        if not isinstance(optimizer, Optimizer):
+            return
+        optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
+        optimizer.register_step_post_hook(lambda *_: self.mark("other"))
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for param in model.parameters():
+                if param.requires_grad:
+                    # Not after it is accumulated: a wrapper's own hook may wait there for others.
+                    param.register_hook(self._mark_gradient)
+
+    def mark(self, phase: str) -> None:
+        """Say that `phase` begins now, and that the phase before it has ended."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((phase, event))
+        else:
+            self.marks.append((phase, time.perf_counter()))
+
+    def _mark_gradient(self, _: torch.Tensor) -> None:
+        """Communication begins with the last gradient: each takes the place of the one before."""
+        begun = bool(self.marks) and self.marks[-1][0] == "communication"
+        if begun and self.cuda:
+            self.marks[-1][1].record()
+            return
+        if begun:
+            self.marks.pop()
+        self.mark("communication")
+
+    def split(self) -> dict[str, float]:
+        """Seconds of each phase since the last split, which goes on from the last mark."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        if self.cuda and self.marks:
+            self.marks[-1][1].synchronize()
+        for (phase, start), (_, stop) in pairwise(self.marks):
+            seconds[phase] += start.elapsed_time(stop) / 1e3 if self.cuda else stop - start
+        del self.marks[:-1]
+        return seconds
+
+
+# ---- how busy it all is ------------------------------------------------------------------------
+
+
+class Sampler:
+    """Writes down how busy this process and its node are, in a thread, until `stop` is called."""
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        node_path: Path | None = None,
+        every_s: float = SAMPLE_EVERY_S,
+    ) -> None:
+        """Begin to sample.
+
+        Args:
+            path: file of the rank; lines are added to it.
+            node_path: file of the node; one rank of each node gives it.
+        """
+        self.path, self.node_path, self.device, self.every_s = path, node_path, device, every_s
+        self.error: str | None = None
+        self.done = threading.Event()
+        needs_gpus = node_path is not None or device.type == "cuda"
+        self.gpus = Gpus(machine(device)["num_gpus"] if needs_gpus else 0)
+        self.thread = threading.Thread(target=self._run, daemon=True, name="utilisation")
+        self.thread.start()
+
+    @classmethod
+    def in_folder(cls, folder: Path, world: World) -> "Sampler":
+        """Sample into a run's folder; local rank 0 also samples the node."""
+        node_path = None
+        if world.local_rank == 0:
+            (folder / "nodes").mkdir(exist_ok=True)
+            node_path = folder / "nodes" / f"{socket.gethostname()}.jsonl"
+        return cls(folder / "ranks" / f"rank-{world.rank:05d}.jsonl", world.device, node_path)
+
+    def stop(self) -> None:
+        """Write the last sample and end the thread."""
+        self.done.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as stack:
+                paths = [path for path in (self.path, self.node_path) if path is not None]
+                files = [stack.enter_context(open(path, "ab", buffering=0)) for path in paths]
+                while not self.done.is_set():
+                    for file, sample in zip(files, self._samples(), strict=False):
+                        file.write((json.dumps(sample) + "\n").encode())
+        except OSError as problem:
+            self.error = f"cannot write {problem.filename or self.path}: {problem}"
+
+    def _samples(self) -> list[dict]:
+        """Wait, then tell of this process and of its node; `cpu` counts cores, `gpu` is percent."""
+        wall_s, own_s, all_s = time.perf_counter(), time.process_time(), busy_s()
+        self.done.wait(self.every_s)
+        wall_s = max(1e-9, time.perf_counter() - wall_s)
+        now = {"time_s": round(time.time(), 3)}
+        rank = now | {
+            "cpu": round((time.process_time() - own_s) / wall_s, 3),
+            "gpu": None,
+            "memory_bytes": memory_bytes(self.device),
+        }
+        if self.device.type == "cuda":
+            rank["gpu"] = self.gpus.sample(self.device.index or 0)["percent"]
+        if self.node_path is None:
+            return [rank]
+        memory = psutil.virtual_memory()
+        node = now | {
+            "cpu": round((busy_s() - all_s) / wall_s, 3),
+            "memory_bytes": memory.total - memory.available,
+            "gpus": [self.gpus.sample(index) for index in range(self.gpus.num_granted)],
+        }
+        return [rank, node]
+
+
+def busy_s() -> float:
+    """Seconds that all programs of this machine have spent on any core."""
+    times = psutil.cpu_times()._asdict()
+    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted under user already
+    return sum(spent_s for kind, spent_s in times.items() if kind not in idle)
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a plain line every tenth of the steps, on standard error."""
+
+    def __init__(self, first_step: int, steps: int) -> None:
+        self.first_step, self.steps, self.start_s = first_step, steps, time.perf_counter()
+        # disable=None: no bar where standard error is not a terminal.
+        self.bar = tqdm(total=steps, initial=first_step, unit="step", disable=None)
+
+    def show(self, step: int, words: str) -> None:
+        """Say that `step` is done, counted from 1, with what is worth knowing of it."""
+        self.bar.set_postfix_str(words, refresh=False)
+        self.bar.update()
+        if self.bar.disable and (step % max(1, self.steps // 10) == 0 or step == self.steps):
+            each_s = (time.perf_counter() - self.start_s) / (step - self.first_step)
+            left_s = each_s * (self.steps - step)
+            place = f"step {step} of {self.steps}"
+            print(f"{place}: {words}, {left_s:.0f} s left", file=sys.stderr, flush=True)

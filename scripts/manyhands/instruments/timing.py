@@ -1,0 +1,34 @@
+"""Pieces of work timed against each other: in turn, so that a slow minute hits each of them."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+
+def time_s(work: Callable[[], object]) -> float:
+    """Call `work` once and return the seconds that it took."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def in_turn(works: Sequence[Callable[[], object]], num_rounds: int) -> list[list[float]]:
+    """Time each of `works` once a round, every other round backwards; seconds, by work.
+
+    Where ranks are joined they start each piece of work together.
+    """
+    times_s: list[list[float]] = [[] for _ in works]
+    for number in range(num_rounds):
+        for index in range(len(works))[:: -1 if number % 2 else 1]:
+            if dist.is_initialized():
+                dist.barrier()
+            times_s[index].append(time_s(works[index]))
+    return times_s
+
+
+def slowest_rank(times_s: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """From `in_turn` of each rank: the time of the slowest rank, by work and round."""
+    return [
+        [max(ranks) for ranks in zip(*work, strict=True)] for work in zip(*times_s, strict=True)
+    ]

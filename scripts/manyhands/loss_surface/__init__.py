@@ -1,0 +1,1 @@
+"""Lesson 02: cuts through the loss of real networks."""

@@ -1,0 +1,1 @@
+"""What is trained: a small language model, and a small network for images."""

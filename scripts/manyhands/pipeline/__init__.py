@@ -1,0 +1,1 @@
+"""Lesson 12: a model in stages, run by schedules that are data."""

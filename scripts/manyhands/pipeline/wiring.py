@@ -1,0 +1,150 @@
+"""What a pipeline needs around it: groups of ranks, tied weights; and PyTorch's own pipelines.
+
+    4 ranks, 2 stages x 2 replicas:       stage 0   rank 0  rank 1   <- replicas of stage 0
+                                            |         |       |
+    a column is a pipeline,               stage 1   rank 2  rank 3   <- replicas of stage 1
+    a row averages its gradients
+
+Replicas of a stage have consecutive ranks, so they are on one node where a node holds them: they
+share whole gradients. The pipelines go across nodes: a cut sends only activations.
+
+Price: with d replicas a rank all-reduces its stage's gradients, 2 (d-1)/d x 4P/p bytes; of a tied
+parameter of S bytes each rank but the first sends S bytes and receives S.
+Sources: https://docs.pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, section 3; Qi et al. 2023, https://arxiv.org/abs/2401.10241.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from manyhands.collectives.trees import Group
+
+Tied = list[tuple[nn.Parameter, list[int]]]  # and the ranks of a pipeline that use it
+
+
+class Mail:
+    """Messages between the stages of a pipeline; stage s is on rank s % p.
+
+    Args:
+        p, m: ranks of the pipeline, and micro-batches.
+        shape: of every message, (B/m, ...) in float32.
+        back: another group of the same ranks, for gradients. NCCL has one queue for two ranks and
+            no tags: messages of a kind come in order, but the two kinds could wait for each other.
+    """
+
+    def __init__(
+        self,
+        p: int,
+        m: int,
+        shape: Sequence[int],
+        device: torch.device | str = "cpu",
+        back: Group = None,
+        group: Group = None,
+    ) -> None:
+        self.p, self.m, self.shape, self.device = p, m, tuple(shape), device
+        self.channel = {"F": group, "B": group if back is None else back}
+
+    def send(self, kind: str, tensor: Tensor, stage: int, i: int) -> dist.Work:
+        """Start to send an activation ("F") or a gradient ("B") of micro-batch `i` to `stage`."""
+        where = {"group": self.channel[kind], "group_dst": stage % self.p}
+        return dist.isend(tensor.contiguous(), **where, tag=stage * self.m + i)
+
+    def receive(self, kind: str, stage: int, i: int) -> Tensor:
+        """Wait for the activation ("F") or gradient ("B") of micro-batch `i` for `stage`."""
+        source = stage - 1 if kind == "F" else stage + 1
+        where = {"group": self.channel[kind], "group_src": source % self.p}
+        tensor = torch.empty(self.shape, device=self.device)
+        # The tag is the address: messages of different stages cannot be taken for one another.
+        dist.recv(tensor, **where, tag=stage * self.m + i)
+        return tensor
+
+
+def make_grid(num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Arrange all N ranks as num_stages x N/num_stages; every rank calls it.
+
+    Rank r has stage r // d of replica r % d, with d = N/num_stages.
+
+    Returns:
+        This rank's pipeline, in the order of its stages; and the replicas of its stage.
+
+    Raises:
+        ValueError: N is no multiple of num_stages.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size % num_stages:
+        raise ValueError(f"{world_size} ranks cannot be shared evenly by {num_stages} stages")
+    d = world_size // num_stages
+    # Every rank makes every group, in the same order, also those that it is not in.
+    pipelines = [dist.new_group(list(range(first, world_size, d))) for first in range(d)]
+    rows = [dist.new_group(list(range(s * d, (s + 1) * d))) for s in range(num_stages)]
+    return pipelines[rank % d], rows[rank // d]
+
+
+def find_tied(stages: Sequence[nn.Module], p: int) -> Tied:
+    """The parameters that stages of several ranks use, each with these ranks; stage s is on s % p.
+
+    Needs all stages, so call it before a rank lets go of those of others.
+    """
+    users: dict[nn.Parameter, set[int]] = {}
+    for stage, module in enumerate(stages):
+        for param in module.parameters():
+            users.setdefault(param, set()).add(stage % p)
+    return [(param, sorted(ranks)) for param, ranks in users.items() if len(ranks) > 1]
+
+
+def sum_tied(tied: Tied, group: Group = None) -> None:
+    """Add up the gradients of each tied parameter over the ranks that use it. Call after a step.
+
+    `tied` is a list of (parameter, its ranks in the pipeline), as find_tied returns it. The first
+    of these ranks takes the parts of the others, and sends the sum back. Others do nothing.
+    The sum, not the mean: each rank has the part of the gradient that comes from its own use.
+    """
+    rank = dist.get_rank(group)
+    for param, (first, *others) in tied:
+        if rank == first:
+            for other in others:
+                part = torch.empty_like(param.grad)
+                dist.recv(part, group=group, group_src=other)
+                param.grad += part
+            for other in others:
+                dist.send(param.grad, group=group, group_dst=other)
+        elif rank in others:
+            dist.send(param.grad, group=group, group_dst=first)
+            dist.recv(param.grad, group=group, group_src=first)
+
+
+# ---- The same thing in PyTorch -------------------------------------------------------------
+
+
+def torch_pipeline(
+    stages: Mapping[int, nn.Module],
+    num_stages: int,
+    m: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    kind: str,
+    group: Group = None,
+) -> object:
+    """PyTorch's schedule object for `m` micro-batches: each of `stages` as a PipelineStage.
+
+    Args:
+        stages: this rank's modules by the number of the stage.
+        loss_fn: (output of the last stage, targets) -> mean loss over a micro-batch.
+        kind: gpipe, 1f1b, interleaved or zero-bubble; the last two take a list of stages.
+    """
+    schedules = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    }
+    device = next(next(iter(stages.values())).parameters()).device
+    parts = [
+        pipelining.PipelineStage(module, index, num_stages, device, group=group)
+        for index, module in stages.items()
+    ]
+    several = kind in ("interleaved", "zero-bubble")
+    return schedules[kind](parts if several else parts[0], m, loss_fn=loss_fn)

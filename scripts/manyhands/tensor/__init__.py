@@ -1,0 +1,1 @@
+"""Lesson 13: the matrices of a Transformer cut over ranks."""

@@ -1,4 +1,8 @@
-"""Every check of every lesson: right answers pass, and each wrong one is named.
+"""Every check of every lesson: right answers pass, and each wrong one is seen.
+
+Of an exercise that is a Spec, the list of mistakes is itself the test (audit.py); tests/answers
+holds right answers, and wrong ones that are no slip of the truth, with the words that their verdict
+must hold, or "".
 
 Checks draw their cases. Tests take the same draws each time; `MANYHANDS_DRAW=7 pytest
 tests/test_checks.py` takes others.
@@ -13,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from audit import audit, refused
 from manyhands.checks import Lesson, NotYet, Pair, Verdict, as_written, judge, score
 from manyhands.data_parallel import replicas as data_parallel
 from manyhands.ddp import wrapping
@@ -24,11 +29,25 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
 
 
+MOST_MISTAKES = 15  # of an exercise; the slips that any function can have come by themselves
+MOST_WRONG = 6  # answers that are no slip of the truth
+
+
+def exercises_of(word: str) -> dict:
+    return importlib.import_module(f"manyhands.checks.{word}").lesson.exercises
+
+
+def table_of(word: str, kind: str) -> dict[str, list]:
+    return getattr(importlib.import_module(f"answers.{word}"), kind)
+
+
 def answers(kind: str) -> list:
+    """All answers of a kind; right ones of a Spec are judged together, elsewhere."""
     found = []
     for word in LESSONS:
-        table = getattr(importlib.import_module(f"answers.{word}"), kind)
-        for todo, listed in table.items():
+        for todo, listed in table_of(word, kind).items():
+            if kind == "RIGHT" and exercises_of(word)[todo].spec:
+                continue
             for index, entry in enumerate(listed):
                 answer = entry if kind == "RIGHT" else entry[0]
                 name = f"{todo}-{getattr(answer, '__name__', 'answer')}-{index}"
@@ -36,28 +55,58 @@ def answers(kind: str) -> list:
     return found
 
 
-def verdict(word: str, todo: str, answer: object):
-    """With draws that are the same in each run of the tests, or else those of MANYHANDS_DRAW."""
+def specs() -> list:
+    """Every exercise that is a Spec."""
+    return [
+        pytest.param(word, exercise.spec, id=todo)
+        for word in LESSONS
+        for todo, exercise in exercises_of(word).items()
+        if exercise.spec
+    ]
+
+
+def draw() -> None:
+    """Start with draws that are the same in each run, or else those of MANYHANDS_DRAW."""
     random.seed(os.environ.get("MANYHANDS_DRAW", "1"))
     torch.manual_seed(random.randrange(1 << 40))
+
+
+def verdict(word: str, todo: str, answer: object):
+    draw()
     lesson = importlib.import_module(f"manyhands.checks.{word}").lesson
     return judge(lesson.exercises[todo], answer)
 
 
 def test_every_lesson_has_answers():
-    lessons = {path.stem for path in (ROOT / "scripts/manyhands/checks").glob("[a-z]*.py")}
-    assert lessons - {"shared"} == set(LESSONS)
+    folder = ROOT / "scripts/manyhands/checks"
+    lessons = {path.stem for path in folder.glob("[a-z]*.py")}
+    lessons |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert lessons - {"shared", "engine"} == set(LESSONS)
 
 
 @pytest.mark.parametrize("word", LESSONS)
-def test_every_exercise_has_four_wrong_and_two_right_answers(word):
-    table = importlib.import_module(f"answers.{word}")
-    lesson = importlib.import_module(f"manyhands.checks.{word}").lesson
-    assert set(table.RIGHT) == set(table.WRONG) == set(lesson.exercises)
-    for todo, exercise in lesson.exercises.items():
-        assert len(table.WRONG[todo]) >= 4, todo
-        assert len(table.RIGHT[todo]) >= 2, todo
+def test_every_exercise_has_answers_mistakes_and_hints_and_no_list_regrows(word):
+    exercises = exercises_of(word)
+    rights = table_of(word, "RIGHT")
+    wrongs = table_of(word, "WRONG")
+    assert set(rights) == set(exercises)
+    for todo, exercise in exercises.items():
+        assert len(rights[todo]) >= 2, todo
         assert len(exercise.hints) >= 2, todo
+        if exercise.spec is None:
+            assert len(wrongs[todo]) >= 4, todo
+        else:
+            assert 3 <= len(exercise.spec.mistakes) <= MOST_MISTAKES, todo
+            assert len(wrongs.get(todo, ())) <= MOST_WRONG, todo
+
+
+@pytest.mark.parametrize(("word", "spec"), specs())
+def test_every_mistake_is_named_and_every_right_answer_accepted(word, spec):
+    draw()
+    complaints = audit(spec)
+    draw()
+    complaints += refused(spec, table_of(word, "RIGHT")[spec.todo])
+    assert not complaints, "\n".join(["", *complaints])
 
 
 @pytest.mark.parametrize(("word", "todo", "answer"), answers("RIGHT"))

@@ -127,7 +127,8 @@ def addresses(root: Path) -> list[str]:
         stem = f"{number:02d}_{word}"
         wanted += [f"notebooks/{stem}.ipynb", f"solutions/{stem}.ipynb"]
         wanted += [f"scripts/manyhands/{word}/__init__.py"]
-        wanted += [f"scripts/manyhands/checks/{word}.py"]
+        is_folder = (root / f"scripts/manyhands/checks/{word}/__init__.py").is_file()
+        wanted += [f"scripts/manyhands/checks/{word}{'/__init__' if is_folder else ''}.py"]
         wanted += [f"tests/test_{word}.py"]
         if word not in WITHOUT_RANKS:
             is_bench = (root / f"scripts/bench_{word}.py").is_file()

@@ -30,7 +30,13 @@ from manyhands.ranks.failures import (
 from manyhands.ranks.lab import run_ranks
 
 LIMIT_S = 6.0
-COLOURS = {"done": "0,158,115", "not started": "230,159,0", "not yet": "213,94,0"}
+PACKAGE = str(Path(__file__).parents[1])
+COLOURS = {
+    "done": "0,158,115",
+    "not started": "230,159,0",
+    "not yet": "213,94,0",
+    "not judged": "128,128,128",
+}
 
 
 class Wrong(Exception):
@@ -39,6 +45,10 @@ class Wrong(Exception):
     def __init__(self, seen: str, smell: str = "", hint: str = "") -> None:
         super().__init__(seen)
         self.seen, self.smell, self.hint = seen, smell, hint
+
+
+class NotJudged(Exception):
+    """The machine did not let a check finish, so nothing is known about the answer."""
 
 
 class NotYet(OneLine, Exception):
@@ -51,7 +61,7 @@ class Verdict:
 
     todo: str
     name: str
-    state: str  # done, not started, not yet
+    state: str  # done, not started, not yet, not judged
     seen: str = ""
     smell: str = ""
     hint: str = ""
@@ -86,6 +96,7 @@ class Exercise:
     num_answers: int = 1  # or 2, which are handed over together
     answer: object = None
     hints_shown: int = 0
+    spec: object = None  # of the engine; the check itself where there is none yet
 
 
 @dataclass
@@ -104,26 +115,47 @@ class Lesson:
         def register(check: Callable) -> Callable:
             name = check.__name__
             verdict = Verdict(todo, name, "not started")
-            exercise = Exercise(todo, name, check, hints, verdict, num_answers)
-            self.exercises[todo] = exercise
-
-            def run(*answers: object) -> None:
-                if answers and len(answers) != num_answers:
-                    wanted = {1: "one answer", 2: "two answers, in the order of their cell"}
-                    seen = f"TODO {todo}: this check takes {wanted[num_answers]}"
-                    raise NotYet(f"{seen}, and was given {len(answers)}")
-                answers = answers or (None,) * num_answers
-                answer = answers[0] if num_answers == 1 else Pair(*answers)
-                exercise.answer, exercise.verdict = answer, judge(exercise, answer)
-                show(exercise.verdict)
-                strict = "NBGRADER_EXECUTION" in os.environ
-                if exercise.verdict.state == "not yet" or (strict and not self.done(todo)):
-                    raise NotYet(repr(exercise.verdict))
-
-            run.__name__, run.__doc__, run.exercise = name, check.__doc__, exercise
-            return run
+            return self._add(Exercise(todo, name, check, hints, verdict, num_answers))
 
         return register
+
+    def add(self, spec: object) -> Callable:
+        """Make the check of an exercise that the engine judges; `spec` is an engine's Spec."""
+        from manyhands.checks.engine import verdict
+
+        name = spec.names[0]
+        exercise = Exercise(
+            spec.todo,
+            name,
+            check=lambda answer: verdict.check(spec, answer),
+            hints=spec.hints,
+            verdict=Verdict(spec.todo, name, "not started"),
+            num_answers=len(spec.names),
+            spec=spec,
+        )
+        return self._add(exercise)
+
+    def _add(self, exercise: Exercise) -> Callable:
+        """What a notebook calls with the learner's answer, or answers."""
+        self.exercises[exercise.todo] = exercise
+
+        def run(*answers: object) -> None:
+            num_answers = exercise.num_answers
+            if answers and len(answers) != num_answers:
+                wanted = {1: "one answer", 2: "two answers, in the order of their cell"}
+                seen = f"TODO {exercise.todo}: this check takes {wanted[num_answers]}"
+                raise NotYet(f"{seen}, and was given {len(answers)}")
+            answers = answers or (None,) * num_answers
+            exercise.answer = answers[0] if num_answers == 1 else Pair(*answers)
+            exercise.verdict = judge(exercise, exercise.answer)
+            show(exercise.verdict)
+            strict = "NBGRADER_EXECUTION" in os.environ
+            if exercise.verdict.state == "not yet" or (strict and not self.done(exercise.todo)):
+                raise NotYet(repr(exercise.verdict))
+
+        run.__name__ = exercise.name
+        run.exercise = exercise
+        return run
 
     def done(self, todo: str) -> bool:
         """Is this one done, and still what was checked?"""
@@ -177,7 +209,7 @@ class Lesson:
     def summary(self) -> None:
         """Print what is done, one line."""
         self.tell_changed(self.exercises)
-        marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]"}
+        marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]", "not judged": "[?]"}
         states = [exercise.verdict.state for exercise in self.exercises.values()]
         line = " ".join(
             f"{marks[e.verdict.state]} {todo} {e.name}" for todo, e in self.exercises.items()
@@ -273,7 +305,11 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
                     refuse_the_course_s_own(part, known)
         exercise.check(answer)
     except Wrong as wrong:
-        return Verdict(todo, name, "not yet", wrong.seen, wrong.smell, wrong.hint)
+        words = [" ".join(text.split()) for text in (wrong.seen, wrong.smell, wrong.hint)]
+        return Verdict(todo, name, "not yet", *words)
+    except NotJudged as fault:
+        why = "This says nothing about your answer."
+        return Verdict(todo, name, "not judged", str(fault), why, "Run the check again.")
     except RankFailed as failed:
         if failed.failure.error == "NotImplementedError":
             other = _stub_of_another(failed.failure, todo)
@@ -351,7 +387,8 @@ KNOWN_ERRORS = {  # words of an error -> what it smells of, what to try
 def place(failure: Failure, answer: object = None) -> str:
     """Where it went wrong: in the answer itself, or else in what it calls."""
     own = _lines_of(answer)
-    frames = [frame for frame in failure.frames if frame[:2] in own] or failure.frames
+    frames = [frame for frame in failure.frames if frame[:2] in own]
+    frames = frames or [frame for frame in failure.frames if not frame[0].startswith(PACKAGE)]
     return f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
 
 

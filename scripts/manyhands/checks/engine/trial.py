@@ -10,7 +10,6 @@ hangs or ends its process. Before each call the random numbers of the process st
 it the states that a call can leave behind are looked at and put back.
 """
 
-import ast
 import copy
 import faulthandler
 import hashlib
@@ -21,7 +20,6 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +31,12 @@ from manyhands.checks import Wrong
 from manyhands.checks.engine.mistakes import Change
 from manyhands.checks.engine.spec import Place, Spec, Step
 from manyhands.checks.engine.values import Malformed, same
-from manyhands.checks.engine.wire import Wire, lost
+from manyhands.checks.engine.wire import End, Wire, lost
 from manyhands.ranks.failures import Failure, RankFailed
 from manyhands.ranks.lab import run_ranks
 
 MISTAKE_S = 1.0  # a mistake that takes longer for one call hangs
 PARTED_S = 0.5  # how long all others must have slept before a rank that failed leaves them
-LONGEST_S = 300  # no rank waits longer for another, whatever happens
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,10 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
     """Every job in turn on this rank; ends where the ranks part."""
     me = dist.get_rank() if spec.layouts else 0
     places = _places(spec, me)
+    meeting = Meeting(folder) if spec.layouts else None
     made: tuple = (None, None)
     with Path(folder, str(me)).open("ab") as log, open(os.devnull, "w") as nowhere:
-        for number, (answer, step) in enumerate(jobs):
+        for answer, step in jobs:
             if made[0] is not answer:  # a Change is carried out once
                 made = answer, _make(spec, answer)
             if isinstance(answer, Change):  # a mistake that hangs ends here, and others go on
@@ -82,9 +80,7 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
             place = places[step[0]] if spec.layouts else None
             seed = 1000 * step[0] + 100 * step[1] + me
             sight, ends, error = _sight(spec, made[1], spec.case(cases, step, me), place, seed)
-            one_sided = ""
-            if spec.layouts:
-                one_sided = _meet(number, ends, error)
+            one_sided = meeting.wait(ends, error) if meeting else ""
             if one_sided and sight.kind == "value":
                 sight = Sight("lost", one_sided)
             pickle.dump(sight, log)
@@ -145,7 +141,7 @@ def _sight(
 
 
 def _side_effects(spec, sight: Sight, given, case, before: dict, after: dict, wire) -> Sight:
-    """What the call changed besides; the truth may change the same, so this is only written down."""
+    """Write down what the call changed besides; the truth may change the same."""
     changed = [name for name in before if before[name] != after[name]]
     names = getattr(case, "_fields", ())
     pairs = zip(names, given, case, strict=True) if names else [("case", given, case)]
@@ -186,7 +182,7 @@ def unchanged(now: object, was: object) -> bool:
 def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.random.default_generator.manual_seed(seed)
 
 
 def states() -> dict[str, object]:
@@ -216,41 +212,59 @@ def _restore(before: dict[str, object]) -> None:
 # ---- do the ranks still walk together? ------------------------------------------------------
 
 
-def _meet(number: int, ends: list, error: Exception | None) -> str:
-    """Wait until all ranks have ended this step; words for a message that has one end only.
+class Meeting:
+    """All ranks of the job meet after each step, over memory that they share.
 
-    A rank that raised an error raises it where the others sleep in messages that it no longer takes
-    part in; it never leaves others that still compute, however slow the machine is.
+    A message would do as well, but gloo takes milliseconds for one, and a verdict has hundreds of
+    steps. Each rank has a row: its process, how many steps it has ended, and twice (for the steps
+    of even and of odd number) the sends less the recvs that it saw, from each rank to each rank.
     """
-    store = dist.distributed_c10d._get_default_store()
-    ranks = range(dist.get_world_size())
-    if number == 0:
-        store.set(f"pid {dist.get_rank()}", str(os.getpid()))
-    store.set(f"{number} {dist.get_rank()}", repr(ends))
-    keys = [f"{number} {rank}" for rank in ranks]
-    if error is None:
-        store.wait(keys, timedelta(seconds=LONGEST_S))
-    else:
+
+    def __init__(self, folder: str) -> None:
+        self.n = dist.get_world_size()
+        self.me = dist.get_rank()
+        self.num_steps = 0
+        shape = (self.n, 2 + 2 * self.n * self.n)
+        self.rows = np.memmap(Path(folder, "meeting"), np.int64, "r+", shape=shape)
+        self.rows[self.me, 0] = os.getpid()
+
+    @staticmethod
+    def prepare(folder: str, n: int) -> None:
+        """Make the file, before the ranks start."""
+        Path(folder, "meeting").write_bytes(bytes(8 * n * (2 + 2 * n * n)))
+
+    def wait(self, ends: list[End], error: Exception | None) -> str:
+        """Wait until all ranks have ended this step; words for a message that has one end only.
+
+        A rank that raised an error raises it here where all others sleep in messages in which it
+        no longer takes part; it never leaves others that compute, however slow the machine is.
+        """
+        first = 2 + self.n * self.n * (self.num_steps % 2)
+        balance = self.rows[:, first : first + self.n * self.n].reshape(self.n, self.n, self.n)
+        balance[self.me] = 0
+        for op, source, target in ends:
+            balance[self.me, source, target] += 1 if op == "send" else -1
+        self.num_steps += 1
+        self.rows[self.me, 1] = self.num_steps
+        pause_s = 0.0
         asleep_s = 0.0
-        while not store.check(keys):
-            others = [r for r, key in enumerate(keys) if not store.check([key])]
-            asleep_s = asleep_s + 0.05 if _all_sleep(others) else 0.0
-            if asleep_s > PARTED_S:
-                raise error
-            time.sleep(0.05)
-    every = [end for key in keys for end in ast.literal_eval(store.get(key).decode())]
-    return lost(every)
+        while len(away := np.flatnonzero(self.rows[:, 1] < self.num_steps)):
+            time.sleep(pause_s)  # of 0: lets the others have the processor
+            pause_s = min(pause_s + 1e-5, 0.02)
+            if error:
+                asleep_s = asleep_s + pause_s if self._sleep(away) else 0.0
+                if asleep_s > PARTED_S:
+                    raise error
+        return lost(balance.sum(0))
+
+    def _sleep(self, ranks: np.ndarray) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            pids = [int(self.rows[rank, 0]) for rank in ranks]
+            return all(pid and psutil.Process(pid).status() == ASLEEP for pid in pids)
+        return True
 
 
-def _all_sleep(ranks: list[int]) -> bool:
-    store = dist.distributed_c10d._get_default_store()
-    for rank in ranks:
-        if not store.check([f"pid {rank}"]):
-            return False  # it has not ended its first step, so its process is not known yet
-        with suppress(psutil.Error):
-            if psutil.Process(int(store.get(f"pid {rank}"))).status() != psutil.STATUS_SLEEPING:
-                return False
-    return True
+ASLEEP = psutil.STATUS_SLEEPING
 
 
 # ---- at home --------------------------------------------------------------------------------
@@ -263,6 +277,7 @@ def look(
     jobs = [(answer, step) for answer in answers for step in steps]
     failed = None
     with tempfile.TemporaryDirectory() as folder:
+        Meeting.prepare(folder, spec.size)
         try:
             run_ranks(
                 _work,
@@ -293,7 +308,7 @@ def _kept(path: Path) -> list[Sight]:
 def faces(
     spec: Spec, changes: list[Change], steps: list[Step], cases: dict, limit_s: float
 ) -> list[list[Row]]:
-    """The rows of each change: none, or only the first ones, of those that end or hang the ranks."""
+    """The rows of each change; of those that end or hang the ranks none, or only the first ones."""
     found: list[list[Row]] = []
     until_s = time.monotonic() + limit_s
     while len(found) < len(changes) and time.monotonic() < until_s:

@@ -21,7 +21,7 @@ from manyhands.checks.engine.trial import UNWAITED, Row, Sight, faces, look
 from manyhands.checks.engine.values import same, show
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
 
-NAMING_S = 1.5  # for each round of mistakes that are tried
+NAMING_S = 3.0  # for each round of mistakes that are tried
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
 Words = tuple[str, str, str]  # what was seen, why, what to try
 
@@ -258,8 +258,10 @@ def _words(trial: Trial, index: int, rank: int) -> Words:
     if is_lost(sight):
         at = place(sight.failure, trial.answer)
         return f"{said}: a rank waited{at} for partners that had already left", *PARTED
-    if sight.kind == "value" and wanted.kind == "value" and _is_only_changed(trial, index, rank):
-        return _words_of_a_change(said, set(sight.changed) - set(wanted.changed))
+    if sight.kind == "value" and wanted.kind == "value":
+        changed = set(sight.changed) - set(wanted.changed)
+        if UNWAITED in changed or _is_only_changed(trial, index, rank):
+            return _words_of_a_change(said, changed)
     mistake = name(trial, index)
     cause = (mistake.why, mistake.hint) if mistake else None
     if sight.kind == "raised":
@@ -298,7 +300,7 @@ def _is_only_changed(trial: Trial, index: int, rank: int) -> bool:
 
 
 def _words_of_a_change(said: str, changed: set[str]) -> Words:
-    what = sorted(changed)[0]
+    what = UNWAITED if UNWAITED in changed else sorted(changed)[0]
     if what == UNWAITED:
         seen = f"{said} returned while a message of its own was still on its way"
         hint = "Call wait() on what a call with async_op=True, isend or irecv returns."

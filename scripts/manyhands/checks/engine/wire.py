@@ -4,12 +4,13 @@
         answer(...)                      wire.entries, wire.unwaited
 
 The guard refuses what gloo would answer with a hang or with the end of the process: a message to
-the rank itself, to a rank that does not exist, through another group; and what an exercise rules out.
+the rank itself, to a rank that does not exist, through another group; and operations that an
+exercise rules out.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+import numpy as np
 import torch.distributed as dist
 
 from manyhands.checks import Wrong
@@ -152,14 +153,14 @@ class Wire(Ledger):
             )
 
 
-def lost(ends: Iterable[End]) -> str:
-    """Words for a message that has only one end, or ""."""
-    sends: Counter = Counter()
-    for op, source, target in ends:
-        sends[source, target] += 1 if op == "send" else -1
-    for (source, target), count in sends.items():
-        if count > 0:
+def lost(balance: np.ndarray) -> str:
+    """Words for a message that has only one end, or "".
+
+    Args:
+        balance: for each sender and each receiver the sends less the recvs. (n, n)
+    """
+    for source, target in np.argwhere(balance).tolist():
+        if balance[source, target] > 0:
             return f"rank {source} sends a message to rank {target} that is never received"
-        if count < 0:
-            return f"rank {target} receives from rank {source}, which sends no such message"
+        return f"rank {target} receives from rank {source}, which sends no such message"
     return ""

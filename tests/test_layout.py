@@ -209,18 +209,18 @@ def layers(root: Path) -> list[str]:
     return faults
 
 
-def lengths(root: Path) -> Iterator[tuple[str, bool, int, dict[str, int]]]:
+def lengths(root: Path) -> Iterator[tuple[str, bool, int, list[tuple[str, int]]]]:
     """Of each module: its name, whether it is a lesson's, its lines, and its functions' lines."""
     words = lessons(root)
     for name, text in texts(root, ".py"):
         parts = name.split("/")
         if parts[0] in ("scripts", "tests"):
             is_lesson = parts[:2] == ["scripts", "manyhands"] and parts[2] in words
-            functions = {
-                node.name: node.end_lineno - node.lineno + 1
+            functions = [
+                (node.name, node.end_lineno - node.lineno + 1)
                 for node in ast.walk(ast.parse(text))
                 if isinstance(node, ast.FunctionDef)
-            }
+            ]
             yield name, is_lesson, len(text.splitlines()), functions
 
 
@@ -233,7 +233,7 @@ def sizes(root: Path) -> list[str]:
         limit = MAX_LESSON_LINES if is_lesson else MAX_LINES
         if num_lines > limit and name not in TOO_LARGE:
             faults.append(f"{name}: {num_lines} lines, over {limit}")
-        for function, num_lines in functions.items():
+        for function, num_lines in functions:
             if is_lesson and num_lines > MAX_LESSON_FUNCTION_LINES:
                 faults.append(f"{name}: {function} has {num_lines} lines")
     if root == ROOT:
@@ -415,7 +415,7 @@ def test_sizes_are_reported(record_property: Callable) -> None:
     """A line in the summary of the tests, see conftest.py; long is no fault."""
     found = list(lengths(ROOT))
     num_files = sum(num_lines > LONG_FILE_LINES for _, _, num_lines, _ in found)
-    all_lines = [lines for _, _, _, functions in found for lines in functions.values()]
+    all_lines = [lines for _, _, _, functions in found for _, lines in functions]
     num_functions = sum(lines > LONG_FUNCTION_LINES for lines in all_lines)
     largest_lines, largest = max((num_lines, name) for name, _, num_lines, _ in found)
     record_property(

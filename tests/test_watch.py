@@ -272,7 +272,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     folder = tmp_path_factory.mktemp("notebook")
     one = Kernel(folder)
     one.folder = folder
-    one.run("from manyhands import watch")
+    one.run("from manyhands.jobs import watch")
     (folder / "report.png").write_bytes(png(new_figure()[0]))
     yield one
     one.client.stop_channels()
@@ -421,7 +421,8 @@ def test_a_slurm_job_is_queued_watched_and_stopped_and_goes_on_from_another_job(
     assert f"ddp-001, job {found['id']}: running on " in said
     assert slurm.state(found["id"]) == "COMPLETED"  # it ended by itself
 
-    inner = f"import json; from manyhands import watch; words = json.loads({json.dumps(words)!r})\n"
+    inner = "import json; from manyhands.jobs import watch\n"
+    inner += f"words = json.loads({json.dumps(words)!r})\n"
     inner += "print(watch.run(*words, nodes=2, ranks=1, out='runs/ddp-001'))"
     (folder / "inner.py").write_text(inner)
     wrap = f"--wrap=srun --gpus-per-task=1 {sys.executable} inner.py"

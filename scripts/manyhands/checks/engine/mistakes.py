@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyhands.checks import Pair, parts_of
+from manyhands.checks.engine.answer import Pair, parts_of
 
 # ---- changes of the truth -------------------------------------------------------------------
 

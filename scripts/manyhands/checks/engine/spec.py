@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from manyhands.checks import parts_of
+from manyhands.checks.engine.answer import parts_of
 from manyhands.checks.engine.mistakes import Mistake
 from manyhands.checks.engine.values import difference, same, show
 

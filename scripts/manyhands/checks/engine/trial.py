@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from manyhands.checks import Wrong
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import Change
 from manyhands.checks.engine.spec import Place, Spec, Step
 from manyhands.checks.engine.values import Malformed, same

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from manyhands.checks import NotJudged, Wrong, place, raised
+from manyhands.checks.engine.card import NotJudged, Wrong
 from manyhands.checks.engine.mistakes import Mistake, generic
 from manyhands.checks.engine.spec import Spec, Step
 from manyhands.checks.engine.trial import UNWAITED, Row, Sight, faces, look
 from manyhands.checks.engine.values import same, show
+from manyhands.checks.engine.words import place, raised
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
 
 NAMING_S = 3.0  # for each round of mistakes that are tried

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch.distributed as dist
 
-from manyhands.checks import Wrong
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import NO_GROUP, USE_GROUP
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.instruments.ledger import NAMES, Ledger, _as_group

@@ -1,0 +1,58 @@
+"""The card of a verdict, and the errors that carry one."""
+
+import html
+from dataclasses import dataclass
+
+from manyhands.ranks.failures import OneLine
+
+COLOURS = {
+    "done": "0,158,115",
+    "not started": "230,159,0",
+    "not yet": "213,94,0",
+    "not judged": "128,128,128",
+}
+
+
+class Wrong(Exception):
+    """What a check saw, the misconception it smells of, and a hint."""
+
+    def __init__(self, seen: str, smell: str = "", hint: str = "") -> None:
+        super().__init__(seen)
+        self.seen, self.smell, self.hint = seen, smell, hint
+
+
+class NotJudged(Exception):
+    """The machine did not let a check finish, so nothing is known about the answer."""
+
+
+class NotYet(OneLine, Exception):
+    """Stops "Run all" at the mistake, with one line."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to a learner: a card in a browser, one plain line in a log."""
+
+    todo: str
+    name: str
+    state: str  # done, not started, not yet, not judged
+    seen: str = ""
+    smell: str = ""
+    hint: str = ""
+
+    def __repr__(self) -> str:
+        reasons = " - ".join(part for part in (self.seen, self.smell, self.hint) if part)
+        return f"TODO {self.todo} {self.state}" + (f": {reasons}" if reasons else "")
+
+    def _repr_html_(self) -> str:
+        colour = COLOURS[self.state]
+        parts = [f"<b>TODO {self.todo} {self.state}</b> <code>{html.escape(self.name)}</code>"]
+        if self.state == "not started":
+            parts.append(
+                f"Write it in the cell above. Stuck? <code>check.hint('{self.todo}')</code>"
+            )
+        for label, text in (("Seen", self.seen), ("Why", self.smell), ("Try", self.hint)):
+            if text:
+                parts.append(f"<b>{label}:</b> {html.escape(text)}")
+        style = f"border-left:6px solid rgb({colour});background:rgba({colour},.14)"
+        return f'<div style="{style};padding:.5em .8em;margin:.3em 0">{"<br>".join(parts)}</div>'

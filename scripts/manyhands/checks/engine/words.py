@@ -1,0 +1,50 @@
+"""Where an answer failed, in the learner's own lines, and what some errors are known to mean."""
+
+import re
+from pathlib import Path
+
+from manyhands.checks.engine.answer import lines_of
+from manyhands.ranks.failures import Failure, where
+
+PACKAGE = str(Path(__file__).parents[2])
+KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
+    "incompatible function arguments": (
+        "An argument of a collective is of the wrong kind; the second one of all_reduce is `op`.",
+        "Give the group by its name: group=group.",
+    ),
+    "'NoneType' object has no attribute 'wait'": (
+        "Without async_op=True a collective waits itself and returns None.",
+        "Pass async_op=True where you keep the work.",
+    ),
+    "object is not an iterator": (
+        "A function with @contextmanager has to yield.",
+        "Write `yield` where the body of the `with` has its place.",
+    ),
+    "returned non-iterator": ("__iter__ has to return an iterator.", "Return iter(...), or yield."),
+    "not part of group": (
+        "src counts over the whole job, and that rank is not in the group.",
+        "group_src=0 names the group's first rank.",
+    ),
+    "process group has not been initialized": (
+        "There is no process group here, so the one process is rank 0.",
+        "Ask dist.is_initialized() first.",
+    ),
+    "BdbQuit": ("A debugger cannot ask you anything from inside a rank.", "Use print instead."),
+}
+
+
+def place(failure: Failure, answer: object = None) -> str:
+    """Where it went wrong: in the answer itself, or else in what it calls."""
+    own = lines_of(answer)
+    frames = [frame for frame in failure.frames if frame[:2] in own]
+    frames = frames or [frame for frame in failure.frames if not frame[0].startswith(PACKAGE)]
+    return f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
+
+
+def raised(who: str, failure: Failure, answer: object = None) -> tuple[str, str, str]:
+    """An exception, or a death, of a rank or of a call as what was seen, why, and a hint."""
+    message = re.sub(r" <\S+ object at 0x\w+>", "", " ".join(failure.message.split()))[:300]
+    said = f"{failure.error}: {message}"
+    smell, hint = next((known for words, known in KNOWN_ERRORS.items() if words in said), ("", ""))
+    did = "died" if failure.error == "died" else f"raised {failure.error}"
+    return f"{who} {did}: {message}{place(failure, answer)}", smell, hint

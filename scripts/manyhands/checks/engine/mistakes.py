@@ -10,6 +10,7 @@ made in any function, such as a group that is not passed on.
 
 import ast
 import copy
+import functools
 import inspect
 import math
 import re
@@ -96,7 +97,12 @@ def instead(answer: object) -> Change:
 
 def sources_of(truth: object) -> list[str]:
     """The source of each part of the truth."""
-    return [textwrap.dedent(inspect.getsource(part)) for part in parts_of(truth)]
+    return [_source(part) for part in parts_of(truth)]
+
+
+@functools.cache
+def _source(part: object) -> str:
+    return textwrap.dedent(inspect.getsource(part))
 
 
 def build(truth: object, sources: Sequence[str]) -> object:

@@ -91,7 +91,18 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
 
 
 def _make(spec: Spec, answer: object) -> object:
-    return answer.make(spec.truth) if isinstance(answer, Change) else answer
+    """An answer as it is; a change carried out. Two changes at once may not fit together."""
+    if not isinstance(answer, Change):
+        return answer
+    try:
+        return answer.make(spec.truth)
+    except (AttributeError, LookupError, SyntaxError, TypeError) as error:
+        message = f"this change cannot be made: {error}"
+
+        def unmade(*args: object, **named: object) -> None:
+            raise LookupError(message)
+
+        return unmade
 
 
 def _places(spec: Spec, me: int) -> list[Place]:

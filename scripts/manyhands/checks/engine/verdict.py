@@ -24,6 +24,7 @@ from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_ech
 
 NAMING_S = 3.0  # for each round of mistakes that are tried
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
+MOST_PAIRS = 200  # of mistakes, that are tried together
 Words = tuple[str, str, str]  # what was seen, why, what to try
 
 
@@ -130,9 +131,10 @@ def name(trial: Trial, index: int) -> Mistake | None:
     heads = _faces(trial, tried, [index])
     near = [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
     named = best(trial, near)
-    if named is None and not trial.spec.layouts:
-        visible = [m for m, face in zip(tried, heads, strict=True) if _is_seen(trial, face, index)]
-        pairs = list(itertools.islice(_pairs(trial.spec, visible), 200))
+    is_value = all(sight.kind == "value" for sight in trial.found[index])
+    if named is None and is_value and not trial.spec.layouts:
+        seen = [_is_seen(trial, face, index) for face in heads]
+        pairs = list(itertools.islice(_pairs(trial.spec, tried, seen), MOST_PAIRS))
         heads = _faces(trial, pairs, [index])
         near = [m for m, face in zip(pairs, heads, strict=True) if matches(trial, m, face, [index])]
         named = best(trial, near)
@@ -181,8 +183,8 @@ def matches(
         return False
     if part is None and len(indexes) == 1 and trial.spec.independent:
         first = _wrong_part(trial)
-        return any(_alike_row(trial.found[i], row, p) for i, row in pairs for p in (None, first))
-    return all(_alike_row(trial.found[index], row, part) for index, row in pairs)
+        return any(_alike_row(trial, i, row, p) for i, row in pairs for p in (None, first))
+    return all(_alike_row(trial, index, row, part) for index, row in pairs)
 
 
 def _fits(trial: Trial, mistake: Mistake, index: int) -> bool:
@@ -201,18 +203,19 @@ def _is_seen(trial: Trial, face: list[Row], index: int) -> bool:
     return bool(face) and not _is_right_row(trial, face[0], index)
 
 
-def _alike_row(found: Row, shown: Row, part: str | None) -> bool:
-    return all(alike(one, other, part) for one, other in zip(found, shown, strict=True))
+def _alike_row(trial: Trial, index: int, shown: Row, part: str | None) -> bool:
+    rows = zip(trial.found[index], shown, trial.wanted[index], strict=True)
+    return all(alike(found, other, wanted, part) for found, other, wanted in rows)
 
 
-def alike(one: Sight, other: Sight, part: str | None = None) -> bool:
-    """Do two sights show the same? Of an error its line does not count."""
+def alike(one: Sight, other: Sight, wanted: Sight, part: str | None = None) -> bool:
+    """Do two sights show the same? Of an error that is asked for the message does not count."""
     if one.kind != other.kind:
         return False
     if one.kind == "raised":
         names, message = one.data
-        is_asked_for = names[0] == other.data[0][0] == "ValueError"
-        return names[0] == other.data[0][0] and (is_asked_for or message == other.data[1])
+        other_names, other_message = other.data
+        return names[0] == other_names[0] and (wanted.kind == "raised" or message == other_message)
     if part is not None:
         if one.kind != "value" or part not in one.data or part not in other.data:
             return False
@@ -236,12 +239,14 @@ def _wrong_part(trial: Trial) -> str | None:
     return None
 
 
-def _pairs(spec: Spec, mistakes: list[Mistake]) -> Iterator[Mistake]:
-    for one, other in itertools.combinations(mistakes, 2):
-        with suppress(LookupError):
-            both = one + other
-            both.change.sources(spec.truth)
-            yield both
+def _pairs(spec: Spec, mistakes: list[Mistake], seen: list[bool]) -> Iterator[Mistake]:
+    """Two mistakes at once, of which at least one is seen in the first wrong step by itself."""
+    for one, other in itertools.combinations(range(len(mistakes)), 2):
+        if seen[one] or seen[other]:
+            with suppress(LookupError):
+                both = mistakes[one] + mistakes[other]
+                both.change.sources(spec.truth)
+                yield both
 
 
 # ---- words ----------------------------------------------------------------------------------
@@ -264,6 +269,8 @@ def _words(trial: Trial, index: int, rank: int) -> Words:
         if UNWAITED in changed or _is_only_changed(trial, index, rank):
             return _words_of_a_change(said, changed)
     mistake = name(trial, index)
+    if mistake is None and sight.kind == "value" and set(sight.changed) - set(wanted.changed):
+        return _words_of_a_change(said, set(sight.changed) - set(wanted.changed))
     cause = (mistake.why, mistake.hint) if mistake else None
     if sight.kind == "raised":
         return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)

@@ -1,0 +1,369 @@
+"""The engine of checks, on exercises of its own: what it sees, names, and leaves unsaid."""
+
+import os
+import random
+import sys
+import time
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from audit import audit, refused
+from manyhands.checks.engine import cases, mistakes, trial, verdict
+from manyhands.checks.engine.card import NotJudged, Wrong
+from manyhands.checks.engine.lesson import Lesson
+from manyhands.checks.engine.mistakes import Mistake, after, instead
+from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.values import (
+    Malformed,
+    boolean,
+    difference,
+    listing,
+    number,
+    record,
+    same,
+    whole,
+)
+from manyhands.ranks.failures import Failure, MachineFault, RankFailed
+
+# ---- an exercise without ranks --------------------------------------------------------------
+
+
+def mean(numbers: list[float], skip: int = 0) -> float:
+    """The mean without the first `skip` numbers."""
+    if len(numbers) <= skip:
+        raise ValueError(f"{len(numbers)} numbers, of which {skip} are skipped")
+    kept = numbers[skip:]
+    return sum(kept) / len(kept)
+
+
+class Numbers(NamedTuple):
+    numbers: list[float]
+    skip: int
+
+
+def some_numbers() -> list[Numbers]:
+    drawn = [random.uniform(-9, 9) for _ in range(6)]
+    return [Numbers(drawn[:1], 0), Numbers(drawn[:3], 1), Numbers(drawn, 2), Numbers(drawn, 6)]
+
+
+MEAN = Spec(
+    todo="90.1",
+    truth=mean,
+    cases=some_numbers,
+    form=number,
+    hints=("Add them up.", "Divide."),
+    mistakes=mistakes.mistakes(
+        """
+        / len(kept) => / len(numbers)
+            The skipped numbers are counted. | Divide by the number of those that are kept.
+        numbers[skip:] => numbers[: len(numbers) - skip]
+            The last numbers are skipped, not the first.
+        numbers[skip:] => numbers
+            `skip` is ignored.
+        """,
+        {},
+    ),
+)
+
+# ---- an exercise on ranks -------------------------------------------------------------------
+
+
+def total(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of all ranks' x; x stays as it is."""
+    result = x.clone()
+    dist.all_reduce(result, group=group)
+    return result
+
+
+class Draw(NamedTuple):
+    seed: int
+    dtype: torch.dtype
+
+
+def total_seen(answer, case: Draw, place: Place) -> dict:
+    x = cases.values(3, cases.generator(case.seed, place.job_rank), case.dtype)
+    before = x.clone()
+    result = answer(x, **place.options)
+    return {"the sum": result.clone(), "x is unchanged": torch.equal(x, before)}
+
+
+TOTAL = Spec(
+    todo="90.2",
+    truth=total,
+    cases=lambda n: [Draw(cases.draw_seed(), kind) for kind in (torch.float32, torch.int64)],
+    observe=total_seen,
+    layouts=cases.THREE,
+    hints=("Use all_reduce.", "On a copy."),
+    limit_s=3.0,
+    mistakes=[
+        *mistakes.mistakes(
+            """
+            x.clone() => x
+                x itself is summed, and the caller still needs it.
+            return result => return result / dist.get_world_size(group)
+                This is the mean.
+            return result => dist.all_reduce(result, group=group); return result
+                The sum is summed once more.
+            """,
+            {},
+        )
+    ],
+)
+
+LESSON = Lesson("demo")
+LESSON.add(MEAN)
+LESSON.add(TOTAL)
+
+
+def told(spec: Spec, answer: object) -> str:
+    random.seed(7)
+    try:
+        verdict.check(spec, answer)
+    except Wrong as wrong:
+        return " - ".join((wrong.seen, wrong.smell, wrong.hint))
+    return "done"
+
+
+@pytest.mark.parametrize("spec", (MEAN, TOTAL), ids=lambda spec: spec.todo)
+def test_the_lists_of_both_hold(spec):
+    assert audit(spec) == []
+
+
+def test_a_list_that_does_not_hold_is_named():
+    def with_mistakes(*listed: Mistake) -> list[str]:
+        return audit(Spec("90.3", mean, some_numbers, list(listed), ("", ""), form=number))
+
+    right = Mistake(instead(mean), "Right.")
+    one = Mistake(after(lambda value: value + 1), "One.")
+    other = Mistake(after(lambda value: 1 + value), "Other.")
+    gone = Mistake(mistakes.patch("no such text", ""), "Gone.")
+    endless = Mistake(mistakes.patch("kept = numbers[skip:]", "\n    while True: pass"), "Endless.")
+    assert "is not told from the truth" in with_mistakes(right)[0]
+    assert "is named ['One.']" in with_mistakes(one, other)[0]
+    assert "does not stand once" in with_mistakes(gone)[0]
+    assert "mark it with !" in with_mistakes(endless)[0]
+    assert refused(MEAN, [mean, lambda numbers, skip=0: 0.0])
+
+
+# ---- naming ---------------------------------------------------------------------------------
+
+
+def mean_of_all(numbers, skip=0):
+    if skip >= len(numbers):
+        raise ValueError
+    return float(np.mean(numbers))
+
+
+def two_mistakes(numbers, skip=0):
+    if skip >= len(numbers):
+        raise ValueError
+    return sum(numbers) / len(numbers) + 1
+
+
+def median(numbers, skip=0):
+    if skip >= len(numbers):
+        raise ValueError
+    return sorted(numbers[skip:])[0]
+
+
+def test_a_mistake_is_named_only_if_it_shows_the_same():
+    assert "`skip` is ignored." in told(MEAN, mean_of_all)
+    assert "Two mistakes together show this." in told(MEAN, two_mistakes)
+    words = told(MEAN, median)
+    assert verdict.NO_CAUSE in words and "check.hint('90.1')" in words
+
+
+def test_right_answers_of_another_shape_pass():
+    def by_numpy(numbers, skip=0):
+        if len(numbers) <= skip:
+            raise ValueError("too few")
+        return np.float64(np.mean(numbers[skip:]))
+
+    assert told(MEAN, by_numpy) == "done"
+
+
+def test_the_first_difference_is_that_of_the_smallest_case():
+    def wrong_from_the_second_case_on(numbers, skip=0):
+        if skip >= len(numbers):
+            raise ValueError
+        return mean(numbers, skip) if skip == 0 else 12345.0
+
+    words = told(MEAN, wrong_from_the_second_case_on)
+    assert "skip=1) gives 12345, not" in words
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda numbers, skip=0: None, "gives None - The exercise asks for a number."),
+        (lambda numbers, skip=0: "3", "gives a str, '3'"),
+        (lambda numbers, skip=0: 1 / 0, "raised ZeroDivisionError: division by zero in line"),
+        (lambda numbers, skip=0: numbers.sort() or mean(numbers, skip), "has changed"),
+        (lambda numbers, skip=0: random.random() and mean(numbers, skip), "Python's random numb"),
+        (lambda numbers, skip=0: os.environ.update(A="1") or mean(numbers, skip), "environment"),
+        (lambda numbers, skip=0: mean(numbers, min(skip, 5)), "raises nothing and gives"),
+        (lambda numbers, skip=0: sys.exit(), "did not return"),
+        (lambda numbers, skip=0: os._exit(3), "exit code 3"),
+    ],
+)
+def test_what_speaks_for_itself_is_told(answer, words):
+    assert words in told(MEAN, answer)
+
+
+def test_numbers_show_their_difference():
+    assert difference(0.1 + 2e-8, 0.1) == "0.10000002, not 0.1"
+    assert difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).startswith("element [1]")
+    assert difference({"a": 1, "x is kept": False}, {"a": 1, "x is kept": True}) == (
+        "this does not hold: x is kept"
+    )
+    assert difference([1, 2], [1, 3]) == "[1, 2], not [1, 3]"
+    assert difference([[1], [2]], [[1], [3]]) == "element 1 is [2], not [3]"
+
+
+def test_values_are_the_same_but_for_rounding():
+    x = torch.tensor([1e6, 1.0])
+    assert same(x + 0.5, x) and not same(x.double(), x) and not same(x[:1], x)
+    assert same(float("nan"), float("nan")) and not same(True, 1) and not same(2, 3)
+    assert not same(x.double() + torch.tensor([0.0, 0.1]), x.double())
+
+
+def test_kinds_of_values():
+    assert number(np.float32(2)) == 2.0 and whole(np.int64(3)) == 3 and boolean(np.bool_(True))
+    assert listing(whole)(torch.tensor([1, 2])) == [1, 2]
+    assert record(("a", "b"))({"a": 1, "b": 2.5, "c": 0}) == {"a": 1, "b": 2.5}
+    for form, value in (
+        (number, True),
+        (whole, 2.0),
+        (boolean, 1),
+        (listing(), iter([1])),
+        (record(("a",)), {"b": 1}),
+        (record(("a",)), {"a": 1, "b": 1}),
+    ):
+        with pytest.raises(Malformed):
+            form(value)
+
+
+# ---- on ranks -------------------------------------------------------------------------------
+
+
+def forgets_the_group(x, group=None):
+    result = x.clone()
+    dist.all_reduce(result)
+    return result
+
+
+def does_not_wait(x, group=None):
+    result = x.clone()
+    dist.all_reduce(result, group=group, async_op=True)
+    return result
+
+
+def only_rank_0(x, group=None):
+    result = x.clone()
+    if dist.get_rank(group) == 0:
+        dist.all_reduce(result, group=group)
+    return result
+
+
+def one_end(x, group=None):
+    if dist.get_rank(group) == 0 < dist.get_world_size(group) - 1:
+        dist.isend(x, group=group, group_dst=1).is_completed()
+    return total(x, group)
+
+
+def to_itself(x, group=None):
+    dist.send(x, group=group, group_dst=dist.get_rank(group))
+    return x
+
+
+def to_nobody(x, group=None):
+    dist.isend(x, group=group, group_dst=dist.get_world_size(group))
+    return x
+
+
+def fails_on_rank_1(x, group=None):
+    if dist.get_rank(group) == 1:
+        raise KeyError("x")
+    return total(x, group)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (forgets_the_group, mistakes.NO_GROUP),
+        (does_not_wait, "while a message of its own was still on its way"),
+        (only_rank_0, "rank 0 waits in"),
+        (one_end, "rank 0 sends a message to rank 1 that is never received"),
+        (to_itself, "rank should not be the same as the rank of the current process"),
+        (to_nobody, "it sends to rank 3, but the ranks of the group are 0 to 2"),
+        (fails_on_rank_1, "raised KeyError: 'x' in line"),
+    ],
+)
+def test_what_ranks_do_is_told(answer, words):
+    start_s = time.monotonic()
+    assert words in told(TOTAL, answer)
+    assert time.monotonic() - start_s < 60
+
+
+def test_no_word_of_a_hang_accuses():
+    words = told(TOTAL, only_rank_0)
+    assert "All ranks that are left wait." in words and "if dist.get_rank" not in words.lower()
+
+
+def test_slips_that_any_function_can_have_are_named():
+    assert "The result is twice the right one." in told(MEAN, lambda n, skip=0: 2 * mean(n, skip))
+    assert "reciprocal" in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
+    found = [mistake.why for mistake in mistakes.generic(total, talks=True)]
+    assert found.count(mistakes.NO_GROUP) >= 2
+
+
+def test_a_group_is_dropped_in_all_calls_or_in_one():
+    changes = [m.change for m in mistakes.generic(total, talks=True) if m.why == mistakes.NO_GROUP]
+    drawn = TOTAL.draw()
+    steps = TOTAL.steps(drawn)
+    for face in trial.faces(TOTAL, changes, steps, drawn, 60):
+        assert face[-1][0].kind == "told", face
+
+
+# ---- faults of the machine ------------------------------------------------------------------
+
+
+def test_a_fault_of_the_machine_is_tried_once_more_and_then_not_judged(monkeypatch):
+    real = trial.run_ranks
+    calls = []
+
+    def broken_once(*args, **named):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MachineFault(0, 1, Failure("EOFError", "the server is gone", [], 0.0), [])
+        return real(*args, **named)
+
+    monkeypatch.setattr(trial, "run_ranks", broken_once)
+    assert told(MEAN, mean) == "done"
+
+    def broken(*args, **named):
+        raise MachineFault(0, 1, Failure("EOFError", "the server is gone", [], 0.0), [])
+
+    monkeypatch.setattr(trial, "run_ranks", broken)
+    with pytest.raises(NotJudged):
+        verdict.check(MEAN, mean)
+
+
+def test_not_judged_is_grey_and_stops_only_graded_work(monkeypatch, capsys):
+    def broken(*args, **named):
+        raise RankFailed(0, 1, Failure("died", "the process was ended by SIGKILL", [], 0.0), [])
+
+    monkeypatch.setattr(trial, "run_ranks", broken)
+    exercise = LESSON.exercises["90.1"]
+    check = LESSON._add(exercise)
+    check(mean)
+    assert "TODO 90.1 not judged: " in capsys.readouterr().out
+    assert "128,128,128" in exercise.verdict._repr_html_()
+    monkeypatch.setenv("NBGRADER_EXECUTION", "autograde")
+    with pytest.raises(Exception, match="TODO 90.1 not judged"):
+        check(median)

@@ -40,7 +40,8 @@ chaos: .venv/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KI
 	$(BIN)/python tests/chaos.py $(if $(KILLS),--kills "$(KILLS)")
 
 bench: .venv/ready ## measure this machine into bench.json; ONLY=name measures one thing
-	$(BIN)/python scripts/bench.py $(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python scripts/bench.py $(if $(ONLY),--only "$(ONLY)") \
+		$(if $(filter-out embedded,$(DATA)),--data "$(DATA)")
 
 solutions: .venv/ready-dev ## run every lesson's solution and its job, in Slurm or here, for one table
 	$(BIN)/python scripts/run_solutions.py --only "$(ONLY)" --nodes "$(or $(NODES),0)"

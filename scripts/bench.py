@@ -1,68 +1,51 @@
-"""Measure this machine: one row a figure, with its goal, as a table and into bench.json.
+"""Measure this machine: one row a figure, with its goal, into bench.json and README's table.
 
-python scripts/bench.py --data FOLDER        all rows; FOLDER holds tinyshakespeare
-python scripts/bench.py --only "weak"        the rows whose name holds these letters
+    python scripts/bench.py --data FOLDER        all rows; FOLDER holds tinyshakespeare
+    python scripts/bench.py --only "weak"        the rows whose name holds these letters
+    python scripts/bench.py --table              measure nothing; write README's table from the file
 
-What a ratio compares is timed in turn, A B B A, in the same processes, so that a machine that slows
-down slows both. Values are medians. Figures are worth keeping from an idle machine only: a note
-says when other programs were busy.
+A row keeps its earlier figure until it is measured anew, with the machine and the day of that, and
+with a hash of the files that it measures: a figure whose files have changed since is of older code,
+and the table says so. Figures are worth keeping from an idle machine only: a note says when other
+programs were busy. A row that cannot be measured fails the command.
 """
 
-import io
+import hashlib
 import json
 import os
 import platform
 import re
-import statistics
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from pkgutil import ModuleInfo, iter_modules, walk_packages
-from types import ModuleType
 
 import psutil
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.optim import Optimizer
 
-import manyhands
-from manyhands import checks
-from manyhands.collectives import ring
-from manyhands.data_parallel import replicas
-from manyhands.ddp import wrapping as ddp
-from manyhands.fsdp import fully_shard, units
-from manyhands.instruments.live import Live, parts_of
-from manyhands.instruments.meters import SAMPLE_EVERY_S, Sampler, Stopwatch
-from manyhands.instruments.timing import in_turn, slowest_rank, time_s
-from manyhands.models.transformer import Block, Transformer, flops_per_token, num_parameters
-from manyhands.pipeline import bubble, schedules, stages, wiring
-from manyhands.pipeline import engine as pipeline
-from manyhands.ranks import lab
+from manyhands.instruments.benchmark import CannotMeasure, Measure, Row, plain
 from manyhands.ranks.runtime import BadInput, command_line
-from manyhands.tensor import dtensor
-from manyhands.tensor import model as split_model
-from manyhands.training.storage import read_json, read_lines
 
-SCRIPTS = Path(__file__).resolve().parent
-CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
-CHAR_SEEDS = (1, 2, 3)
-CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
-IMPORT_ROUNDS = 8
-RING_BYTES = 64_000_000
-METER_TIMES = 10  # meters run that many times over, since once is less than the noise
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "scripts" / "manyhands"
+ROOMS = (  # in the order of the table
+    "collectives",
+    "data_parallel",
+    "fsdp",
+    "pipeline",
+    "tensor",
+    "models",
+    "ranks",
+    "checks.engine",
+    "instruments",
+    "training",
+)
 BUSY_CORES = 0.5  # what other programs may use before a note says so
+START = "<!-- measured -->\n"
+END = "<!-- /measured -->"
 
 
 @dataclass(frozen=True)
@@ -71,641 +54,36 @@ class Config:
 
     only: str = ""
     """Measure only the rows whose name holds this text."""
-    out: str = "bench.json"
-    """File for the figures; it is written anew, also by --only."""
+    out: str = str(ROOT / "bench.json")
+    """File for the figures; rows that are not measured keep theirs."""
     data: str = ""
-    """Folder or file with tinyshakespeare, for the rows `char recipe ...`."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure. Without a value, the note says why."""
-
-    name: str
-    value: float | None
-    goal: str
-    unit: str
-    note: str
-
-
-Measured = tuple[float | None, str]  # value and note
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Work that gives one row or several; `function` returns what it measured, row by row."""
-
-    function: Callable[[Config], list[Measured]]
-    rows: tuple[tuple[str, str, str], ...]  # name, goal, unit
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Transformer and the batch of one rank."""
-
-    layers: int
-    vocab: int
-    block: int
-    batch: int
-
-    def build(self) -> tuple[nn.Module, torch.Tensor]:
-        """Return the model and (batch, block) random tokens."""
-        model = Transformer(self.vocab, self.block, self.layers)
-        return model, torch.randint(self.vocab, (self.batch, self.block))
-
-    @property
-    def words(self) -> str:
-        """The shape and its size, for a note."""
-        size = num_parameters(*self.sizes) / 1e6
-        return f"{size:.1f} M parameters, {self.batch} x {self.block} tokens a rank"
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Vocabulary, block and layers, in the order that a Transformer takes them."""
-        return self.vocab, self.block, self.layers
-
-
-# ---- measuring -------------------------------------------------------------------------------
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """The ratio of each round."""
-    return [a / b for a, b in zip(above, below, strict=True)]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Lowest and highest of the values and how many there are, for a note."""
-    return f"{plain(min(values))} to {plain(max(values))}, {len(values)} repeats"
-
-
-def plain(value: float) -> str:
-    """A number for a person: 0.951, or 21,345."""
-    return f"{value:,.{0 if abs(value) >= 100 else 3}f}"
-
-
-def milliseconds(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ms"
-
-
-def make_step(
-    model: nn.Module, tokens: torch.Tensor, optimizer: Optimizer | None = None
-) -> Callable[[], None]:
-    """One training step: forward, backward, AdamW."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    return min(len(allowed), psutil.cpu_count(logical=False) or len(allowed))
-
-
-# ---- the rows --------------------------------------------------------------------------------
-
-
-def ring_ratio(config: Config) -> list[Measured]:
-    """An all-reduce by hand over gloo's own, on the same four ranks."""
-    times_s = lab.run_ranks(time_ring, 4, RING_BYTES, 40, timeout_s=400)
-    by_hand, native = slowest_rank(times_s)
-    values = ratios(by_hand, native)
-    note = f"4 ranks x 1 thread, {RING_BYTES / 1e6:.0f} MB of fp32, the slowest rank's time"
-    times = f"by hand {milliseconds(by_hand)}, gloo {milliseconds(native)}"
-    return [(statistics.median(values), f"{spread(values)}; {times}; {note}")]
-
-
-def time_ring(nbytes: int, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of the ring by hand and of torch's all-reduce."""
-    tensor = torch.zeros(nbytes // 4)  # a sum of zeros stays a number, however often it is taken
-    works = [partial(ring.all_reduce_ring, tensor), partial(dist.all_reduce, tensor)]
-    in_turn(works, 3)
-    return in_turn(works, num_rounds)
-
-
-def ddp_ratio(config: Config) -> list[Measured]:
-    """A step of BucketedDDP over a step of torch's, on the same two ranks."""
-    words, values = [], []
-    for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
-        times_s = lab.run_ranks(time_ddp, 2, shape, 24, timeout_s=400)
-        by_hand, native = slowest_rank(times_s)
-        values.append(ratios(by_hand, native))
-        words.append(
-            f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {shape.words}: by "
-            f"hand {milliseconds(by_hand)}, native {milliseconds(native)}"
-        )
-    return [(statistics.median(values[0]), "2 ranks x 1 thread; " + "; ".join(words))]
-
-
-def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of a step with data parallelism by hand and by torch."""
-    torch.manual_seed(dist.get_rank())
-    steps = [
-        make_step(wrap(model), x)
-        for wrap in (replicas.BucketedDDP, ddp.torch_ddp)
-        for model, x in [shape.build()]
-    ]
-    in_turn(steps, 4)  # torch packs its buckets anew after the first step
-    return in_turn(steps, num_rounds)
-
-
-def zero3_ratios(config: Config) -> list[Measured]:
-    """Step time and peak memory of FSDP over those of fully_shard, on the same two ranks."""
-    words, values = [], []
-    for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
-        results = lab.run_ranks(measure_zero3, 2, shape, 24, timeout_s=400)
-        by_hand, native = slowest_rank([times_s for times_s, _ in results])
-        values.append(ratios(by_hand, native))
-        peaks = [max(peak) for peak in zip(*(peaks for _, peaks in results), strict=True)]
-        words.append(
-            (
-                f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {shape.words}: "
-                f"by hand {milliseconds(by_hand)}, native {milliseconds(native)}",
-                f"{peaks[0] / peaks[1]:.3f} with {shape.words}: by hand {peaks[0]:,} bytes, native "
-                f"{peaks[1]:,}",
-            )
-        )
-        if len(values) == 1:
-            memory = peaks[0] / peaks[1]
-    steps, bytes_ = zip(*words, strict=True)
-    note = "2 ranks x 1 thread, every block a unit; "
-    counted = "of all tensors that live, with the optimizer's state; "
-    return [
-        (statistics.median(values[0]), note + "; ".join(steps)),
-        (memory, note + counted + "; ".join(bytes_)),
-    ]
-
-
-def measure_zero3(shape: Shape, num_rounds: int) -> tuple[list[list[float]], list[int]]:
-    """On a rank: times of a step with FSDP by hand and by torch, and bytes at their peaks."""
-    torch.manual_seed(dist.get_rank())
-    steps, peaks = [], []
-    for wrap in (units.FSDP, fully_shard.torch_fsdp):
-        model, tokens = shape.build()
-        model = wrap(model, list(model.blocks))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        steps.append(make_step(model, tokens, optimizer))
-        steps[-1]()  # from now on there is optimizer state
-        with Live(parts_of(model, optimizer)) as live:
-            steps[-1]()
-        peaks.append(live.total)
-    in_turn(steps, 3)
-    return in_turn(steps, num_rounds), peaks
-
-
-def pipeline_ratio(config: Config) -> list[Measured]:
-    """A training step of 1F1B over PyTorch's, on the same two ranks."""
-    return by_hand_over_native(
-        time_pipeline, [(Shape(8, 1024, 64, 16), 8), (Shape(4, 65, 64, 16), 4)], "micro-batches"
-    )
-
-
-def time_pipeline(shape: Shape, m: int, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of forwards and backwards in 1F1B, by hand and by torch."""
-    rank, p, steps = dist.get_rank(), dist.get_world_size(), []
-
-    def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-    for native in (False, True):
-        model, tokens = shape.build()
-        layers = stages.layers_of(model)
-        own = {rank: stages.cut(layers, stages.partition([1.0] * len(layers), p))[rank]}
-        if native:
-            schedule = wiring.torch_pipeline(own, p, m, loss_fn, "1f1b")
-            given = {
-                0: partial(schedule.step, tokens),
-                p - 1: partial(schedule.step, target=tokens),
-            }
-            call = given.get(rank, schedule.step)
-        else:
-            shapes = (shape.batch // m, shape.block, 32 * shape.layers)
-            engine = pipeline.Pipeline(own, schedules.one_f_one_b(p, m), loss_fn, shapes)
-            call = partial(engine.step, tokens, tokens)
-        steps.append(partial(fresh, own[rank], call))
-    in_turn(steps, 3)
-    return in_turn(steps, num_rounds)
-
-
-def bubble_gap(config: Config) -> list[Measured]:
-    """How far the idle share of 1F1B over stages that only wait is from the formula."""
-    gaps, words = [], []
-    for p, m in ((4, 8), (8, 16)):
-        by_rank = lab.run_ranks(time_bubble, p, m, 7)
-        shares = [bubble.idle_share(spans) for spans in zip(*by_rank, strict=True)]
-        formula = float(bubble.bubble(p, m)[1])
-        gaps.append(abs(statistics.median(shares) - formula))
-        words.append(
-            f"{p} ranks, {m} micro-batches: {statistics.median(shares):.3f} ({spread(shares)}), "
-            f"formula {formula:.3f}"
-        )
-    return [(max(gaps), "20 ms forward, 40 ms backward; " + "; ".join(words))]
-
-
-def time_bubble(m: int, num_rounds: int) -> list[list]:
-    """On a rank: when it computed what, in each round."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    schedule, own = schedules.one_f_one_b(p, m), {rank: stages.Waiting(0.02, 0.04)}
-    engine = pipeline.Pipeline(own, schedule, lambda out, _: out.mean(), (1, 4))
-    rounds = []
-    for _ in range(1 + num_rounds):
-        dist.barrier()
-        engine.step(torch.ones(m, 4), torch.ones(m, 4))
-        rounds.append(list(engine.spans))
-    return rounds[1:]  # the first one makes the connections
-
-
-def fresh(module: nn.Module, call: Callable[[], object]) -> None:
-    """Call it, and drop the gradients that it left."""
-    call()
-    module.zero_grad()
-
-
-def tensor_ratio(config: Config) -> list[Measured]:
-    """Forward and backward of a block that is cut by hand over DTensor's, on the same two ranks."""
-    return by_hand_over_native(time_tensor, [(512, 8), (128, 8)], "heads")
-
-
-def time_tensor(width: int, heads: int, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of forward and backward of a block (4, 64, width), both ways."""
-    x, steps = torch.randn(4, 64, width), []
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    styles = {
-        name.removeprefix("blocks.0."): style
-        for name, style in dtensor.plan(1).items()
-        if name.startswith("blocks.0.")
-    }
-    for native in (False, True):
-        block = Block(width, heads, 0.0)
-        if native:
-            block = parallelize_module(block, mesh, styles)
-        else:
-            split_model.cut_block(block)
-        steps.append(partial(fresh, block, partial(forward_and_backward, block, x)))
-    in_turn(steps, 3)
-    return in_turn(steps, num_rounds)
-
-
-def forward_and_backward(block: nn.Module, x: torch.Tensor) -> None:
-    """Also the gradient of x: it is what travels to the layer before."""
-    block(x.requires_grad_()).sum().backward()
-
-
-def by_hand_over_native(
-    fn: Callable, sizes: Sequence[tuple], what: str, num_rounds: int = 24
-) -> list[Measured]:
-    """The ratio at the first of `sizes`; the note has all of them."""
-    words, values = [], []
-    for size, number in sizes:
-        times_s = lab.run_ranks(fn, 2, size, number, num_rounds, timeout_s=400)
-        by_hand, native = slowest_rank(times_s)
-        values.append(ratios(by_hand, native))
-        named = size.words if isinstance(size, Shape) else f"width {size}"
-        words.append(
-            f"{statistics.median(values[-1]):.3f} ({spread(values[-1])}) with {named}, {number} "
-            f"{what}: by hand {milliseconds(by_hand)}, native {milliseconds(native)}"
-        )
-    return [(statistics.median(values[0]), "2 ranks x 1 thread; " + "; ".join(words))]
-
-
-def weak_scaling(config: Config) -> list[Measured]:
-    """A step of one rank alone over a step of two ranks, each with the batch of the one."""
-    shape = Shape(6, 1024, 128, 16)
-    times_s = lab.run_ranks(time_scaling, 2, shape, 15, timeout_s=400)
-    alone, (_, both, silent) = times_s[0][0], slowest_rank(times_s)
-    efficiency, machine = ratios(alone, both), ratios(alone, silent)
-    return [
-        (
-            statistics.median(efficiency),
-            f"{spread(efficiency)}; 1 rank alone {milliseconds(alone)}, 2 ranks with twice the "
-            f"global batch {milliseconds(both)}; 1 thread a rank, {shape.words}, BucketedDDP. Two "
-            f"ranks that send nothing reach {statistics.median(machine):.3f}: the machine's limit",
-        )
-    ]
-
-
-def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of a step that rank 0 takes alone, and of one that all take together."""
-    torch.manual_seed(dist.get_rank())
-    alone, (model, tokens) = make_step(*shape.build()), shape.build()
-    # Meanwhile the others sleep in the barrier of the next round.
-    together = make_step(replicas.BucketedDDP(model), tokens)
-    works = [alone if dist.get_rank() == 0 else int, together]
-    works.append(alone)  # all at once, but without a message
-    in_turn(works, 2)
-    return in_turn(works, num_rounds)
-
-
-def flops_share(config: Config) -> list[Measured]:
-    """FLOP/s of a training step over those of the machine's best matrix product."""
-    shape, threads = Shape(9, 4096, 128, 8), num_cores()
-    torch.set_num_threads(threads)
-    tokens, width = shape.batch * shape.block, 32 * shape.layers
-    step = make_step(*shape.build())
-    step_flops = flops_per_token(*shape.sizes) * tokens
-    products = {
-        f"{m} x {k} x {n}": matmuls(m, k, n, step_flops / 4)
-        for m, k, n in [(2048, 2048, 2048), (tokens, width, 4 * width)]
-    }
-    works = [step, *(work for work, _ in products.values())]
-    in_turn(works, 2)
-    step_s, *products_s = in_turn(works, 15)
-    step_rates = [step_flops / t / 1e9 for t in step_s]
-    rates = {
-        name: [flops / t / 1e9 for t in times_s]
-        for (name, (_, flops)), times_s in zip(products.items(), products_s, strict=True)
-    }
-    best = max(rates, key=lambda name: statistics.median(rates[name]))
-    shares = ratios(step_rates, rates[best])
-    others = ", ".join(f"{name} {statistics.median(rate):.0f}" for name, rate in rates.items())
-    return [
-        (
-            statistics.median(shares),
-            f"{spread(shares)}; step {statistics.median(step_rates):.0f} GFLOP/s, matmul {others} "
-            f"(divided by {best}); fp32, {threads} threads, {shape.words}, vocabulary "
-            f"{shape.vocab}; forward, backward, AdamW",
-        )
-    ]
-
-
-def matmuls(m: int, k: int, n: int, flops: float) -> tuple[Callable[[], None], float]:
-    """Work of about `flops` in products of (m, k) and (k, n), and what it takes exactly."""
-    a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
-    repeats = max(1, round(flops / (2 * m * k * n)))
-
-    def work() -> None:
-        for _ in range(repeats):
-            torch.mm(a, b, out=out)
-
-    return work, repeats * 2 * m * k * n
-
-
-def meters_cost(config: Config) -> list[Measured]:
-    """Training with samples of ranks and node over training without; and with stopwatches."""
-    shape, num_rounds = Shape(4, 65, 64, 16), 30
-    measured = []
-    for fn, what in (
-        (time_samples, f"6 steps, samples every {SAMPLE_EVERY_S / METER_TIMES:g} s"),
-        (time_stopwatches, f"a step, {METER_TIMES} stopwatches on the model"),
-    ):
-        metered, plain_s = slowest_rank(lab.run_ranks(fn, 2, shape, num_rounds, timeout_s=400))
-        values = [1 + (ratio - 1) / METER_TIMES for ratio in ratios(metered, plain_s)]
-        times = f"{what} {milliseconds(metered)}, without {milliseconds(plain_s)}"
-        note = f"{times}, and a tenth of the difference; 2 ranks x 1 thread, {shape.words}"
-        measured.append((statistics.median(values), f"{spread(values)}; {note}"))
-    return measured
-
-
-def time_samples(shape: Shape, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of six steps with a sampler, and without."""
-    step, cpu = make_step(*shape.build()), torch.device("cpu")
-
-    def train() -> None:
-        for _ in range(6):
-            step()
-
-    def train_and_sample() -> None:
-        node = Path(folder, "node") if dist.get_rank() == 0 else None
-        sampler = Sampler(Path(folder, "rank"), cpu, node, SAMPLE_EVERY_S / METER_TIMES)
-        train()
-        sampler.stop()
-
-    with tempfile.TemporaryDirectory() as folder:
-        in_turn([train_and_sample, train], 2)
-        return in_turn([train_and_sample, train], num_rounds)
-
-
-def time_stopwatches(shape: Shape, num_rounds: int) -> list[list[float]]:
-    """On a rank: times of a step that is watched many times over, and of one that is not."""
-    works = []
-    for num_watches in (METER_TIMES, 0):
-        model, tokens = shape.build()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        watches = [Stopwatch(torch.device("cpu")) for _ in range(num_watches)]
-        for watch in watches:
-            watch.watch(model, optimizer)
-        works.append(partial(watched_step, model, tokens, optimizer, watches))
-    in_turn(works, 4)
-    return in_turn(works, num_rounds)
-
-
-def watched_step(
-    model: nn.Module, tokens: torch.Tensor, optimizer: Optimizer, watches: Sequence[Stopwatch]
-) -> None:
-    """A training step as `Run` watches it."""
-    for phase in ("data", "forward"):
-        for watch in watches:
-            watch.mark(phase)
-    model(tokens, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for watch in watches:
-        watch.mark("other")
-        watch.split()
-
-
-def start_ranks(config: Config) -> list[Measured]:
-    """Seconds of `run_ranks` with four ranks that exchange one number."""
-    first_s = time_s(lambda: lab.run_ranks(add_ranks, 4))
-    (times_s,) = in_turn([lambda: lab.run_ranks(add_ranks, 4)], 9)
-    return [(statistics.median(times_s), f"{spread(times_s)}; first call {first_s:.2f} s")]
-
-
-def add_ranks() -> float:
-    """On a rank: the sum of all ranks' numbers."""
-    number = torch.tensor(float(dist.get_rank()))
-    dist.all_reduce(number)
-    return number.item()
-
-
-def verdicts(config: Config) -> list[Measured]:
-    """Seconds until a right answer is called done, over all checks."""
-    exercises = {f"{one.todo} {one.name}": one for _, one in all_exercises()}
-    answers = [answer_of(lesson, one.name) for lesson, one in all_exercises()]
-    states: dict[str, set[str]] = {name: set() for name in exercises}
-
-    def judge(name: str, answer: object) -> None:
-        with redirect_stdout(io.StringIO()):  # what the answer prints on its ranks
-            states[name].add(checks.judge(exercises[name], answer).state)
-
-    lab.run_ranks(add_ranks, 2)
-    works = [partial(judge, *pair) for pair in zip(exercises, answers, strict=True)]
-    medians_s = [statistics.median(times_s) for times_s in in_turn(works, 3)]
-    if refused := [name for name, seen in states.items() if seen != {"done"}]:
-        return [(None, f"the course's own answer is not called done: {', '.join(refused)}")]
-    slowest = sorted(zip(medians_s, exercises, strict=True), reverse=True)[:3]
-    names = ", ".join(f"{name} {median_s:.2f} s" for median_s, name in slowest)
-    note = f"{len(works)} checks, 3 repeats each; {min(medians_s):.2f} s to {max(medians_s):.2f} s"
-    return [(statistics.median(medians_s), f"{note}; slowest: {names}")]
-
-
-def all_exercises() -> list[tuple[checks.Lesson, checks.Exercise]]:
-    """Every exercise of the course, with its lesson."""
-    modules = [import_module(f"manyhands.checks.{found.name}") for found in modules_in(checks)]
-    lessons = [module.lesson for module in modules if hasattr(module, "lesson")]
-    return [(lesson, one) for lesson in lessons for one in lesson.exercises.values()]
-
-
-def answer_of(lesson: checks.Lesson, name: str) -> object:
-    """The course's own answer: what a module of its room defines as `name`, or else another's."""
-    own_room = f"manyhands.{lesson.module}."
-    names = sorted(course_modules(), key=lambda module: not module.startswith(own_room))
-    for module in map(import_module, names):
-        answer = getattr(module, name, None)
-        if getattr(answer, "__module__", None) == module.__name__:
-            return answer
-    raise LookupError(f"no module of manyhands defines {name}, an exercise of {lesson.module}")
-
-
-def course_modules() -> list[str]:
-    """The dotted names of all modules in rooms but the checks."""
-    found = walk_packages(manyhands.__path__, "manyhands.")
-    names = [one.name for one in found if not one.ispkg]
-    return sorted(name for name in names if not name.startswith("manyhands.checks."))
-
-
-def modules_in(package: ModuleType) -> list[ModuleInfo]:
-    """The modules of a package, by name."""
-    return sorted(iter_modules(package.__path__), key=lambda found: found.name)
-
-
-def imports(config: Config) -> list[Measured]:
-    """Seconds to import the lessons, `runtime` and `lab`, beyond those of torch."""
-    rooms = {lesson.module for lesson, _ in all_exercises()}
-    names = [name.removeprefix("manyhands.") for name in course_modules()]
-    lessons = [name for name in names if name.partition(".")[0] in rooms]
-    lessons += ["ranks.lab", "ranks.runtime"]
-    bare = "torch, torch.distributed"
-    ours = f"{bare}, {', '.join(f'manyhands.{name}' for name in lessons)}"
-    loaded: dict[str, tuple[float, int]] = {}
-    pairs_s = []
-    for number in range(IMPORT_ROUNDS):
-        for names in (bare, ours)[:: -1 if number % 2 else 1]:
-            loaded[names] = import_once(names)
-        pairs_s.append((loaded[ours][0], loaded[bare][0]))
-    beyond_s = [ours_s - bare_s for ours_s, bare_s in pairs_s[1:]]  # the first reads the disk
-    torch_s = statistics.median(bare_s for _, bare_s in pairs_s[1:])
-    more = loaded[ours][1] - loaded[bare][1]
-    note = f"torch itself {torch_s:.2f} s; {len(lessons)} modules: {', '.join(lessons)}"
-    return [
-        (statistics.median(beyond_s), f"{spread(beyond_s)}; {note}; {more} more modules of torch")
-    ]
-
-
-def import_once(names: str) -> tuple[float, int]:
-    """Import in a fresh interpreter: seconds, and how many modules of torch that loads."""
-    code = (
-        f"import sys, time; start_s = time.perf_counter(); import {names}; "
-        "print(time.perf_counter() - start_s, sum(m.startswith('torch') for m in sys.modules))"
-    )
-    seconds, num_modules = run_python("-c", code).split()
-    return float(seconds), int(num_modules)
-
-
-def run_python(*arguments: str, **environ: str) -> str:
-    """Run Python on the course's modules; returns what it prints."""
-    search = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": search} | environ,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 2:
-        raise BadInput(done.stderr.strip().split("\n")[-1])
-    if done.returncode:
-        raise RuntimeError(f"python {' '.join(arguments)} failed:\n{done.stderr}")
-    return done.stdout
-
-
-def char_recipe(config: Config) -> list[Measured]:
-    """Validation loss and tokens/s of train_single.py with nanoGPT's small setting."""
-    if not config.data:
-        remedy = "python scripts/bench.py --only 'char recipe' --data FOLDER"
-        return [(None, f"skipped: needs a folder with tinyshakespeare: {remedy}")] * 2
-    losses, rates = [], []
-    for seed in CHAR_SEEDS:
-        with tempfile.TemporaryDirectory() as folder:
-            flags = (*CHAR_RECIPE, f"--data={config.data}", f"--seed={seed}", f"--out={folder}/run")
-            script = str(SCRIPTS / "train_single.py")
-            printed = run_python(script, *flags, "--device=cpu", OMP_NUM_THREADS=CHAR_THREADS)
-            losses.append(read_json(Path(folder, "run", "status.json"))["valid_loss"])
-            lines = read_lines(Path(folder, "run", "metrics.jsonl"))
-        spent_s = lines[-1]["time_s"] - lines[CHAR_WARM_UP_STEPS - 1]["time_s"]
-        rates.append(CHAR_TOKENS_PER_STEP * (len(lines) - CHAR_WARM_UP_STEPS) / spent_s)
-    data = next(line for line in printed.splitlines() if line.startswith("data:"))
-    recipe = f"train_single.py {' '.join(CHAR_RECIPE)}; {data}"
-    loop = f"the loop with its checkpoints, without start-up; {CHAR_THREADS} threads"
-    return [
-        (statistics.median(losses), f"{spread(losses)}, by seed; {recipe}"),
-        (statistics.median(rates), f"{spread(rates)}, by seed; {loop}; {recipe}"),
-    ]
-
-
-MEASURES = (
-    Measure(ring_ratio, (("ring all-reduce by hand / native", "<= 1.25", "time / time"),)),
-    Measure(
-        ddp_ratio,
-        (("data parallel overlapped by hand / native", "<= 1.05", "step time / step time"),),
-    ),
-    Measure(
-        zero3_ratios,
-        (
-            ("zero-3 step by hand / native", "<= 1.3", "step time / step time"),
-            ("zero-3 peak memory by hand / native", "<= 1.1", "bytes / bytes"),
-        ),
-    ),
-    Measure(pipeline_ratio, (("1f1b by hand / native", "<= 1.05", "step time / step time"),)),
-    Measure(bubble_gap, (("idle share of waiting stages - formula", "<= 0.03", "of the time"),)),
-    Measure(
-        tensor_ratio,
-        (("tensor parallel by hand / native", "<= 1.05", "block time / block time"),),
-    ),
-    Measure(weak_scaling, (("weak scaling 1 to 2 ranks", ">= 0.9", "step time / step time"),)),
-    Measure(flops_share, (("training flops / matmul flops", ">= 0.6", "FLOP/s / FLOP/s"),)),
-    Measure(
-        meters_cost,
-        (
-            ("samples cost / training", "<= 1.01", "time / time"),
-            ("stopwatch cost / training", "<= 1.01", "step time / step time"),
-        ),
-    ),
-    Measure(start_ranks, (("run_ranks 4 ranks warm", "< 0.5", "s"),)),
-    Measure(verdicts, (("verdict median warm", "< 1", "s"),)),
-    Measure(imports, (("import manyhands", "< 0.5", "s beyond torch's own"),)),
-    Measure(
-        char_recipe,
-        (
-            ("char recipe validation loss", "<= 2.41", "nats a character"),
-            ("char recipe tokens/s", ">= 20000 on an idle machine", "tokens/s"),
-        ),
-    ),
-)
+    """Folder or file with tinyshakespeare, for the rows of nanoGPT's recipe."""
+    table: bool = False
+    """Measure nothing; write README's table from the file."""
+    readme: str = str(ROOT / "README.md")
+    """The page with the table."""
+
+
+def measures() -> list[Measure]:
+    """Every room's rows."""
+    modules = [import_module(f"manyhands.{room}.bench") for room in ROOMS]
+    return [measure for module in modules for measure in module.MEASURES]
 
 
 # ---- the machine -----------------------------------------------------------------------------
 
 
 def machine() -> dict[str, object]:
-    """What these figures were taken on."""
+    """What figures are taken on."""
     info = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
         "cpu": models[0] if models else platform.processor(),
-        "cores": num_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 
@@ -728,55 +106,156 @@ def all_cpu_s() -> float:
     )
 
 
-def take(measure: Measure, config: Config) -> list[Row]:
-    """Measure, and note where other programs had a part in it."""
-    start_s, before_s = time.perf_counter(), all_cpu_s() - own_cpu_s()
-    measured = measure.function(config)
+# ---- measuring -------------------------------------------------------------------------------
+
+
+def code_hash(measure: Measure) -> str:
+    """Of the contents of the files that a row measures."""
+    digest = hashlib.sha256()
+    for pattern in measure.files:
+        paths = sorted(PACKAGE.glob(pattern))
+        if not paths:
+            raise ValueError(f"{pattern}, which a row measures, is not there")
+        for path in paths:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def take(measure: Measure, data: str) -> dict[str, dict]:
+    """Measure, and note where other programs had a part in it; by the names of the rows."""
+    start_s = time.perf_counter()
+    before_s = all_cpu_s() - own_cpu_s()
+    measured = measure.function(data) if measure.needs_data else measure.function()
     others = (all_cpu_s() - own_cpu_s() - before_s) / (time.perf_counter() - start_s)
     busy = f"; BUSY: other programs used {others:.1f} cores" if others > BUSY_CORES else ""
-    rows = []
-    for (name, goal, unit), (value, note) in zip(measure.rows, measured, strict=True):
-        if value is not None:
-            value, note = round(value, 4), note + busy
-        rows.append(Row(name, value, goal, unit, note))
+    rows = {}
+    for row, (value, note) in zip(measure.rows, measured, strict=True):
+        rows[row.name] = {
+            "value": round(value, 4),
+            "goal": row.goal,
+            "unit": row.unit,
+            "note": note + busy,
+            "date": time.strftime("%Y-%m-%d"),
+            "code": code_hash(measure),
+            "machine": machine(),
+        }
     return rows
+
+
+def measure_rows(config: Config, rows: dict[str, dict], path: Path) -> list[str]:
+    """Measure the rows that are asked for, into the file; what could not be measured."""
+    failed = []
+    for measure in measures():
+        wanted = [row.name for row in measure.rows if config.only in row.name]
+        if not wanted:
+            continue
+        if measure.needs_data and not config.data:
+            print(f"{', '.join(wanted)}: left out, since it needs --data FOLDER")
+            continue
+        try:
+            new = take(measure, config.data)
+        except CannotMeasure as problem:
+            failed.append(f"{', '.join(wanted)}: {problem}")
+            continue
+        for name in wanted:
+            rows[name] = new[name]
+            show(name, new[name])
+        write(path, rows)
+    return failed
 
 
 # ---- the table -------------------------------------------------------------------------------
 
 
-def show(row: Row) -> None:
-    """Print one row of the table, with its note below."""
-    value = "-" if row.value is None else plain(row.value)
-    print(f"{row.name:<42} {value:>8}   goal {row.goal}, {row.unit}")
-    print(textwrap.indent(textwrap.fill(row.note, 92), " " * 4), flush=True)
+def show(name: str, row: dict) -> None:
+    """Print one row, with its note below."""
+    print(f"{plain(row['value']):>8} {row['unit']}, goal {row['goal']}: {name}")
+    print(textwrap.indent(textwrap.fill(row["note"], 92), " " * 4), flush=True)
 
 
-def write(path: Path, about: dict[str, object], rows: Sequence[Row]) -> None:
-    """Write the figures taken so far."""
-    content = {"machine": about, "rows": [asdict(row) for row in rows]}
+def older(rows: dict[str, dict]) -> list[str]:
+    """Names of the figures whose files have changed since."""
+    return [
+        row.name
+        for measure in measures()
+        for row in measure.rows
+        if row.name in rows and rows[row.name]["code"] != code_hash(measure)
+    ]
+
+
+def table(rows: dict[str, dict]) -> str:
+    """README's table of all rows, in order, with what they were taken on."""
+    of_older_code = older(rows)
+    known = [row for measure in measures() for row in measure.rows if row.name in rows]
+    one = rows[known[0].name]["machine"]
+    dates = sorted(rows[row.name]["date"] for row in known)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    intro = (
+        f"On {one['cores']} cores ({one['cpu']}, Python {one['python']}, torch {one['torch']}, "
+        f"{days}). `make bench` measures yours into `bench.json`: ratios are taken in turn within "
+        "one run, and the notes there hold the spread. `python scripts/bench.py --table` writes "
+        "this table from that file."
+    )
+    lines = ["| figure | goal | measured |", "|---|---|---:|"]
+    for row in known:
+        value = plain(rows[row.name]["value"])
+        unit = "" if "/" in row.unit and row.unit != "tokens/s" else f" {row.unit}"
+        mark = " (older code)" if row.name in of_older_code else ""
+        lines.append(f"| {row.name} | {words_of(row)} | {value}{unit}{mark} |")
+    return "\n".join([textwrap.fill(intro, 99), "", *lines, ""])
+
+
+def words_of(row: Row) -> str:
+    """The goal for README."""
+    signs = {"<=": "at most", ">=": "at least", "<": "under"}
+    sign, _, bound = row.goal.partition(" ")
+    return f"{signs[sign]} {bound}{' s' if row.unit == 's' else ''}"
+
+
+def write_table(readme: Path, rows: dict[str, dict]) -> None:
+    """Put the table between its marks in README."""
+    text = readme.read_text(encoding="utf-8")
+    before, mark, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise BadInput(f"{readme} has no lines {START.strip()} and {END}")
+    readme.write_text(before + mark + table(rows) + end + after, encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, dict]:
+    """The rows taken so far, by name; none where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else {}
+
+
+def write(path: Path, rows: dict[str, dict]) -> None:
+    """Write the figures; those of rows that are gone go as well."""
+    names = {row.name for measure in measures() for row in measure.rows}
+    content = {
+        "remake": "make bench DATA=FOLDER, on an idle machine",
+        "rows": {name: row for name, row in rows.items() if name in names},
+    }
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as problem:
         raise BadInput(f"cannot write {path}: {problem.strerror}: choose another --out") from None
 
 
 def main(config: Config) -> None:
-    """Measure the rows asked for, print them, and write them down."""
-    names = [name for measure in MEASURES for name, *_ in measure.rows]
-    wanted = [name for name in names if config.only in name]
-    if not wanted:
-        raise BadInput(f"--only {config.only!r} is in no row's name: {', '.join(names)}")
-    about, rows, path = machine(), [], Path(config.out)
-    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    write(path, about, rows)  # a path that cannot be written is known before the work
-    for measure in MEASURES:
-        if any(name in wanted for name, *_ in measure.rows):
-            new = [row for row in take(measure, config) if row.name in wanted]
-            for row in new:
-                show(row)
-            rows += new
-            write(path, about, rows)
+    """Measure the rows asked for, print them, and write them down; or write README's table."""
+    path = Path(config.out)
+    rows = read(path)
+    if config.table:
+        write_table(Path(config.readme), rows)
+    else:
+        names = [row.name for measure in measures() for row in measure.rows]
+        if not any(config.only in name for name in names):
+            raise BadInput(f"--only {config.only!r} is in no row's name: {', '.join(names)}")
+        print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
+        write(path, rows)  # a path that cannot be written is known before the work
+        if failed := measure_rows(config, rows, path):
+            raise BadInput("could not be measured: " + "; ".join(failed))
+    if names := older(rows):
+        print(f"older code: {'; '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,14 @@ from manyhands.ranks.lab import run_ranks, warm_up
 
 
 def ranks_alive(pid: int | None = None) -> list[psutil.Process]:
-    """Rank processes below `pid` (this process): they lead a process group of their own."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if os.getpgid(child.pid) == child.pid]
+    """Rank processes below `pid` (this process): what its fork server has started."""
+    servers = [child for child in psutil.Process(pid).children() if is_server(child)]
+    return [rank for server in servers for rank in server.children(recursive=True)]
+
+
+def is_server(process: psutil.Process) -> bool:
+    """Is this a fork server? It leads a session of its own."""
+    return os.getsid(process.pid) == process.pid and "forkserver" in " ".join(process.cmdline())
 
 
 @pytest.fixture(autouse=True)

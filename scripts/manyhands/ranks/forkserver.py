@@ -151,12 +151,12 @@ class Forked:
         end_s = time.monotonic() + limit_s
         while self.pid is None:
             pause()
-            if time.monotonic() > end_s:
-                raise ServerGone(f"no process was forked within {limit_s:g} s")
             if self._status.poll(0.02):
                 self.pid = self._number()
                 if self.pid is None:
                     raise ServerGone("it could not fork")
+            elif time.monotonic() > end_s:
+                raise ServerGone(f"no process was forked within {limit_s:g} s")
 
     def wait_ended(self, seconds: float) -> bool:
         """Wait until it has ended, with all that it left behind; then `exit_code` is known.

@@ -111,7 +111,7 @@ def _run(
                 rank.process.wait_started(interrupts.stop_if_any)
                 _give_task(rank, blob, environ, timeout_s, join)
             clock = Clock({rank.rank: rank.process.pid for rank in ranks}, timeout_s)
-            _wait(ranks, clock, quiet, interrupts)
+            _wait(ranks, clock, quiet, server, interrupts)
             _raise_if_failed(ranks, clock)
         return [cloudpickle.loads(rank.value) for rank in ranks]
     finally:
@@ -300,10 +300,18 @@ def _redirect(output: connection.Connection) -> None:
 # ---- in the caller -------------------------------------------------------------------------
 
 
-def _wait(ranks: list[_Rank], clock: Clock, quiet: bool, interrupts: _Interrupts) -> None:
+def _wait(
+    ranks: list[_Rank],
+    clock: Clock,
+    quiet: bool,
+    server: forkserver.Server,
+    interrupts: _Interrupts,
+) -> None:
     """Pass on output and collect results until all is settled or the time is up."""
     while True:
         interrupts.stop_if_any()
+        if not server.is_alive():
+            raise MachineFault("the process that starts ranks was ended", len(ranks))
         running = [rank for rank in ranks if rank.settled_s is None]
         failed_s = [rank.settled_s for rank in ranks if rank.failure]
         now = time.monotonic()
@@ -421,10 +429,11 @@ def _stack(rank: _Rank) -> list[tuple[str, int, str]]:
 
 def _end(ranks: list[_Rank]) -> None:
     """Leave nothing behind: end every rank with all that it started."""
+    end_s = time.monotonic() + 5
     for rank in ranks:
         with suppress(forkserver.ServerGone):
-            rank.process.wait_started(lambda: None, limit_s=10)
+            rank.process.wait_started(lambda: None, limit_s=end_s - time.monotonic())
         rank.process.kill()
     for rank in ranks:
-        rank.process.wait_ended(5)
+        rank.process.wait_ended(max(0.0, end_s - time.monotonic()))
         rank.process.close()

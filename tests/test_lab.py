@@ -1,25 +1,37 @@
 """run_ranks: real ranks from any function, and what is told when they go wrong."""
 
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from manyhands.ranks import forkserver
+from manyhands.ranks.failures import MachineFault, RankFailed
 from manyhands.ranks.lab import run_ranks, warm_up
 
 
 def ranks_alive(pid: int | None = None) -> list[psutil.Process]:
-    """Rank processes below `pid` (this process): they lead a process group of their own."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if os.getpgid(child.pid) == child.pid]
+    """Rank processes below `pid` (this process): what its fork server has started."""
+    servers = [child for child in psutil.Process(pid).children() if is_server(child)]
+    return [rank for server in servers for rank in server.children(recursive=True)]
+
+
+def is_server(process: psutil.Process) -> bool:
+    """Is this a fork server? It leads a session of its own."""
+    with suppress(psutil.Error):
+        return os.getsid(process.pid) == process.pid and "forkserver" in str(process.cmdline())
+    return False
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +81,8 @@ def test_100_mb_of_output_is_survived_and_cut(capsys):
     assert "not shown" in out
 
 
-def failure_of(fn, world_size=2, **kwargs) -> str:
-    from manyhands.ranks.failures import RankFailed
-
-    with pytest.raises(RankFailed) as caught:
+def failure_of(fn, world_size=2, kind=RankFailed, **kwargs) -> str:
+    with pytest.raises(kind) as caught:
         run_ranks(fn, world_size, quiet=True, **kwargs)
     return str(caught.value)
 
@@ -161,15 +171,22 @@ def test_four_warm_ranks_start_quickly():
     assert min(took) < 5  # far above the goal of 0.5 s, which `make bench` measures
 
 
-def start_kernel(tmp_path):
-    """A process that stands for a notebook kernel, with ranks that wait for 60 s."""
+def start_kernel(tmp_path, first="pass"):
+    """A process that stands for a notebook kernel, with ranks that wait for 60 s.
+
+    Rank 0 runs the statement `first` before.
+    """
     script = tmp_path / "kernel.py"
     script.write_text(
-        textwrap.dedent("""
+        textwrap.dedent(f"""
         import time
         from manyhands.ranks.lab import run_ranks
 
         def wait():
+            import test_lab
+            import torch.distributed as dist
+            if dist.get_rank() == 0:
+                {first}
             print("waiting", flush=True)
             time.sleep(60)
 
@@ -203,6 +220,240 @@ def test_nothing_outlives_a_kernel_that_is_killed_outright(tmp_path):
     kernel.communicate(timeout=20)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert [process for process in alive if process.status() != "zombie"] == []
+
+
+# ---- Stop at any moment ----------------------------------------------------------------------
+
+FIRST_CALL = """
+    import time
+    from manyhands.ranks.lab import run_ranks
+
+    def rank_of():
+        import torch.distributed as dist
+        return dist.get_rank()
+
+    try:
+        print("begins", flush=True)
+        begin_s = time.monotonic()
+        run_ranks(rank_of, 2)
+        print(time.monotonic() - begin_s, flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+    print(run_ranks(rank_of, 2), flush=True)
+"""
+
+
+def stopped_after(script, seconds) -> tuple[str, str]:
+    """What a fresh process prints that gets SIGINT, with its group, as a notebook's Stop sends."""
+    kernel = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert kernel.stdout.readline() == "begins\n"
+    if seconds is None:  # after the first call
+        print("first call", kernel.stdout.readline())
+    else:
+        time.sleep(seconds)
+    children = psutil.Process(kernel.pid).children(recursive=True)
+    os.killpg(kernel.pid, signal.SIGINT)
+    out, err = kernel.communicate(timeout=180)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [process for process in alive if process.status() != "zombie"] == []
+    return out, err
+
+
+def test_after_a_stop_at_any_moment_of_the_first_call_the_next_one_works(tmp_path):
+    """MANYHANDS_STOPS=100 takes 100 moments."""
+    script = tmp_path / "kernel.py"
+    script.write_text(textwrap.dedent(FIRST_CALL))
+    begin_s = time.monotonic()
+    stopped_after(script, None)
+    longest_s = (time.monotonic() - begin_s) * 0.7  # the second call is short
+    rounds, red = int(os.environ.get("MANYHANDS_STOPS", 2)), []
+    for number in range(rounds):
+        moment_s = longest_s * (number + random.random()) / rounds
+        out, err = stopped_after(script, moment_s)
+        if not out.endswith("stopped\n[0, 1]\n") or err:
+            red.append((moment_s, out, err))
+    print(f"{rounds - len(red)} of {rounds} green, stopped within {longest_s:.1f} s")
+    assert not red
+
+
+def server_pid() -> int:
+    """The process id of this process's fork server."""
+    return next(c.pid for c in psutil.Process().children() if is_server(c))
+
+
+def test_a_server_that_is_gone_is_started_again():
+    run_ranks(total, 2, 0)
+    pid = server_pid()
+    os.kill(pid, signal.SIGKILL)
+    assert [rank for rank, _ in run_ranks(total, 2, 0)] == [0, 1]
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_server_that_does_not_answer_is_replaced(monkeypatch):
+    run_ranks(total, 2, 0)
+    pid = server_pid()
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(forkserver.Forked.wait_started, "__defaults__", (3.0,))
+    assert [rank for rank, _ in run_ranks(total, 2, 0)] == [0, 1]
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_machine_that_starts_no_ranks_is_no_fault_of_the_code(monkeypatch):
+    def no_descriptors(*_):
+        raise forkserver.ServerGone("Too many open files")
+
+    monkeypatch.setattr(forkserver.Server, "fork", no_descriptors)
+    told = failure_of(lambda: 1, kind=MachineFault)
+    assert told == (
+        "this machine could not run the 2 rank(s): the process that starts ranks does not answer "
+        "(Too many open files). This says nothing about the code that they were to run; run it "
+        "again"
+    )
+    monkeypatch.undo()
+    assert run_ranks(lambda: 1, 2) == [1, 1]
+
+
+def test_a_server_that_is_killed_amid_a_run_is_no_fault_of_the_code():
+    def kill_the_server():
+        if dist.get_rank() == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    began_s = time.monotonic()
+    failure_of(kill_the_server, kind=MachineFault)
+    assert time.monotonic() - began_s < 20
+    assert run_ranks(lambda: 1, 2) == [1, 1]
+
+
+# ---- limits ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def busy_machine(loops):
+    """So many processes that compute all the time, for two minutes at most."""
+    code = "import time; end = time.monotonic() + 120\nwhile time.monotonic() < end: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def compute(seconds):
+    """Use a processor for so many seconds of it, however many others want it."""
+    end_s = time.process_time() + seconds
+    while time.process_time() < end_s:
+        pass
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_a_busy_machine_makes_no_right_code_late():
+    """MANYHANDS_BUSY=30 takes 30 runs."""
+    runs = int(os.environ.get("MANYHANDS_BUSY", 1))
+    walls_s = []
+    with busy_machine(4):
+        for _ in range(runs):
+            began_s = time.monotonic()
+            assert run_ranks(compute, 2, 0.8, timeout_s=1.2) == [0, 1]
+            walls_s.append(time.monotonic() - began_s)
+    print(f"{runs} of {runs} done; by the clock {min(walls_s):.1f} to {max(walls_s):.1f} s")
+
+
+def test_ranks_that_compute_for_ever_are_accused_of_nothing():
+    def rank_1_loops():
+        while dist.get_rank() == 1:
+            pass
+        dist.barrier()
+
+    told = failure_of(rank_1_loops, timeout_s=1)
+    assert told.startswith("no end after 1 s of computing: ranks 0 and 1 still run\n")
+    assert re.search(
+        r"rank 0 waits in line \d+ of test_lab.py in rank_1_loops:  dist.barrier", told
+    )
+    assert "rank 1 computes in line" in told
+    assert "usually" not in told and len(told.splitlines()) == 3
+
+
+def test_sleep_is_waiting_and_a_child_that_computes_is_not():
+    def sleep_first():
+        time.sleep(60)
+
+    def wait_for_a_child():
+        subprocess.run([sys.executable, "-c", "while True: pass"])
+
+    told = failure_of(sleep_first, 1, timeout_s=1)
+    assert told.startswith("no end after 1 s: rank 0 still runs\n  rank 0 waits in line")
+    assert len(told.splitlines()) == 2
+    told = failure_of(wait_for_a_child, 1, timeout_s=2)
+    assert told.startswith("no end after 2 s of computing: rank 0 still runs\n  rank 0 computes in")
+
+
+def test_the_cap_ends_ranks_that_mostly_get_no_processor(monkeypatch):
+    monkeypatch.setattr("manyhands.ranks.limits.CAP", 0.5)
+    told = failure_of(compute, 2, seconds=60, timeout_s=2)
+    assert re.match(r"no end after 1 s, with 1 s of computing: ranks 0 and 1 still run\n", told)
+    assert "usually" not in told
+
+
+# ---- nothing outlives the call ---------------------------------------------------------------
+
+
+def daemon(path):
+    """Start a process as daemons do: forked twice, and in a session of its own."""
+    code = (
+        "import os, sys, time\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.setsid()\n"
+        "if os.fork(): os._exit(0)\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)"
+    )
+    subprocess.run([sys.executable, "-c", code, path], start_new_session=True)
+    while not os.path.exists(path) or not open(path).read():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["returns", "hangs", "dies"])
+def test_a_daemon_ends_with_the_rank_that_started_it(way, tmp_path):
+    def start_daemon():
+        path = str(tmp_path / str(dist.get_rank()))
+        daemon(path)
+        sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        (tmp_path / f"{dist.get_rank()}.child").write_text(str(sleeper.pid))
+        if way == "dies" and dist.get_rank() == 1:
+            os._exit(3)
+        if way == "hangs":
+            time.sleep(60)
+
+    if way == "returns":
+        run_ranks(start_daemon, 2)
+    else:
+        failure_of(start_daemon, timeout_s=3)
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 4
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+def test_a_daemon_ends_with_a_kernel_that_is_killed_outright(tmp_path):
+    path = tmp_path / "daemon"
+    kernel, _ = start_kernel(tmp_path, f"test_lab.daemon({str(path)!r})")
+    pids = [int(path.read_text())]
+    kernel.kill()
+    kernel.communicate(timeout=20)
+    deadline_s = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_world_size_zero_is_refused():

@@ -5,6 +5,7 @@ notebook kernel knows the text of its cells. Frames of torch, of Python and of t
 machinery are left out.
 """
 
+import importlib.util
 import linecache
 import os
 import re
@@ -16,17 +17,18 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 Frame = tuple[str, int, str]  # file, line number, function
 
 PACKAGE = Path(__file__).resolve().parents[1]
 MACHINERY = (
-    *(str(PACKAGE / "ranks" / name) for name in ("lab", "failures", "runtime", "network")),
+    *(
+        str(PACKAGE / "ranks" / name)
+        for name in ("lab", "failures", "forkserver", "runtime", "network")
+    ),
     str(PACKAGE / "instruments" / "ledger"),
     str(PACKAGE / "checks"),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(torch.__file__).parent),
+    str(Path(importlib.util.find_spec("torch").origin).parent),  # to import it takes seconds
     "<frozen",
     "<string>",
 )
@@ -123,7 +125,7 @@ class RankFailed(RuntimeError):
 
 
 class RanksHung(RankFailed):
-    """Ranks were still running at the limit; each is named with the line it waits in."""
+    """Ranks were still running at the limit; each is named with the line it is in."""
 
     def __init__(
         self,
@@ -132,23 +134,49 @@ class RanksHung(RankFailed):
         finished: list[int],
         limit_s: float,
         computing: Container[int] = (),
+        after: str = "",
+        still: bool = False,
     ) -> None:
-        """Ranks in `computing` kept a processor busy at the end; the others waited."""
+        """Ranks in `computing` used a processor at the end; the others waited.
+
+        Args:
+            after: how long the ranks ran, in words; `limit_s` where not given.
+            still: nobody computed for a good while, so the ranks wait for one another.
+        """
         self.stacks, self.limit_s, self.computing = stacks, limit_s, computing
+        self.after, self.still = after or f"{limit_s:g} s", still
         rank = min(stacks)
         frames = [frame for stack in stacks.values() for frame in stack]
-        super().__init__(rank, world_size, Failure("hung", HANG, frames, time.time()), finished)
+        failure = Failure("hung", HANG if still else "", frames, time.time())
+        super().__init__(rank, world_size, failure, finished)
 
     def _text(self) -> str:
+        running = list(self.stacks)
+        run = "runs" if len(running) == 1 else "run"
         ended = f"; {name_ranks(self.finished)} finished" if self.finished else ""
-        lines = [
-            f"no end after {self.limit_s:g} s: {name_ranks(list(self.stacks))} still run{ended}"
-        ]
+        lines = [f"no end after {self.after}: {name_ranks(running)} still {run}{ended}"]
         for rank, stack in self.stacks.items():
             place = where(stack[-1]).strip() if stack else "a place outside your code"
             does = "computes" if rank in self.computing else "waits"
             lines.append(f"  rank {rank} {does} in {place}")
-        return "\n".join([*lines, HANG])
+        if self.still and self.world_size > 1:
+            lines.append(HANG)
+        return "\n".join(lines)
+
+
+class MachineFault(RankFailed):
+    """This machine could not start or keep the ranks, whatever their code is."""
+
+    def __init__(self, problem: str, world_size: int) -> None:
+        """Tell `problem`, the system's own words."""
+        super().__init__(0, world_size, Failure("machine", problem, [], time.time()), [])
+
+    def _text(self) -> str:
+        problem = " ".join(self.failure.message.split()).rstrip(".")
+        return (
+            f"this machine could not run the {self.world_size} rank(s): {problem}. "
+            "This says nothing about the code that they were to run; run it again"
+        )
 
 
 class RanksInterrupted(KeyboardInterrupt):

@@ -5,27 +5,31 @@
 
 A rank is forked from a clean server, because a fork of a kernel that has used torch's threads can
 hang, and a spawned process imports torch again (seconds). Ranks meet in a store that the caller
-holds on a port the system picks. Every wait has a limit and nothing outlives the call.
-Source: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
+holds on a port the system picks. Every wait has a limit and nothing outlives the call. Stop and
+Ctrl-C are noted, and acted on where ranks can be ended in an orderly way: within a moment, but for
+the import of torch, which would be left in halves.
 """
 
 import faulthandler
-import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
+from typing import NoReturn
 
 import cloudpickle
-import psutil
 
+from manyhands.ranks import forkserver
 from manyhands.ranks.failures import (
     Failure,
+    MachineFault,
     RankFailed,
     RanksHung,
     RanksInterrupted,
@@ -33,18 +37,8 @@ from manyhands.ranks.failures import (
     learner_frames,
     parse_stack,
 )
+from manyhands.ranks.limits import CAP, Clock
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "manyhands.ranks.lab",
-)
 GRACE_S = 0.5  # how long the other ranks may still report after one has failed or finished
 PRINTED_BYTES = 100_000  # of each rank's output; the rest is counted, not shown
 
@@ -63,39 +57,71 @@ def run_ranks(
     Args:
         fn: any function, also one defined in a notebook cell. It may use `torch.distributed` at
             once: the ranks are joined by gloo before it starts.
-        timeout_s: the limit in seconds; ranks still running then are named and ended.
+        timeout_s: the limit in seconds, once for the time in which no rank computes (all wait or
+            sleep) and once for the processor time of the rank that computes most, so that a busy
+            machine makes nobody late. Ranks still running then are named and ended; 10 times the
+            limit by the clock ends them in any case.
         quiet: show nothing of what the ranks print.
         join: False leaves joining to `fn`: RANK, WORLD_SIZE, MASTER_ADDR ... are set as torchrun
             sets them, and no group exists yet.
 
     Raises:
         RankFailed: names the rank that failed first, with the learner's own lines.
-        RanksHung: ranks did not end in time; names each and the line it waits in.
+        RanksHung: ranks did not end in time; names each, its line, and whether it waits there.
+        MachineFault: the ranks could not be started at a second try, or the server that holds them
+            was ended.
+        RanksInterrupted: Ctrl-C, or Stop in a notebook; no rank is left.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: at least 1 rank is needed")
     blob = _pickle(fn, args, kwargs)
+    with _interrupts_noted() as interrupts:
+        for is_last in (False, True):
+            server = forkserver.running()
+            try:
+                return _run(server, blob, world_size, timeout_s, quiet, join, interrupts)
+            except forkserver.ServerGone as problem:
+                forkserver.drop(server)
+                if is_last:
+                    told = f"the process that starts ranks does not answer ({problem})"
+                    raise MachineFault(told, world_size) from None
+    raise AssertionError("not reached")
+
+
+def _run(
+    server: forkserver.Server,
+    blob: bytes,
+    world_size: int,
+    timeout_s: float,
+    quiet: bool,
+    join: bool,
+    interrupts: "_Interrupts",
+) -> list:
+    """One try of `run_ranks`; ServerGone where the ranks did not start."""
+    import torch.distributed  # noqa: F401 (it takes seconds, in which the server does the same)
+
     ranks: list[_Rank] = []
     try:
+        server.wait_ready(interrupts.stop_if_any)
         with _meeting_place(world_size) as environ:
             for rank in range(world_size):
-                ranks.append(_start(rank, world_size, blob, environ, timeout_s, join))
-            _wait(ranks, time.monotonic() + timeout_s, quiet)
-            _raise_if_failed(ranks, timeout_s)
+                name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone: no name
+                ranks.append(_Rank(rank, name, forkserver.Forked(server)))
+            for rank in ranks:
+                rank.process.wait_started(interrupts.stop_if_any)
+                _give_task(rank, blob, environ, timeout_s, join)
+            clock = Clock({rank.rank: rank.process.pid for rank in ranks}, timeout_s)
+            _wait(ranks, clock, quiet, server, interrupts)
+            _raise_if_failed(ranks, clock)
         return [cloudpickle.loads(rank.value) for rank in ranks]
-    except KeyboardInterrupt:
-        raise RanksInterrupted from None
     finally:
         _end(ranks)
 
 
 def warm_up() -> None:
     """Start the fork server in the background, so that the first `run_ranks` is quick."""
-    from multiprocessing import forkserver
-
-    with _no_main_file():
-        _context()
-        forkserver.ensure_running()
+    with _interrupts_noted():
+        forkserver.running()
 
 
 @dataclass(eq=False)
@@ -104,12 +130,10 @@ class _Rank:
 
     rank: int
     name: str  # before each line that it prints
-    process: multiprocessing.Process
-    control: connection.Connection  # its result; and the word to leave
-    output: connection.Connection  # everything it prints, also from C++
-    stack: connection.Connection  # where it stands, when asked by a signal
+    process: forkserver.Forked
     value: bytes | None = None
     failure: Failure | None = None
+    is_joined: bool = True
     settled_s: float | None = None  # when it finished or failed
     left: bool = False
     unfinished_line: bytes = b""
@@ -117,10 +141,41 @@ class _Rank:
     tail: list[str] = field(default_factory=list)  # its last lines, for one that dies
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
+class _Interrupts:
+    """Has SIGINT come? An exception in the midst of starting or ending ranks would lose some."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def note(self, *_: object) -> None:
+        """Handle the signal."""
+        self.came = True
+
+    def stop_if_any(self) -> None:
+        """Raise RanksInterrupted where it has come."""
+        if self.came:
+            raise RanksInterrupted
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[_Interrupts]:
+    """Note SIGINT instead of raising KeyboardInterrupt at once; raise RanksInterrupted at the end.
+
+    Only the main thread gets signals, and where they are ignored nothing changes.
+    """
+    interrupts = _Interrupts()
+    old = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or old in (None, signal.SIG_IGN):
+        yield interrupts
+        return
+    try:
+        signal.signal(signal.SIGINT, interrupts.note)
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, old)
+        if interrupts.came:
+            raise RanksInterrupted from None
 
 
 def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
@@ -158,61 +213,42 @@ def _meeting_place(world_size: int) -> Iterator[dict[str, str]]:
     del store
 
 
-@contextmanager
-def _no_main_file() -> Iterator[None]:
-    """Hide the main script while ranks start, or multiprocessing would run it again in each."""
-    main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__",) if name in main.__dict__}
-    spec, main.__spec__ = getattr(main, "__spec__", None), None
+def _give_task(rank: _Rank, blob: bytes, environ: dict, timeout_s: float, join: bool) -> None:
+    """Tell a new process what to run, and as which rank."""
+    place = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank)}
+    task = (environ | place, os.getcwd(), sys.path, sys.argv, blob, timeout_s, join)
     try:
-        yield
-    finally:
-        main.__dict__.update(hidden)
-        main.__spec__ = spec
-
-
-def _start(rank: int, world_size: int, blob: bytes, environ: dict, timeout_s: float, join: bool):
-    context = _context()
-    control, its_control = context.Pipe()
-    output, its_output = context.Pipe(duplex=False)
-    stack, its_stack = context.Pipe(duplex=False)
-    environ = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    process = context.Process(
-        target=_live,
-        args=(blob, environ, its_control, its_output, its_stack, timeout_s, join),
-        name=f"rank {rank} of {world_size}",
-    )
-    with _no_main_file():
-        process.start()
-    for mine in (its_control, its_output, its_stack):
-        mine.close()
-    os.set_blocking(output.fileno(), False)
-    name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone there are no ranks
-    return _Rank(rank, name, process, control, output, stack)
+        rank.process.control.send(task)
+    except OSError as problem:
+        raise forkserver.ServerGone(f"a rank ended before it began: {problem}") from None
 
 
 # ---- in the rank ---------------------------------------------------------------------------
 
 
-def _live(blob, environ, control, output, stack, timeout_s: float, join: bool) -> None:
-    """A rank's whole life: join, call, report, wait for the word to leave."""
-    os.setsid()  # a process group of its own, so that its children end with it
+def live(
+    control: connection.Connection, output: connection.Connection, stack: connection.Connection
+) -> NoReturn:
+    """A rank's whole life: hear the task, join, call, report, wait for the word to leave."""
     _redirect(output)
     faulthandler.register(signal.SIGUSR2, file=stack.fileno(), all_threads=False)
+    environ, folder, path, argv, blob, timeout_s, join = control.recv()
     os.environ.clear()
     os.environ.update(environ)
+    os.chdir(folder)
+    sys.path[:] = path
+    sys.argv[:] = argv
     import torch
-    import torch.distributed as dist
 
     from manyhands.ranks.runtime import end_with_parent
 
-    end_with_parent(multiprocessing.parent_process().join)  # the kernel, not the fork server
+    end_with_parent(lambda: _caller_is_gone(control))
     torch.set_num_threads(1)
+    longest_s = CAP * timeout_s + 60
     try:
         fn, args, kwargs = cloudpickle.loads(blob)
-        if join:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s + 60))
-        message = ("value", _dumps(fn(*args, **kwargs)))
+        message = _join(longest_s) if join else None
+        message = message or ("value", _dumps(fn(*args, **kwargs)))
     except SystemExit as error:
         message = ("value", _dumps(None))
         if error.code not in (None, 0):
@@ -222,8 +258,26 @@ def _live(blob, environ, control, output, stack, timeout_s: float, join: bool) -
     sys.stdout.flush()
     control.send(message)
     # Partners may still be reading from this rank, so it stays until the caller says otherwise.
-    control.poll(timeout_s + 60)
+    control.poll(longest_s)
     os._exit(0)  # no tidy end of the process group: with a DDP model alive that can hang
+
+
+def _join(timeout_s: float) -> tuple[str, Failure] | None:
+    """Join the process group; what to report where that fails, which is no fault of `fn`."""
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except Exception as error:
+        return "not joined", Failure.of(error)
+    return None
+
+
+def _caller_is_gone(control: connection.Connection) -> None:
+    """Return when nobody holds the other end of `control` any more."""
+    poller = select.poll()
+    poller.register(control.fileno(), 0)  # reports only that the other end was closed
+    poller.poll()
 
 
 def _dumps(value: object) -> bytes:
@@ -246,37 +300,50 @@ def _redirect(output: connection.Connection) -> None:
 # ---- in the caller -------------------------------------------------------------------------
 
 
-def _wait(ranks: list[_Rank], deadline_s: float, quiet: bool) -> None:
-    """Pass on output and collect results until all is settled or the limit is reached."""
+def _wait(
+    ranks: list[_Rank],
+    clock: Clock,
+    quiet: bool,
+    server: forkserver.Server,
+    interrupts: _Interrupts,
+) -> None:
+    """Pass on output and collect results until all is settled or the time is up."""
     while True:
+        interrupts.stop_if_any()
+        if not server.is_alive():
+            raise MachineFault("the process that starts ranks was ended", len(ranks))
         running = [rank for rank in ranks if rank.settled_s is None]
         failed_s = [rank.settled_s for rank in ranks if rank.failure]
         now = time.monotonic()
-        if not running or now > deadline_s or (failed_s and now > min(failed_s) + GRACE_S):
+        if not running or clock.is_up(rank.rank for rank in running):
+            return
+        if failed_s and now > min(failed_s) + GRACE_S:
             return
         for rank in ranks:
             if rank.value is not None and not rank.left and now > rank.settled_s + GRACE_S:
                 _let_go(rank)
-        sources = {rank.control: rank for rank in running} | {r.output: r for r in running}
+        sources = {rank.process.control: rank for rank in running}
+        sources |= {rank.process.output: rank for rank in running}
         for source in connection.wait(list(sources), timeout=0.05):
             _read_output(sources[source], quiet)
-            if source is sources[source].control:
+            if source is sources[source].process.control:
                 _read_result(sources[source], quiet)
 
 
 def _let_go(rank: _Rank) -> None:
     with suppress(OSError):  # it may have died meanwhile
-        rank.control.send("leave")
+        rank.process.control.send("leave")
     rank.left = True
 
 
 def _read_result(rank: _Rank, quiet: bool) -> None:
     try:
-        kind, content = rank.control.recv()
+        kind, content = rank.process.control.recv()
     except (EOFError, ConnectionResetError):
-        rank.process.join(1)
+        known = rank.process.wait_ended(5)
         _read_output(rank, quiet)
-        kind, content = "failure", Failure.of_death(rank.process.exitcode, rank.tail)
+        kind = "failure" if known else "not joined"
+        content = Failure.of_death(rank.process.exit_code, rank.tail)
     _read_output(rank, quiet)
     if rank.unfinished_line:
         _print_lines(rank, [rank.unfinished_line], quiet)
@@ -285,13 +352,14 @@ def _read_result(rank: _Rank, quiet: bool) -> None:
         rank.value = content
     else:
         rank.failure = content
+        rank.is_joined = kind != "not joined"
 
 
 def _read_output(rank: _Rank, quiet: bool) -> None:
     """Print the whole lines that wait in the pipe, each with its rank."""
     while True:
         try:
-            data = os.read(rank.output.fileno(), 1 << 16)
+            data = os.read(rank.process.output.fileno(), 1 << 16)
         except BlockingIOError:
             return
         if not data:
@@ -317,32 +385,33 @@ def _print_lines(rank: _Rank, lines: list[bytes], quiet: bool) -> None:
         print("\n".join(shown), flush=True)
 
 
-def _raise_if_failed(ranks: list[_Rank], timeout_s: float) -> None:
+def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
     """Raise the one error that tells a learner most."""
     failed = [rank for rank in ranks if rank.failure]
     running = [rank for rank in ranks if rank.settled_s is None]
     finished = [rank.rank for rank in ranks if rank.value is not None]
+    if failed and not any(rank.is_joined for rank in failed):
+        raise MachineFault(failed[0].failure.message, len(ranks))
     if failed:
-        # A rank that lost its partner is an echo of the partner's fault, however early it spoke.
-        first = min(failed, key=lambda rank: (is_echo(rank.failure), rank.failure.time_s))
+        # A rank that lost its partner is an echo of the partner's fault, however early it spoke;
+        # and so is one that could not join it.
+        first = min(
+            failed,
+            key=lambda rank: (not rank.is_joined, is_echo(rank.failure), rank.failure.time_s),
+        )
         raise RankFailed(first.rank, len(ranks), first.failure, finished)
     if running:
-        before_s, start_s = [_processor_s(rank) for rank in running], time.monotonic()
+        limit_s = clock.limit_s
+        if clock.waited_s >= limit_s:
+            after = f"{limit_s:g} s"
+        elif clock.computed_s >= limit_s:
+            after = f"{limit_s:g} s of computing"
+        else:
+            after = f"{clock.wall_s:.0f} s, with {clock.computed_s:.0f} s of computing"
+        computing = set(clock.computing)
+        still = not computing and clock.still_s >= limit_s / 2
         stacks = {rank.rank: _stack(rank) for rank in running}
-        least_s = 0.1 * (time.monotonic() - start_s)  # others may need the processor, too
-        computing = [
-            rank.rank
-            for rank, before in zip(running, before_s, strict=True)
-            if _processor_s(rank) - before > least_s
-        ]
-        raise RanksHung(stacks, len(ranks), finished, timeout_s, computing)
-
-
-def _processor_s(rank: _Rank) -> float:
-    """Seconds of processor time that a rank has used so far; 0 for one that is gone."""
-    with suppress(psutil.Error):
-        return sum(psutil.Process(rank.process.pid).cpu_times()[:2])
-    return 0.0
+        raise RanksHung(stacks, len(ranks), finished, limit_s, computing, after, still)
 
 
 def _stack(rank: _Rank) -> list[tuple[str, int, str]]:
@@ -350,8 +419,8 @@ def _stack(rank: _Rank) -> list[tuple[str, int, str]]:
     with suppress(ProcessLookupError):
         os.kill(rank.process.pid, signal.SIGUSR2)
     text = b""
-    while rank.stack.poll(0.3):
-        chunk = os.read(rank.stack.fileno(), 1 << 16)
+    while rank.process.stack.poll(0.3):
+        chunk = os.read(rank.process.stack.fileno(), 1 << 16)
         text += chunk
         if not chunk:
             break
@@ -360,12 +429,11 @@ def _stack(rank: _Rank) -> list[tuple[str, int, str]]:
 
 def _end(ranks: list[_Rank]) -> None:
     """Leave nothing behind: end every rank with all that it started."""
+    end_s = time.monotonic() + 5
     for rank in ranks:
-        try:
-            os.killpg(rank.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # not yet, or no longer, the head of a group
-            rank.process.kill()
+        with suppress(forkserver.ServerGone):
+            rank.process.wait_started(lambda: None, limit_s=end_s - time.monotonic())
+        rank.process.kill()
     for rank in ranks:
-        rank.process.join(5)
-        for pipe in (rank.control, rank.output, rank.stack):
-            pipe.close()
+        rank.process.wait_ended(max(0.0, end_s - time.monotonic()))
+        rank.process.close()

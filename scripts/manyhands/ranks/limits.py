@@ -1,0 +1,99 @@
+"""How long ranks may go on: waiting counts by the clock, computing by the processor.
+
+    every 0.25 s: does some rank compute?  no  -> waited_s   += the time that has passed
+                                           yes -> computed_s += what the busiest rank computed
+
+A hang is a wait in which nobody computes; it gets the limit by the clock. Code that computes gets
+as much processor time, however busy the machine is, up to a cap by the clock.
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+SAMPLE_S = 0.25
+LOOK_BELOW_S = 1.0  # from one look at the ranks' own children to the next: it reads all of /proc
+CAP = 10  # times the limit, by the clock: then it is up, whatever the ranks do
+COMPUTING = 0.05  # share of a processor above which a process does more than wait
+RUNNABLE = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # also where it gets no processor
+
+
+class Clock:
+    """Counts what the time of some ranks is spent on, and says when it is up."""
+
+    def __init__(self, pids: dict[int, int], limit_s: float) -> None:
+        """Start to count for the processes `pids`, by rank."""
+        self.limit_s = limit_s
+        self.waited_s = 0.0  # in which no rank computed
+        self.still_s = 0.0  # the part of it since some rank last computed
+        self.computed_s = 0.0  # processor time of the rank that was busiest in each sample
+        self.computing: set[int] = set()  # ranks, in the last sample
+        self._processes: dict[int, psutil.Process] = {}
+        for rank, pid in pids.items():
+            with suppress(psutil.Error):
+                self._processes[rank] = psutil.Process(pid)
+        self._used_s = {rank: self._use(rank)[0] for rank in pids}
+        self._below_s = dict.fromkeys(pids, 0.0)  # processor time of a rank's own children
+        self._below_share = dict.fromkeys(pids, 0.0)  # of a processor, at the last look
+        self._start_s = time.monotonic()
+        self._sampled_s = self._start_s
+        self._looked_s = self._start_s
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start, by the clock."""
+        return time.monotonic() - self._start_s
+
+    def is_up(self, running: Iterable[int]) -> bool:
+        """Have the ranks in `running` had their time? Takes a sample when one is due."""
+        now = time.monotonic()
+        if now - self._sampled_s >= SAMPLE_S:
+            self._sample(list(running), now)
+        return max(self.waited_s, self.computed_s, self.wall_s / CAP) >= self.limit_s
+
+    def _sample(self, running: list[int], now: float) -> None:
+        passed_s = now - self._sampled_s
+        self._sampled_s = now
+        if now - self._looked_s >= LOOK_BELOW_S:
+            self._look_below(running, now)
+        self.computing = set()
+        busiest_s = 0.0
+        for rank in running:
+            used_s, is_runnable = self._use(rank)
+            spent_s = used_s - self._used_s[rank] + self._below_share[rank] * passed_s
+            self._used_s[rank] = used_s
+            if is_runnable or spent_s > COMPUTING * passed_s:
+                self.computing.add(rank)
+                busiest_s = max(busiest_s, spent_s)
+        if self.computing:
+            self.computed_s += min(passed_s, busiest_s)  # threads count once
+            self.still_s = 0.0
+        else:
+            self.waited_s += passed_s
+            self.still_s += passed_s
+
+    def _look_below(self, running: list[int], now: float) -> None:
+        """See how much of a processor the children of each rank use, such as loaders of data."""
+        passed_s = now - self._looked_s
+        self._looked_s = now
+        for rank in running:
+            used_s = 0.0
+            with suppress(psutil.Error):
+                process = self._processes[rank]
+                used_s = sum(process.cpu_times()[2:4])  # of those that have ended
+                for child in process.children(recursive=True):
+                    with suppress(psutil.Error):
+                        used_s += sum(child.cpu_times()[:4])
+            spent_s = used_s - self._below_s[rank]
+            self._below_s[rank] = used_s
+            self._below_share[rank] = max(0.0, spent_s) / passed_s
+
+    def _use(self, rank: int) -> tuple[float, bool]:
+        """Processor time of a rank so far in seconds, and whether it could run just now."""
+        with suppress(psutil.Error, KeyError):
+            process = self._processes[rank]
+            with process.oneshot():
+                return sum(process.cpu_times()[:2]), process.status() in RUNNABLE
+        return 0.0, False  # it has ended

@@ -340,14 +340,14 @@ def test_a_fault_of_the_machine_is_tried_once_more_and_then_not_judged(monkeypat
     def broken_once(*args, **named):
         calls.append(1)
         if len(calls) == 1:
-            raise MachineFault(0, 1, Failure("EOFError", "the server is gone", [], 0.0), [])
+            raise MachineFault("the server is gone", 1)
         return real(*args, **named)
 
     monkeypatch.setattr(trial, "run_ranks", broken_once)
     assert told(MEAN, mean) == "done"
 
     def broken(*args, **named):
-        raise MachineFault(0, 1, Failure("EOFError", "the server is gone", [], 0.0), [])
+        raise MachineFault("the server is gone", 1)
 
     monkeypatch.setattr(trial, "run_ranks", broken)
     with pytest.raises(NotJudged):

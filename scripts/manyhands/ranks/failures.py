@@ -216,7 +216,3 @@ def name_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-class MachineFault(RankFailed):
-    """The machine, not the code that was called, ended the ranks or did not let them start."""

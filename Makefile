@@ -32,9 +32,10 @@ job: .venv/ready ## run the main job on this machine and write its report; DATA=
 report: .venv/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
 	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"
 
-test: lint ## lint, look for stale notebooks, run every test
-	$(BIN)/python scripts/build_notebooks.py --check
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+test: lint ## lint, look for stale notebooks, run every test; ONLY=pipeline: a lesson's, ONLY=fast
+	$(if $(ONLY),,$(BIN)/python scripts/build_notebooks.py --check)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal \
+		$(if $(ONLY),--only "$(ONLY)")
 
 chaos: .venv/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KILLS=3; nothing is lost
 	$(BIN)/python tests/chaos.py $(if $(KILLS),--kills "$(KILLS)")

@@ -2,10 +2,17 @@
 
 Tests of jobs take the fixture `slurm`, a real Slurm cluster. Without Slurm they are skipped, or
 fail where MANYHANDS_SLURM is "required". MANYHANDS_SLURM_MODE sets the cluster's mode.
+
+`--only pipeline` keeps the tests of one lesson, `--only fast` those that start neither ranks nor
+jobs.
 """
 
+import ast
+import functools
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,14 +21,78 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 
+ROOT = Path(__file__).resolve().parents[1]
+FAST = set(
+    "builder corpus diagrams environment figures images layout meters replay resnet schedules "
+    "timeline transformer".split()
+)
+
+OF_MANY_LESSONS = set("bench checks ledger live meters mine report scripts".split())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--only`, which `make test ONLY=` passes on."""
+    parser.addoption("--only", default="", help="a lesson's word, or fast")
+
+
 def pytest_configure() -> None:
     """Set before torch is imported, and inherited by every process that a test starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no GPU, and say so."""
+def lessons() -> dict[str, int]:
+    """Word -> number of every lesson that has a source."""
+    stems = [path.stem for path in (ROOT / "solutions").glob("[0-9][0-9]_*.py")]
+    return {stem[3:]: int(stem[:2]) for stem in stems}
+
+
+@functools.cache
+def rooms_of(path: Path) -> set[str]:
+    """The rooms of the package from which a test file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("manyhands"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name.split(".")[1] for name in names}
+    return found
+
+
+def belongs(item: pytest.Item, word: str) -> bool:
+    """Is this a test of the lesson: in a file of its own, or with its name or number?
+
+    A file is the lesson's own if that is the last lesson from which it imports.
+    """
+    numbers = lessons()
+    if item.path.stem == f"test_{word}":
+        return True
+    imported = [room for room in rooms_of(item.path) if room in numbers]
+    is_of_many = item.path.stem.removeprefix("test_") in OF_MANY_LESSONS
+    if imported and not is_of_many and max(imported, key=numbers.get) == word:
+        return True
+    number = numbers[word]
+    own = rf"\[{number}\.\d+|{number:02d}_{word}|(?<![a-z]){word}(?![a-z])"
+    return re.search(own, item.nodeid.partition("::")[2]) is not None
+
+
+def keep_only(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--only` does not ask for."""
+    only = config.getoption("--only")
+    if not only:
+        return
+    if only != "fast" and only not in lessons():
+        raise pytest.UsageError(f"--only {only}: choose fast, or one of {', '.join(lessons())}")
+    if only == "fast":
+        kept = [item for item in items if item.path.stem.removeprefix("test_") in FAST]
+    else:
+        kept = [item for item in items if belongs(item, only)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what is asked for. Skip tests marked `gpu` where torch sees no GPU, and say so."""
+    keep_only(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

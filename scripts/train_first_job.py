@@ -19,29 +19,22 @@ import torch
 from manyhands.data import images
 from manyhands.first_job import planning, power_law
 from manyhands.instruments.figures import measured_and_predicted, new_figure, png
+from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
-from manyhands.training.tasks import Kind, TaskRun, start
+from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TaskConfig):
     """What to train."""
 
-    data: str = "embedded"
-    """embedded, mnist, fashion-mnist, or a folder with idx files."""
     smallest: int = 20
     """Images in the smallest training; each size is twice the one before."""
     networks: int = 4
     """Networks of each size. They differ in their images and in their first weights."""
     impl: Literal["mine", "scratch"] = "scratch"
     """Whose my_share and fit_power_law: yours (mine/first_job.py) or the course's."""
-    seed: int = 1
-    """Start of every random number."""
-    device: str = "auto"
-    """Where to train: auto, cpu or cuda."""
-    out: str = ""
-    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
 
 
 class Parts(NamedTuple):
@@ -71,7 +64,8 @@ KIND = Kind(
 
 def main(config: Config) -> float:
     """Train all networks, write the report, and return the exponent of the power law."""
-    return start(KIND, config, Parts, train)
+    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
+    return mine.start("first_job", config, Parts, train, timeout_s=WAIT_S)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler, Subset
 
 from manyhands.ranks.runtime import BadInput
 
@@ -221,19 +221,20 @@ class Corpus:
 
     name: str
     train: Blocks
-    valid: Blocks
+    valid: Dataset[tuple[Tensor, Tensor]]  # blocks, or some of them
     tokenizer: Tokenizer
     entropy_floor: float | None  # nats per token that no model can beat, where that is known
     note: str  # one line: which data, split, tokenizer and sizes are in use
 
 
-def load(data: str, block: int, vocab: int = 0) -> Corpus:
+def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus:
     """Read or write the text that `data` names, and cut it into blocks.
 
     Args:
         data: "embedded", a name in HUB, a folder of text files, or one text file.
         block: tokens of a block.
         vocab: 0 for characters, else the number of byte pairs to learn from the training text.
+        valid_tokens: most tokens to validate on, in blocks spread evenly over the text; 0 for all.
 
     Raises:
         BadInput: there is no such text, it is no text, or it is shorter than a block.
@@ -246,7 +247,8 @@ def load(data: str, block: int, vocab: int = 0) -> Corpus:
     tokenizer: Tokenizer = Characters("".join(sorted({*train, *valid})))
     kind = "characters"
     if vocab:
-        tokenizer, kind = train_byte_pairs(train, vocab), "byte pairs learned from the train text"
+        tokenizer = train_byte_pairs(train, vocab)
+        kind = "byte pairs learned from the train text"
     blocks = {}
     for split, text in (("train", train), ("validation", valid)):
         blocks[split] = Blocks(torch.tensor(tokenizer.encode(text), dtype=torch.int64), block)
@@ -256,13 +258,20 @@ def load(data: str, block: int, vocab: int = 0) -> Corpus:
                 f"{len(blocks[split].tokens):,} tokens, and a block needs {block + 1:,} of them"
             )
     sizes = " / ".join(f"{len(part.tokens):,}" for part in blocks.values())
+    valid: Dataset = blocks["validation"]
+    capped = ""
+    num_blocks = max(1, valid_tokens // block)
+    if valid_tokens and num_blocks < len(valid):
+        step = len(valid) / num_blocks
+        valid = Subset(valid, [int(step * number) for number in range(num_blocks)])
+        capped = f", validation on {num_blocks * block:,} of them (--valid-tokens 0 takes all)"
     return Corpus(
         name=name,
         train=blocks["train"],
-        valid=blocks["validation"],
+        valid=valid,
         tokenizer=tokenizer,
         entropy_floor=entropy_rate(grammar()) if data == "embedded" and not vocab else None,
-        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens",
+        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{capped}",
     )
 
 

@@ -58,7 +58,9 @@ from manyhands.training.storage import read_json, read_lines
 SCRIPTS = Path(__file__).resolve().parent
 CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
 CHAR_SEEDS = (1, 2, 3)
-CHAR_TOKENS_PER_STEP, CHAR_WARM_UP_STEPS, CHAR_THREADS = 12 * 64, 20, "2"
+CHAR_TOKENS_PER_STEP = 12 * 64
+CHAR_WARM_UP_STEPS = 20
+CHAR_THREADS = "2"
 IMPORT_ROUNDS = 8
 RING_BYTES = 64_000_000
 METER_TIMES = 10  # meters run that many times over, since once is less than the noise
@@ -190,7 +192,8 @@ def time_ring(nbytes: int, num_rounds: int) -> list[list[float]]:
 
 def ddp_ratio(config: Config) -> list[Measured]:
     """A step of BucketedDDP over a step of torch's, on the same two ranks."""
-    words, values = [], []
+    words = []
+    values = []
     for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
         times_s = lab.run_ranks(time_ddp, 2, shape, 24, timeout_s=400)
         by_hand, native = slowest_rank(times_s)
@@ -216,7 +219,8 @@ def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
 
 def zero3_ratios(config: Config) -> list[Measured]:
     """Step time and peak memory of FSDP over those of fully_shard, on the same two ranks."""
-    words, values = [], []
+    words = []
+    values = []
     for shape in (Shape(8, 1024, 64, 4), Shape(4, 65, 64, 16)):
         results = lab.run_ranks(measure_zero3, 2, shape, 24, timeout_s=400)
         by_hand, native = slowest_rank([times_s for times_s, _ in results])
@@ -244,7 +248,8 @@ def zero3_ratios(config: Config) -> list[Measured]:
 def measure_zero3(shape: Shape, num_rounds: int) -> tuple[list[list[float]], list[int]]:
     """On a rank: times of a step with FSDP by hand and by torch, and bytes at their peaks."""
     torch.manual_seed(dist.get_rank())
-    steps, peaks = [], []
+    steps = []
+    peaks = []
     for wrap in (units.FSDP, fully_shard.torch_fsdp):
         model, tokens = shape.build()
         model = wrap(model, list(model.blocks))
@@ -267,7 +272,9 @@ def pipeline_ratio(config: Config) -> list[Measured]:
 
 def time_pipeline(shape: Shape, m: int, num_rounds: int) -> list[list[float]]:
     """On a rank: times of forwards and backwards in 1F1B, by hand and by torch."""
-    rank, p, steps = dist.get_rank(), dist.get_world_size(), []
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    steps = []
 
     def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
@@ -294,7 +301,8 @@ def time_pipeline(shape: Shape, m: int, num_rounds: int) -> list[list[float]]:
 
 def bubble_gap(config: Config) -> list[Measured]:
     """How far the idle share of 1F1B over stages that only wait is from the formula."""
-    gaps, words = [], []
+    gaps = []
+    words = []
     for p, m in ((4, 8), (8, 16)):
         by_rank = lab.run_ranks(time_bubble, p, m, 7)
         shares = [bubble.idle_share(spans) for spans in zip(*by_rank, strict=True)]
@@ -309,8 +317,10 @@ def bubble_gap(config: Config) -> list[Measured]:
 
 def time_bubble(m: int, num_rounds: int) -> list[list]:
     """On a rank: when it computed what, in each round."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    schedule, own = schedules.one_f_one_b(p, m), {rank: stages.Waiting(0.02, 0.04)}
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    schedule = schedules.one_f_one_b(p, m)
+    own = {rank: stages.Waiting(0.02, 0.04)}
     engine = pipeline.Pipeline(own, schedule, lambda out, _: out.mean(), (1, 4))
     rounds = []
     for _ in range(1 + num_rounds):
@@ -333,7 +343,8 @@ def tensor_ratio(config: Config) -> list[Measured]:
 
 def time_tensor(width: int, heads: int, num_rounds: int) -> list[list[float]]:
     """On a rank: times of forward and backward of a block (4, 64, width), both ways."""
-    x, steps = torch.randn(4, 64, width), []
+    x = torch.randn(4, 64, width)
+    steps = []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     styles = {
         name.removeprefix("blocks.0."): style
@@ -360,7 +371,8 @@ def by_hand_over_native(
     fn: Callable, sizes: Sequence[tuple], what: str, num_rounds: int = 24
 ) -> list[Measured]:
     """The ratio at the first of `sizes`; the note has all of them."""
-    words, values = [], []
+    words = []
+    values = []
     for size, number in sizes:
         times_s = lab.run_ranks(fn, 2, size, number, num_rounds, timeout_s=400)
         by_hand, native = slowest_rank(times_s)
@@ -377,8 +389,10 @@ def weak_scaling(config: Config) -> list[Measured]:
     """A step of one rank alone over a step of two ranks, each with the batch of the one."""
     shape = Shape(6, 1024, 128, 16)
     times_s = lab.run_ranks(time_scaling, 2, shape, 15, timeout_s=400)
-    alone, (_, both, silent) = times_s[0][0], slowest_rank(times_s)
-    efficiency, machine = ratios(alone, both), ratios(alone, silent)
+    alone = times_s[0][0]
+    _, both, silent = slowest_rank(times_s)
+    efficiency = ratios(alone, both)
+    machine = ratios(alone, silent)
     return [
         (
             statistics.median(efficiency),
@@ -392,7 +406,8 @@ def weak_scaling(config: Config) -> list[Measured]:
 def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
     """On a rank: times of a step that rank 0 takes alone, and of one that all take together."""
     torch.manual_seed(dist.get_rank())
-    alone, (model, tokens) = make_step(*shape.build()), shape.build()
+    alone = make_step(*shape.build())
+    model, tokens = shape.build()
     # Meanwhile the others sleep in the barrier of the next round.
     together = make_step(replicas.BucketedDDP(model), tokens)
     works = [alone if dist.get_rank() == 0 else int, together]
@@ -403,9 +418,11 @@ def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
 
 def flops_share(config: Config) -> list[Measured]:
     """FLOP/s of a training step over those of the machine's best matrix product."""
-    shape, threads = Shape(9, 4096, 128, 8), num_cores()
+    shape = Shape(9, 4096, 128, 8)
+    threads = num_cores()
     torch.set_num_threads(threads)
-    tokens, width = shape.batch * shape.block, 32 * shape.layers
+    tokens = shape.batch * shape.block
+    width = 32 * shape.layers
     step = make_step(*shape.build())
     step_flops = flops_per_token(*shape.sizes) * tokens
     products = {
@@ -435,7 +452,9 @@ def flops_share(config: Config) -> list[Measured]:
 
 def matmuls(m: int, k: int, n: int, flops: float) -> tuple[Callable[[], None], float]:
     """Work of about `flops` in products of (m, k) and (k, n), and what it takes exactly."""
-    a, b, out = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+    a = torch.randn(m, k)
+    b = torch.randn(k, n)
+    out = torch.empty(m, n)
     repeats = max(1, round(flops / (2 * m * k * n)))
 
     def work() -> None:
@@ -447,7 +466,8 @@ def matmuls(m: int, k: int, n: int, flops: float) -> tuple[Callable[[], None], f
 
 def meters_cost(config: Config) -> list[Measured]:
     """Training with samples of ranks and node over training without; and with stopwatches."""
-    shape, num_rounds = Shape(4, 65, 64, 16), 30
+    shape = Shape(4, 65, 64, 16)
+    num_rounds = 30
     measured = []
     for fn, what in (
         (time_samples, f"6 steps, samples every {SAMPLE_EVERY_S / METER_TIMES:g} s"),
@@ -463,7 +483,8 @@ def meters_cost(config: Config) -> list[Measured]:
 
 def time_samples(shape: Shape, num_rounds: int) -> list[list[float]]:
     """On a rank: times of six steps with a sampler, and without."""
-    step, cpu = make_step(*shape.build()), torch.device("cpu")
+    step = make_step(*shape.build())
+    cpu = torch.device("cpu")
 
     def train() -> None:
         for _ in range(6):
@@ -628,7 +649,8 @@ def char_recipe(config: Config) -> list[Measured]:
     if not config.data:
         remedy = "python scripts/bench.py --only 'char recipe' --data FOLDER"
         return [(None, f"skipped: needs a folder with tinyshakespeare: {remedy}")] * 2
-    losses, rates = [], []
+    losses = []
+    rates = []
     for seed in CHAR_SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             flags = (*CHAR_RECIPE, f"--data={config.data}", f"--seed={seed}", f"--out={folder}/run")
@@ -711,7 +733,8 @@ def machine() -> dict[str, object]:
 
 def own_cpu_s() -> float:
     """Seconds that this process and all that it started have spent on any core."""
-    total_s, me = 0.0, psutil.Process()
+    total_s = 0.0
+    me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):  # it may end just now
             times = process.cpu_times()
@@ -730,14 +753,16 @@ def all_cpu_s() -> float:
 
 def take(measure: Measure, config: Config) -> list[Row]:
     """Measure, and note where other programs had a part in it."""
-    start_s, before_s = time.perf_counter(), all_cpu_s() - own_cpu_s()
+    start_s = time.perf_counter()
+    before_s = all_cpu_s() - own_cpu_s()
     measured = measure.function(config)
     others = (all_cpu_s() - own_cpu_s() - before_s) / (time.perf_counter() - start_s)
     busy = f"; BUSY: other programs used {others:.1f} cores" if others > BUSY_CORES else ""
     rows = []
     for (name, goal, unit), (value, note) in zip(measure.rows, measured, strict=True):
         if value is not None:
-            value, note = round(value, 4), note + busy
+            value = round(value, 4)
+            note = note + busy
         rows.append(Row(name, value, goal, unit, note))
     return rows
 
@@ -767,7 +792,9 @@ def main(config: Config) -> None:
     wanted = [name for name in names if config.only in name]
     if not wanted:
         raise BadInput(f"--only {config.only!r} is in no row's name: {', '.join(names)}")
-    about, rows, path = machine(), [], Path(config.out)
+    about = machine()
+    rows = []
+    path = Path(config.out)
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     write(path, about, rows)  # a path that cannot be written is known before the work
     for measure in MEASURES:

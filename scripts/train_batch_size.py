@@ -36,7 +36,9 @@ from manyhands.training.tasks import (
 )
 
 BATCHES = [2**power for power in range(11)]
-SMALL, LARGE, RATE = 8, 32, 0.4  # where the noise scale is measured
+SMALL = 8  # the batch sizes and the learning rate with which the noise scale is measured
+LARGE = 32
+RATE = 0.4
 ENOUGH = 3  # batch sizes, for a fit that can fail
 
 
@@ -158,9 +160,11 @@ def with_siblings(run: TaskRun, own: Sequence[dict], num_sizes: int) -> list[dic
     array, bar, number = run.folder.resolve().name.rpartition("_")
     if not (bar and array and number.isdigit()):
         return list(own)
-    ours, found = read_json(run.folder / "config.json")["identity"], {}
+    ours = read_json(run.folder / "config.json")["identity"]
+    found = {}
     for path in run.folder.resolve().parent.glob(f"{array}_*/config.json"):
-        theirs, results = read_json(path).get("identity", {}), read_results(path.parent)
+        theirs = read_json(path).get("identity", {})
+        results = read_results(path.parent)
         if theirs | {"batch": 0} == ours | {"batch": 0} and len(results) == len(own):
             found[theirs["batch"]] = results
     print(f"{len(found)} of {num_sizes} batch sizes are done", flush=True)
@@ -206,7 +210,8 @@ def find_best(parts: Parts, batch: int, steps: dict[float, list]) -> Best | None
     ):
         raise BadInput(f"best_rate gave {found!r}: run its check in the notebook")
     best = Best(batch, found[0], round(float(found[1]), 2), steps[found[0]])
-    few, many = min(best.steps), max(best.steps)
+    few = min(best.steps)
+    many = max(best.steps)
     print(f"batch {batch:4}: {best.mean:6.0f} steps ({few} to {many}) at rate {best.rate:g}")
     return best
 

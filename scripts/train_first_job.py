@@ -46,7 +46,8 @@ class Parts(NamedTuple):
 
 def curve(result: Mapping) -> tuple[float, int, str]:
     """The error of a training, the images that it looked at, and words."""
-    size, error = result["size"], result["error"]
+    size = result["size"]
+    error = result["error"]
     words = f"networks trained; {size} images: error {error:.3f}"
     return error, power_law.BATCH * power_law.num_steps(size), words
 
@@ -104,7 +105,8 @@ def train_one(data: images.Images, size: int, seed: int) -> float:
     """Train a network on `size` images that the seed chooses; its error on the test images."""
     torch.manual_seed(seed)
     chosen = torch.randperm(len(data.train_inputs))[:size]
-    inputs, labels = data.train_inputs[chosen], data.train_labels[chosen]
+    inputs = data.train_inputs[chosen]
+    labels = data.train_labels[chosen]
     model = power_law.train_on(inputs, labels, data.num_classes)
     return power_law.error_rate(model, data.test_inputs, data.test_labels)
 

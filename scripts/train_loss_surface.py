@@ -187,7 +187,8 @@ def map_one(
     group: dist.ProcessGroup,
 ) -> dict:
     """Compute the surface around a network; every rank calls this, and all get the same."""
-    inputs, labels = data.train_inputs[: config.images], data.train_labels[: config.images]
+    inputs = data.train_inputs[: config.images]
+    labels = data.train_labels[: config.images]
     parameters = list(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     directions = tuple(new_direction(parameters, generator, parts) for _ in range(2))

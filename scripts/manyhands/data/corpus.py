@@ -62,7 +62,8 @@ def grammar() -> Rules:
         end = f"COUNT {topic}-THINGS at TIME"
         rules["SENTENCE"].append(f"{topic}-ONE NAME of NAME {topic}-DOES {end}")
         rules["SENTENCE"].append(f"{topic}-MANY NAME and NAME {topic}-DO {end}")
-        rules[f"{topic}-ONE"], rules[f"{topic}-DO"] = who.split(), do.split()
+        rules[f"{topic}-ONE"] = who.split()
+        rules[f"{topic}-DO"] = do.split()
         for symbol, words in (("MANY", who), ("DOES", do), ("THINGS", things)):
             rules[f"{topic}-{symbol}"] = [word + "s" for word in words.split()]
     return rules
@@ -90,7 +91,8 @@ def write(rules: Rules, seed: str, num_characters: int) -> str:
     choose = random.Random(seed).choice
     lines: list[str] = []
     while num_characters > 0:
-        words, todo = [], ["SENTENCE"]
+        words = []
+        todo = ["SENTENCE"]
         while todo:
             symbol = todo.pop()
             if symbol in parts:
@@ -203,7 +205,8 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, tokens: Tensor, block: int) -> None:
-        self.tokens, self.block = tokens, block
+        self.tokens = tokens
+        self.block = block
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block
@@ -211,7 +214,8 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        start, stop = index * self.block, (index + 1) * self.block
+        start = index * self.block
+        stop = start + self.block
         return self.tokens[start:stop], self.tokens[start + 1 : stop + 1]
 
 
@@ -279,7 +283,8 @@ def _texts(data: str) -> tuple[str, str, str, str]:
     """The name, the training text, the validation text, and where they are from."""
     if data == "embedded":
         rules = grammar()
-        train, valid = write(rules, "train", 1_000_000), write(rules, "valid", 100_000)
+        train = write(rules, "train", 1_000_000)
+        valid = write(rules, "valid", 100_000)
         count = f"{len(train):,} characters train / {len(valid):,} validation"
         return data, train, valid, f"embedded text written by a grammar, {count}"
     path = fetched(data) if data in HUB else Path(os.path.expanduser(data))

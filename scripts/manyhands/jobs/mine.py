@@ -199,7 +199,8 @@ def _add(
     if not is_code and (home := _package_module_with(name, value)):
         imports.add(f"from {home} import {name}")
         return
-    module, origin = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    module = getattr(value, "__module__", None)
+    origin = getattr(value, "__name__", None)
     if origin and module and module != "__main__":
         imports.add(f"from {module} import {origin}" + (f" as {name}" if name != origin else ""))
         return

@@ -173,10 +173,13 @@ tell_refused() { # one line for all job files that are refused for the same reas
 
 check_python() {
     local python=${PYTHON:-$root/.venv/bin/python} said
-    command -v "$python" >/dev/null || {
-        [ -z "${PYTHON:-}" ] || problem "PYTHON in site.env is $PYTHON, which is not there"
+    if ! command -v "$python" >/dev/null; then
+        if [ -n "${PYTHON:-}" ]; then # launch.sh would take python3, which need not have torch
+            problem "PYTHON is $PYTHON, which is not there: correct or delete that line in site.env"
+            return
+        fi
         python=python3
-    }
+    fi
     if ! command -v "$python" >/dev/null; then
         problem "there is no python3: load a module in site.env, or set PYTHON"
         return

@@ -148,7 +148,8 @@ def measure(config: Config, world: World, parts: Parts) -> Path:
 
 def choose_sizes(config: Config, world: World) -> list[int]:
     """Bytes of the tensors, from 1 kB on, each cut to chunks of equal size."""
-    is_gpu, n = world.device.type == "cuda", world.world_size
+    is_gpu = world.device.type == "cuda"
+    n = world.world_size
     max_bytes = 1e6 * (config.max_mb or (256 if is_gpu else 16))
     # At worst rank 0 gathers all tensors, and on CPUs all ranks share one memory.
     needed = max_bytes * (n + 4 if is_gpu else 5 * n)

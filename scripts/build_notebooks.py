@@ -49,7 +49,8 @@ from manyhands.ranks.runtime import BadInput, command_line
 ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-MAP_START, MAP_END = "<!-- course map -->", "<!-- /course map -->"
+MAP_START = "<!-- course map -->"
+MAP_END = "<!-- /course map -->"
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
@@ -139,8 +140,10 @@ def expand(lesson: Lesson, index: int, is_todo: bool) -> str:
     statements = ast.parse(cell.source).body
     if len(statements) != 1 or not isinstance(statements[0], ast.ImportFrom):
         raise lesson.fault(index, "this cell holds one `from module import name, name`")
-    module, heading = statements[0].module or "", cell.metadata
-    number, emptied = heading.get("todo"), heading.get("exercise", "").split()
+    module = statements[0].module or ""
+    heading = cell.metadata
+    number = heading.get("todo")
+    emptied = heading.get("exercise", "").split()
     imported = [alias.name for alias in statements[0].names]
     if lost := {dotted.partition(".")[0] for dotted in emptied} - set(imported):
         raise lesson.fault(index, f"the cell empties {sorted(lost)} but does not import it")
@@ -156,7 +159,8 @@ def expand(lesson: Lesson, index: int, is_todo: bool) -> str:
     except BadInput as fault:
         raise lesson.fault(index, str(fault)) from None
     if number:
-        minutes, difficulty = heading["minutes"], heading["difficulty"]
+        minutes = heading["minutes"]
+        difficulty = heading["difficulty"]
         parts[0] = f"# TODO {number} - {minutes} minutes - difficulty {difficulty} of 3\n{parts[0]}"
     return "\n\n\n".join(parts)
 
@@ -188,7 +192,8 @@ def empty_body(source: str, dotted: str, number: str) -> str:
         raise BadInput(f"{dotted} is no function: name the methods to empty, as {dotted}.method")
     if not ast.get_docstring(node) or len(node.body) < 2:
         raise BadInput(f"{dotted} needs a docstring, which states the task, and a body")
-    lines, indent = source.splitlines(), " " * node.body[0].col_offset
+    lines = source.splitlines()
+    indent = " " * node.body[0].col_offset
     end = node.end_lineno
     while end < len(lines) and lines[end].startswith(f"{indent}#"):
         end += 1  # a comment below the last statement belongs to the answer
@@ -209,13 +214,15 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 def keep_outputs(notebook: NotebookNode, old: NotebookNode) -> bool:
     """Take over the outputs of an earlier build; False if it ran other code, or did not run."""
-    new_cells, old_cells = code_cells(notebook), code_cells(old)
+    new_cells = code_cells(notebook)
+    old_cells = code_cells(old)
     if [cell.source for cell in new_cells] != [cell.source for cell in old_cells]:
         return False
     if any(cell.execution_count is None for cell in old_cells):
         return False
     for new, before in zip(new_cells, old_cells, strict=True):
-        new.outputs, new.execution_count = before.outputs, before.execution_count
+        new.outputs = before.outputs
+        new.execution_count = before.execution_count
     return True
 
 
@@ -301,7 +308,8 @@ def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
         names = ", ".join(path.stem for path in sources) or "none"
         raise BadInput(f"there is no solutions/{config.only}.py; there is: {names}")
     for lesson in chosen:
-        todo, solution = build(lesson, is_todo=True), build(lesson, is_todo=False)
+        todo = build(lesson, is_todo=True)
+        solution = build(lesson, is_todo=False)
         add_outputs(solution, lesson, config)
         yield lesson.target("notebooks"), f"{nbformat.writes(todo)}\n"
         yield lesson.target("solutions"), f"{nbformat.writes(solution)}\n"

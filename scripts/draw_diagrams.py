@@ -27,9 +27,12 @@ from manyhands.instruments.figures import (
 from manyhands.ranks.runtime import command_line
 
 PAPER = "#fcfcfa"
-BOLD, MONO = ' font-weight="bold"', ' font-family="Menlo, Consolas, monospace"'
-START, END = ' text-anchor="start"', ' text-anchor="end"'
-DASHED, TIP = ' stroke-dasharray="6 4"', ' marker-end="url(#tip)"'
+BOLD = ' font-weight="bold"'
+MONO = ' font-family="Menlo, Consolas, monospace"'
+START = ' text-anchor="start"'
+END = ' text-anchor="end"'
+DASHED = ' stroke-dasharray="6 4"'
+TIP = ' marker-end="url(#tip)"'
 BOTH_TIPS = TIP + ' marker-start="url(#tip)"'
 STROKES = {"//": "M-2 2L2 -2M0 8L8 0M6 10L10 6", "\\\\": "M-2 6L2 10M0 0L8 8M6 -2L10 2"}
 STROKES |= {"xx": "M0 8L8 0M0 0L8 8", "..": "M3 4h2", "--": "M0 4h8"}  # in a tile of 8 x 8
@@ -177,12 +180,14 @@ def ddp_sampler(card: Card) -> None:
     for epoch, order in enumerate(ORDERS):
         left = 150 + 306 * epoch
         card.text(left + 144, 20, f"epoch {epoch}", BOLD)
-        start, stop = left - 6, left + 170
+        start = left - 6
+        stop = left + 170
         batch = ((start, 36), (stop, 36), (stop, 214), (start, 214), (start, 35))
         card.line(*batch, colour=GREY, more=DASHED)
         card.text(start, 232, "first global batch, B = 6", START)
         for place, sample in enumerate(map(str, order)):
-            x, y = left + 28 * place + 8 * (place > 5), 98 + 38 * (place % 3)
+            x = left + 28 * place + 8 * (place > 5)
+            y = 98 + 38 * (place % 3)
             card.line((x + 12, 72), (x + 12, y), colour=RANK[place % 3], more="")
             card.box(x, 44, 24, 28, sample)
             card.box(x, y, 24, 28, sample, fill=RANK[place % 3])
@@ -319,7 +324,8 @@ def collectives_overview(card: Card) -> None:
     leaves the whole sum on all.
     """
     for place, (name, (words, before, after)) in enumerate(PATTERNS.items()):
-        left, top = 16 + 372 * (place % 2), 14 + 176 * (place // 2)
+        left = 16 + 372 * (place % 2)
+        top = 14 + 176 * (place // 2)
         card.text(left, top + 12, name, BOLD + START)
         card.text(left + 356, top + 12, words, END)
         card.text(left + 32, top + 37, "rank", END)
@@ -383,9 +389,13 @@ def collectives_ring(card: Card) -> None:
         cells = y + (8 if rank < 2 else 40)
         card.text(x + 12, y + (64 if rank < 2 else 20), f"rank {rank}", BOLD + START)
         for chunk in range(4):
-            cell, colour = x + 12 + 72 * chunk, RANK[chunk]
+            cell = x + 12 + 72 * chunk
+            colour = RANK[chunk]
             if chunk == (rank - 1) % 4:
-                left, right, top, bottom = cell, cell + 68, cells, cells + 36
+                left = cell
+                right = cell + 68
+                top = cells
+                bottom = cells + 36
                 way = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
                 card.line(*way, colour=colour, more=DASHED)
                 card.text(cell + 34, cells + 18, "arrives")
@@ -473,7 +483,8 @@ def memory_stages(card: Card) -> None:
             card.text(left + 18 + 54 * rank + 8, 296, f"rank {rank}")
             y = 44.0
             for number, (role, height) in enumerate(parts):
-                whole, x = 56 * height, left + 4 + 54 * rank
+                whole = 56 * height
+                x = left + 4 + 54 * rank
                 card.box(x, y, 46, whole)
                 if stage >= 3 - number:
                     card.box(x, y + whole / 3 * rank, 46, whole / 3, "1/3", fill=role)
@@ -495,7 +506,8 @@ def fsdp_unit(card: Card) -> None:
     for row, role in enumerate(("forward", "backward")):
         card.text(20, 24 + 146 * row, role, BOLD + START)
         for place in range(2):
-            x, y = 100 + 98 * place, 44 + 146 * row + 48 * place
+            x = 100 + 98 * place
+            y = 44 + 146 * row + 48 * place
             card.text(x - 12, y + 19, f"unit {place + 1 if row == 0 else 2 - place}", END)
             for step, width in widths.items():
                 if step != "reduce-scatter" or role == "backward":

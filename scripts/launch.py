@@ -68,7 +68,8 @@ def launch(command: list[str]) -> int:
     """Run `command` (a script and its flags) on this node's ranks and return the exit code."""
     if not command or not os.path.isfile(command[0]):
         raise BadInput(f"no script {' '.join(command[:1])}: give one, as scripts/train_ddp.py")
-    granted, num_gpus = machine(torch.device("cpu")), torch.cuda.device_count()
+    granted = machine(torch.device("cpu"))
+    num_gpus = torch.cuda.device_count()
     arguments = torchrun_arguments(os.environ, num_gpus, granted["num_cores"])
     ranks = int(arguments[1].split("=")[1])
     prepare_environment(max(1, granted["num_cores"] // ranks), "--standalone" in arguments)

@@ -43,7 +43,8 @@ def main(config: Config) -> None:
     if config.data in corpus.HUB or config.data in images.HUB:
         path = fetch(config.data)
     if config.data in images.HUB:
-        note, command = images.load(config.data).note, "python scripts/train_batch_size.py"
+        note = images.load(config.data).note
+        command = "python scripts/train_batch_size.py"
     else:
         note = corpus.load(config.data, block=1, vocab=config.vocab).note
         command = "torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py"

@@ -47,8 +47,11 @@ def run(notebook: NotebookNode, cwd: Path, timeout_s: int) -> dict:
     """Run `notebook` from top to bottom; returns the verdict, the time and what failed."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    start_s, found, begun = time.monotonic(), {"verdict": "pass"}, []
+            cell.outputs = []
+            cell.execution_count = None
+    start_s = time.monotonic()
+    found = {"verdict": "pass"}
+    begun = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             environment = kernel_environment(ROOT, folder)
@@ -91,7 +94,8 @@ def main(config: Config) -> None:
         raise BadInput(f"there is no solutions/{source.name}; there is: {names}")
     out = Path(config.out or f"runs/solutions/{config.lesson}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    verdict_file, page_file = Path(f"{out}.json"), Path(f"{out}.html")
+    verdict_file = Path(f"{out}.json")
+    page_file = Path(f"{out}.html")
     verdict_file.unlink(missing_ok=True)  # of an earlier run: it must not count for one cut short
     notebook = nbformat.read(source, as_version=4)
     result = {"lesson": config.lesson, **run(notebook, source.parent, config.timeout_s)}

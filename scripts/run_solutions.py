@@ -130,11 +130,13 @@ def parts_of(lesson: str, job: dict | None, nodes: int) -> list[Part]:
     """The notebook of a lesson and, where it has one, its job."""
     for ending in ("json", "html", "log"):  # of an earlier call
         (FOLDER / f"{lesson}.{ending}").unlink(missing_ok=True)
-    sbatch, word = ROOT / "sbatch", lesson.partition("_")[2]
+    sbatch = ROOT / "sbatch"
+    word = lesson.partition("_")[2]
     page = FOLDER / lesson
     parts = [Part(f"{lesson}, notebook", sbatch / "solution.sbatch", [lesson], page)]
     if job is not None:
-        flags, out = shlex.split(job["flags"]), next_free(FOLDER, word)
+        flags = shlex.split(job["flags"])
+        out = next_free(FOLDER, word)
         parts.append(Part(f"{lesson}, job", sbatch / f"{word}.sbatch", flags, out, nodes or None))
     return parts
 
@@ -144,7 +146,8 @@ def run(parts: Sequence[Part], local: bool, limit_s: float) -> None:
 
     Whatever ends this, also the person at the keyboard, ends what was submitted.
     """
-    deadline_s, why = time.monotonic() + limit_s, f"ended: not done after {limit_s / 60:g} minutes"
+    deadline_s = time.monotonic() + limit_s
+    why = f"ended: not done after {limit_s / 60:g} minutes"
     try:
         for part in parts:
             part.submit(local)
@@ -189,12 +192,14 @@ def row_of(lesson: str, job: dict | None, parts: Sequence[Part]) -> Row:
 
 def add_notebook(row: Row, part: Part) -> None:
     """Read the verdict on a notebook."""
-    path, problem = part.out.with_name(f"{part.out.name}.json"), part.problem()
+    path = part.out.with_name(f"{part.out.name}.json")
+    problem = part.problem()
     end_s = time.monotonic() + (0 if problem else LATE_S)
     while not path.exists() and time.monotonic() < end_s:
         time.sleep(0.5)
     found = read_json(path) if path.exists() else {"verdict": "fail"}
-    row.notebook, row.notebook_s = found["verdict"], found.get("spent_s")
+    row.notebook = found["verdict"]
+    row.notebook_s = found.get("spent_s")
     if "error" in found:
         problem = f"cell {found['cell']}: {found['error']}"
     elif row.notebook == "fail":
@@ -205,12 +210,14 @@ def add_notebook(row: Row, part: Part) -> None:
 
 def add_job(row: Row, part: Part, expected: list[float] | None) -> None:
     """Read how a job ended, what it used, and whether its loss is what it should be."""
-    row.expected, problem = expected, part.problem()
+    row.expected = expected
+    problem = part.problem()
     row.job = part.word()
     row.job_s = part.job.state.time_s if part.job else None
     status = part.out / "status.json"
     if status.exists():
-        row.loss, row.used = read_json(status).get("valid_loss"), used(part.out)
+        row.loss = read_json(status).get("valid_loss")
+        row.used = used(part.out)
     if not problem and expected:
         if row.loss is None:
             problem = "the run says no validation loss"
@@ -223,7 +230,8 @@ def add_job(row: Row, part: Part, expected: list[float] | None) -> None:
 def used(folder: Path) -> str:
     """How busy what a run was granted was, from its start to its end."""
     run = record.read(folder)
-    bill, busy_h = run.bill, run.bill.busy_h
+    bill = run.bill
+    busy_h = bill.busy_h
     if bill.unit == "GPU" and not any(rank["device"].startswith("cuda") for rank in run.ranks):
         busy_h = 0.0  # no rank was on them
     if busy_h is None or not bill.charged_h:

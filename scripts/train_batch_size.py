@@ -15,27 +15,37 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+import torch
+
 from manyhands.batch_size import scaling, sweep
 from manyhands.data import images
 from manyhands.first_job.planning import my_share
 from manyhands.first_job.power_law import fit_power_law
 from manyhands.instruments.figures import new_figure, png, steps_by_batch
+from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.storage import read_json
-from manyhands.training.tasks import Kind, TaskRun, read_results, start
+from manyhands.training.tasks import (
+    WAIT_S,
+    Kind,
+    TaskConfig,
+    TaskRun,
+    at_least_one,
+    read_results,
+)
 
 BATCHES = [2**power for power in range(11)]
-SMALL, LARGE, RATE = 8, 32, 0.4  # where the noise scale is measured
+SMALL = 8  # the batch sizes and the learning rate with which the noise scale is measured
+LARGE = 32
+RATE = 0.4
 ENOUGH = 3  # batch sizes, for a fit that can fail
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TaskConfig):
     """What to train."""
 
-    data: str = "embedded"
-    """embedded, mnist, fashion-mnist, or a folder with idx files."""
     batch: int = 0
     """Train with this batch size only; 0 takes 1, 2, 4 ... 1024."""
     rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -48,12 +58,6 @@ class Config:
     """Steps after which a training has missed the target."""
     impl: Literal["mine", "scratch"] = "scratch"
     """Whose best_rate, fit_steps and noise_scale: yours (mine/batch_size.py) or the course's."""
-    seed: int = 1
-    """Start of every random number."""
-    device: str = "auto"
-    """Where to train: auto, cpu or cuda."""
-    out: str = ""
-    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
 
 
 class Parts(NamedTuple):
@@ -95,7 +99,8 @@ KIND = Kind(
 
 def main(config: Config) -> dict | None:
     """Train all, and write the report; rank 0 returns the numbers of `result.json`."""
-    return start(KIND, config, Parts, train)
+    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
+    return mine.start("batch_size", config, Parts, train, timeout_s=WAIT_S)
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
@@ -137,9 +142,7 @@ def list_tasks(config: Config, num_images: int) -> list[tuple[int, float]]:
         raise BadInput(f"--rates {' '.join(map(str, rates))}: name each of them once")
     if not 0 < config.target <= 1:
         raise BadInput(f"--target {config.target}: an accuracy is above 0 and at most 1")
-    for name in ("networks", "max_steps"):
-        if getattr(config, name) < 1:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(config, name)}: take at least 1")
+    at_least_one(config, "networks", "max_steps")
     batches = [config.batch] if config.batch else sizes_for(num_images)
     return [(batch, rate) for batch in batches for rate in rates]
 
@@ -157,9 +160,11 @@ def with_siblings(run: TaskRun, own: Sequence[dict], num_sizes: int) -> list[dic
     array, bar, number = run.folder.resolve().name.rpartition("_")
     if not (bar and array and number.isdigit()):
         return list(own)
-    ours, found = read_json(run.folder / "config.json")["identity"], {}
+    ours = read_json(run.folder / "config.json")["identity"]
+    found = {}
     for path in run.folder.resolve().parent.glob(f"{array}_*/config.json"):
-        theirs, results = read_json(path).get("identity", {}), read_results(path.parent)
+        theirs = read_json(path).get("identity", {})
+        results = read_results(path.parent)
         if theirs | {"batch": 0} == ours | {"batch": 0} and len(results) == len(own):
             found[theirs["batch"]] = results
     print(f"{len(found)} of {num_sizes} batch sizes are done", flush=True)
@@ -205,7 +210,8 @@ def find_best(parts: Parts, batch: int, steps: dict[float, list]) -> Best | None
     ):
         raise BadInput(f"best_rate gave {found!r}: run its check in the notebook")
     best = Best(batch, found[0], round(float(found[1]), 2), steps[found[0]])
-    few, many = min(best.steps), max(best.steps)
+    few = min(best.steps)
+    many = max(best.steps)
     print(f"batch {batch:4}: {best.mean:6.0f} steps ({few} to {many}) at rate {best.rate:g}")
     return best
 

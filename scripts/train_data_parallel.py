@@ -20,7 +20,13 @@ from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed
 from manyhands.training.report import write_report
-from manyhands.training.run import Run, TrainConfig, save_once
+from manyhands.training.run import (
+    Run,
+    TrainConfig,
+    learning_rate_at,
+    save_once,
+    set_learning_rate,
+)
 
 BUCKET_BYTES = 25_000_000
 EXERCISES = {  # of lesson 05, which each --impl is made of
@@ -73,30 +79,39 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     has_server = config.impl == "server"  # it is rank 0, and as a worker number -1
-    worker, num_workers = world.rank - has_server, world.world_size - has_server
+    worker = world.rank - has_server
+    num_workers = world.world_size - has_server
 
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
-    flops = flops_per_token(vocab_size, config.block, config.layers)
-    about = (len(data.train), flops, data.entropy_floor)
-    run = Run(config, world, "data_parallel", *about, num_shares=num_workers)
+    run = Run(
+        config,
+        world,
+        "data_parallel",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
+        floor=data.entropy_floor,
+        num_shares=num_workers,
+    )
     sampler, loader, valid = make_loaders(data, config, worker, num_workers)
 
     # Model
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     torch.manual_seed(world.data_seed)
     model, buckets = replicate(config.impl, parts, model)
-    only_works = has_server and worker >= 0
-    optimizer = None if only_works else torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = None
+    if not has_server or world.is_main:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
     # Training
     run.resume(model, optimizer)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for batch in run.batches(loader):
-            run.set_learning_rate(optimizer)
+            if optimizer:
+                set_learning_rate(optimizer, learning_rate_at(run.step, config))
             if batch:  # a server's is empty
                 loss = model(*batch)
                 loss.backward()
@@ -105,7 +120,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss if batch else None)
 
     # Result
-    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
+    total, count = total_loss(model, run.validation(valid), world.device)
+    valid_loss = wrapping.mean_over_ranks(total, count)
     save_once(model, run.folder / "model.pt")
     run.finish(valid_loss)
     if world.is_main:

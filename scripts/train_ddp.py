@@ -19,7 +19,13 @@ from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import World, command_line, distributed, place, process_group
 from manyhands.training.report import write_report
-from manyhands.training.run import Run, TrainConfig, save_once
+from manyhands.training.run import (
+    Run,
+    TrainConfig,
+    learning_rate_at,
+    save_once,
+    set_learning_rate,
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,17 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
-    flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "ddp", len(data.train), flops, data.entropy_floor)
+    run = Run(
+        config,
+        world,
+        "ddp",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
+        floor=data.entropy_floor,
+    )
     batch = config.batch // world.world_size
     sampler = parts.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
@@ -84,14 +96,14 @@ def train(config: Config, world: World, parts: Parts) -> float:
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     torch.manual_seed(world.data_seed)
     model = (parts.torch_ddp or parts.BucketedDDP)(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
     # Training
     run.resume(model, optimizer)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
             loss = model(inputs, targets)
             loss.backward()
             optimizer.step()
@@ -99,7 +111,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    total, count = total_loss(model, valid, world.device)
+    total, count = total_loss(model, run.validation(valid), world.device)
     valid_loss = parts.mean_over_ranks(total, count)
     parts.save_once(model, run.folder / "model.pt")
     run.finish(valid_loss)

@@ -19,29 +19,22 @@ import torch
 from manyhands.data import images
 from manyhands.first_job import planning, power_law
 from manyhands.instruments.figures import measured_and_predicted, new_figure, png
+from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
-from manyhands.training.tasks import Kind, TaskRun, start
+from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TaskConfig):
     """What to train."""
 
-    data: str = "embedded"
-    """embedded, mnist, fashion-mnist, or a folder with idx files."""
     smallest: int = 20
     """Images in the smallest training; each size is twice the one before."""
     networks: int = 4
     """Networks of each size. They differ in their images and in their first weights."""
     impl: Literal["mine", "scratch"] = "scratch"
     """Whose my_share and fit_power_law: yours (mine/first_job.py) or the course's."""
-    seed: int = 1
-    """Start of every random number."""
-    device: str = "auto"
-    """Where to train: auto, cpu or cuda."""
-    out: str = ""
-    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
 
 
 class Parts(NamedTuple):
@@ -53,7 +46,8 @@ class Parts(NamedTuple):
 
 def curve(result: Mapping) -> tuple[float, int, str]:
     """The error of a training, the images that it looked at, and words."""
-    size, error = result["size"], result["error"]
+    size = result["size"]
+    error = result["error"]
     words = f"networks trained; {size} images: error {error:.3f}"
     return error, power_law.BATCH * power_law.num_steps(size), words
 
@@ -71,7 +65,8 @@ KIND = Kind(
 
 def main(config: Config) -> float:
     """Train all networks, write the report, and return the exponent of the power law."""
-    return start(KIND, config, Parts, train)
+    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
+    return mine.start("first_job", config, Parts, train, timeout_s=WAIT_S)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
@@ -110,7 +105,8 @@ def train_one(data: images.Images, size: int, seed: int) -> float:
     """Train a network on `size` images that the seed chooses; its error on the test images."""
     torch.manual_seed(seed)
     chosen = torch.randperm(len(data.train_inputs))[:size]
-    inputs, labels = data.train_inputs[chosen], data.train_labels[chosen]
+    inputs = data.train_inputs[chosen]
+    labels = data.train_labels[chosen]
     model = power_law.train_on(inputs, labels, data.num_classes)
     return power_law.error_rate(model, data.test_inputs, data.test_labels)
 

@@ -6,13 +6,12 @@ bash sbatch/fsdp.sbatch --impl mine         with your own functions in it
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,9 +24,8 @@ from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
-WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SHARDED = {"zero1": ["optimizer"], "zero2": ["optimizer"]}  # of a checkpoint; the rest: all of it
 
 
@@ -87,12 +85,19 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
-    shape = data.tokenizer.vocab_size, config.block, config.layers
+    shape = (data.tokenizer.vocab_size, config.block, config.layers)
     mesh = mesh_of(config, world, parts)
-    about = (len(data.train), flops_per_token(*shape), data.entropy_floor)
-    run, batch = Run(config, world, "fsdp", *about), config.batch // world.world_size
+    run = Run(
+        config,
+        world,
+        "fsdp",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(*shape),
+        floor=data.entropy_floor,
+    )
+    batch = config.batch // world.world_size
     sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
 
@@ -103,13 +108,13 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     live = Live(parts_of(model, optimizer), limit=int(config.limit_mb * 1e6) or None)
 
     # Training
-    run.resume(model, *in_checkpoint(impl, optimizer))
-    last_weighed = config.steps if live.limit else run.step + WEIGHED_STEPS
+    inner = getattr(optimizer, "optimizer", optimizer)  # the one whose state a checkpoint holds
+    run.resume(model, inner, sharded=SHARDED.get(impl, ["model", "optimizer"]))
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
-            with live if run.step < last_weighed else nullcontext():
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
+            with live.at_first():
                 loss = model(inputs, targets)
                 loss.backward()
                 optimizer.step()
@@ -117,7 +122,8 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    valid_loss = ddp.mean_over_ranks(*valid_total(model, data.valid, batch, world))
+    total, count = valid_total(run, model, data.valid, batch)
+    valid_loss = ddp.mean_over_ranks(total, count)
     plain = model if impl in SHARDED else unshard(model, Transformer(*shape), world)
     return finish(run, plain, valid_loss, live)
 
@@ -141,7 +147,8 @@ def shard(
     config: Config, impl: str, parts: Parts, model: Transformer, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, object]:
     """Shard the model, block by block, and make the optimizer of this rank's shards."""
-    blocks, adamw = list(model.blocks), partial(torch.optim.AdamW, fused=True)
+    blocks = list(model.blocks)
+    adamw = partial(torch.optim.AdamW, lr=config.learning_rate, fused=True)
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
     if impl in SHARDED:
         broadcast_state(model)
@@ -161,11 +168,6 @@ def shard(
     return model, adamw(model.parameters())
 
 
-def in_checkpoint(impl: str, optimizer: object) -> tuple[torch.optim.Optimizer, list[str]]:
-    """The optimizer whose state is saved, and what each rank saves for itself."""
-    return getattr(optimizer, "optimizer", optimizer), SHARDED.get(impl, ["model", "optimizer"])
-
-
 def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:
     """Set `plain`, on the CPU of rank 0, to the weights of all shards; returns it on all ranks."""
     state = fully_shard.full_state(sharded)
@@ -174,13 +176,14 @@ def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:
     return plain
 
 
-def valid_total(model: nn.Module, valid: Dataset, batch: int, world: World) -> tuple:
+def valid_total(run: Run, model: nn.Module, valid: Dataset, batch: int) -> tuple[Tensor, int]:
     """Sum and number of this rank's validation losses; every rank calls the model as often."""
+    world = run.world
     share = range(world.rank, len(valid), world.world_size)
     loader = DataLoader(valid, batch, sampler=share)
-    total, count = total_loss(model, loader, world.device)
+    total, count = total_loss(model, run.validation(loader), world.device)
     most = math.ceil(math.ceil(len(valid) / world.world_size) / batch)
-    for _ in range(most - len(loader)):  # all ranks must gather, also one whose share is done
+    if len(loader) < most:  # all ranks must gather, also one whose share is done
         total_loss(model, [[part[None] for part in valid[0]]], world.device)
     return total, count
 

@@ -24,13 +24,14 @@ from manyhands.data import images
 from manyhands.first_job.planning import my_share
 from manyhands.first_job.power_law import error_rate
 from manyhands.instruments.figures import loss_surfaces, png
+from manyhands.jobs import mine
 from manyhands.loss_surface import surface as loss_surface
 from manyhands.models import resnet
 from manyhands.models.resnet import ResNet, use_batch_statistics
 from manyhands.ranks.runtime import BadInput, World, command_line, together
 from manyhands.training.report import write_report
 from manyhands.training.storage import partial_name, read_state, write_state
-from manyhands.training.tasks import Kind, TaskRun, start
+from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
 KINDS = ("skip", "plain")
 NAMES = {"skip": "with skips", "plain": "without skips"}
@@ -38,11 +39,9 @@ AT_ONCE = 1000  # images in one forward pass when testing
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TaskConfig):
     """What to train, and how much of the surface to map."""
 
-    data: str = "embedded"
-    """embedded, mnist, fashion-mnist, or a folder with idx files."""
     networks: int = 3
     """Networks with skip connections, and as many without. They differ in their seed."""
     blocks: int = 14
@@ -57,12 +56,6 @@ class Config:
     """How often each network sees each training image."""
     impl: Literal["mine", "scratch"] = "scratch"
     """Whose random_direction, surface, roughness: yours (mine/loss_surface.py) or the course's."""
-    seed: int = 1
-    """Start of every random number."""
-    device: str = "auto"
-    """Where to train: auto, cpu or cuda."""
-    out: str = ""
-    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
 
 
 class Parts(NamedTuple):
@@ -96,7 +89,8 @@ KIND = Kind(
 
 def main(config: Config) -> dict | None:
     """Train and map all, and write the report; rank 0 returns the numbers of `result.json`."""
-    return start(KIND, config, Parts, train)
+    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
+    return mine.start("loss_surface", config, Parts, train, timeout_s=WAIT_S)
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
@@ -139,9 +133,7 @@ def check(config: Config, num_images: int) -> None:
         raise BadInput(f"--grid {config.grid}: take an odd number, 3 or more")
     if not (math.isfinite(config.span) and config.span > 0):
         raise BadInput(f"--span {config.span}: take a number above 0")
-    for name in ("networks", "blocks", "epochs"):
-        if getattr(config, name) < 1:
-            raise BadInput(f"--{name} {getattr(config, name)}: take at least 1")
+    at_least_one(config, "networks", "blocks", "epochs")
 
 
 # ---- training ----------------------------------------------------------------------------------
@@ -195,7 +187,8 @@ def map_one(
     group: dist.ProcessGroup,
 ) -> dict:
     """Compute the surface around a network; every rank calls this, and all get the same."""
-    inputs, labels = data.train_inputs[: config.images], data.train_labels[: config.images]
+    inputs = data.train_inputs[: config.images]
+    labels = data.train_labels[: config.images]
     parameters = list(model.parameters())
     generator = torch.Generator().manual_seed(seed)
     directions = tuple(new_direction(parameters, generator, parts) for _ in range(2))

@@ -5,7 +5,6 @@ bash sbatch/memory.sbatch --save checkpointing --impl mine      with your own fu
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -22,11 +21,10 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import mine
 from manyhands.memory import savings
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
-from manyhands.ranks.runtime import World, command_line, distributed
+from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
-WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 NUM_PIECES = 4
 
 
@@ -49,20 +47,22 @@ class Parts(NamedTuple):
 
 def main(config: Config) -> float:
     """Train, write the report, and return the validation loss in nats per token."""
-    yours = mine.load("memory", Parts._fields) if config.impl == "mine" else {}
-    with distributed(config.device, config.seed) as world:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    return mine.start("memory", config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
-    shape = data.tokenizer.vocab_size, config.block, config.layers
-    about = (len(data.train), flops_per_token(*shape), data.entropy_floor)
-    run = Run(config, world, "memory", *about)
+    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    run = Run(
+        config,
+        world,
+        "memory",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(*shape),
+        floor=data.entropy_floor,
+    )
     sampler, loader, valid = make_loaders(data, config, world)
 
     # Model
@@ -70,18 +70,17 @@ def train(config: Config, world: World, parts: Parts) -> float:
     torch.manual_seed(world.data_seed)
     broadcast_state(model)
     loss_of, num_pieces = saving(config, model, parts)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     live = Live(parts_of(model, optimizer))
 
     # Training
     run.resume(model, optimizer)
-    last = run.step + WEIGHED_STEPS
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for batch_of_rank in run.batches(loader):
-            run.set_learning_rate(optimizer)
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
             pieces = list(zip(*(part.chunk(num_pieces) for part in batch_of_rank), strict=True))
-            with live if run.step < last else nullcontext():
+            with live.at_first():
                 loss = parts.accumulate(loss_of, pieces)
                 average_gradients(model)
                 optimizer.step()
@@ -89,7 +88,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(torch.as_tensor(loss))
 
     # Result
-    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
+    total, count = total_loss(model, run.validation(valid), world.device)
+    valid_loss = wrapping.mean_over_ranks(total, count)
     return finish(run, model, valid_loss, live)
 
 

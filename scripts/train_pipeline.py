@@ -5,7 +5,7 @@ bash sbatch/pipeline.sbatch --impl mine     with your own functions in it
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +26,12 @@ from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token
 from manyhands.pipeline import bubble, schedules, stages, wiring
 from manyhands.pipeline import engine as pipeline
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main
+from manyhands.ranks.runtime import BadInput, World, command_line, on_main
 from manyhands.training import storage
+from manyhands.training.checkpoints import local
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
-WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 SEVERAL = ("interleaved", "zero-bubble")  # two stages a rank
 
 
@@ -83,41 +83,46 @@ def main(config: Config) -> float:
         raise BadInput("--recompute and --schedule naive are by hand: leave out --impl torch")
     if config.micro_batches < 1:
         raise BadInput(f"micro_batches is {config.micro_batches}: take at least 1")
-    yours = mine.load("pipeline", Parts._fields) if config.impl == "mine" else {}
-    with distributed(config.device, config.seed) as world:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    return mine.start("pipeline", config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     place = find_place(config, world, parts)
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
-    shape, num_shares = (data.tokenizer.vocab_size, config.block, config.layers), place.share[1]
-    about = ("pipeline", len(data.train), flops_per_token(*shape), data.entropy_floor)
-    run, batch = Run(config, world, *about, num_shares=num_shares), config.batch // num_shares
+    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    num_shares = place.share[1]
+    run = Run(
+        config,
+        world,
+        "pipeline",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(*shape),
+        floor=data.entropy_floor,
+        num_shares=num_shares,
+    )
+    batch = config.batch // num_shares
     size = batch // config.micro_batches
     sampler = corpus.ShardedSampler(len(data.train), *place.share, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
 
     # Model
-    path, example = run.folder / "stages.json", data.train[0][0].expand(size, -1)
+    path = run.folder / "stages.json"
+    example = data.train[0][0].expand(size, -1)
     own, tied = take_stages(Transformer(*shape).to(world.device), example, place, parts, path)
     model = nn.ModuleList(own.values())
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     engine = make_engine(config, parts, own, size, place, run.stopwatch)
     live = Live(parts_of(model, optimizer))
 
     # Training
     run.resume(model, optimizer, sharded=["model", "optimizer"])
-    last_weighed = run.step + WEIGHED_STEPS
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
-            with live if run.step < last_weighed else nullcontext():
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
+            with live.at_first():
                 loss = engine.step(inputs, targets)
                 parts.sum_tied(tied, place.pipe)
                 average_gradients(model, place.replicas)
@@ -127,19 +132,21 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
     # Result
     notes = {"waiting": idle_words(engine, config, place, world.device)}
-    valid_loss = mean_loss(config, data.valid, batch, own, place)
+    valid_loss = mean_loss(run, config, data.valid, batch, own, place)
     whole = gather(own, place, Transformer(*shape), path)
     return finish(run, whole, valid_loss, live, notes)
 
 
 def find_place(config: Config, world: World, parts: Parts) -> Place:
     """Put the ranks into pipelines; BadInput where they or the batch do not fit."""
-    ranks, m = config.stages or world.world_size, config.micro_batches
+    ranks = config.stages or world.world_size
+    m = config.micro_batches
     if ranks < 1 or world.world_size % ranks:
         raise BadInput(
             f"--stages {ranks} does not fit {world.world_size} rank(s): take a divisor of that"
         )
-    d, per_rank = world.world_size // ranks, 1 + (config.schedule in SEVERAL)
+    d = world.world_size // ranks
+    per_rank = 1 + (config.schedule in SEVERAL)
     if config.batch % (d * m):
         raise BadInput(
             f"batch {config.batch} cannot be cut into {d} replica(s) x {m} micro-batches: take a "
@@ -197,7 +204,8 @@ def take_stages(
         print(f"layers of each stage and their time for a micro-batch: {', '.join(words)}")
         return told["bounds"]
 
-    every, rank = stages.cut(layers, on_main(choose)), dist.get_rank(place.pipe)
+    every = stages.cut(layers, on_main(choose))
+    rank = dist.get_rank(place.pipe)
     tied = [entry for entry in wiring.find_tied(every, place.ranks) if rank in entry[1]]
     return {stage: every[stage] for stage in place.stages}, tied
 
@@ -216,11 +224,13 @@ class Native:
     """PyTorch's schedule, called like Pipeline; it records no spans."""
 
     def __init__(self, schedule: object, place: Place) -> None:
-        self.schedule, self.place = schedule, place
+        self.schedule = schedule
+        self.place = place
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward of a batch; returns its mean loss on every rank."""
-        losses, last = [], self.place.num_stages - 1
+        losses: list[Tensor] = []
+        last = self.place.num_stages - 1
         given = [inputs] if 0 in self.place.stages else []
         wanted = {"target": targets, "losses": losses} if last in self.place.stages else {}
         self.schedule.step(*given, **wanted)
@@ -238,14 +248,22 @@ def make_engine(
     stopwatch: Stopwatch,
 ) -> pipeline.Pipeline | Native:
     """What runs a training step over this rank's stages, with `size` samples a micro-batch."""
-    m, kind = config.micro_batches, config.schedule
+    m = config.micro_batches
+    kind = config.schedule
     if config.impl == "torch":
-        about = (own, place.num_stages, m, token_loss, kind, place.pipe)
-        return Native(wiring.torch_pipeline(*about), place)
+        schedule = wiring.torch_pipeline(own, place.num_stages, m, token_loss, kind, place.pipe)
+        return Native(schedule, place)
     makers = {"naive": schedules.naive, "gpipe": parts.gpipe, "1f1b": parts.one_f_one_b}
     schedule = makers.get(kind, parts.interleaved)(place.ranks, m)
-    shape, groups = message_shape(config, size), {"back": place.back, "group": place.pipe}
-    engine = parts.Pipeline(own, schedule, token_loss, shape, config.recompute, **groups)
+    engine = parts.Pipeline(
+        own,
+        schedule,
+        token_loss,
+        message_shape(config, size),
+        config.recompute,
+        back=place.back,
+        group=place.pipe,
+    )
     return marked(engine, stopwatch)
 
 
@@ -281,17 +299,23 @@ def idle_words(
 
 @torch.no_grad()
 def mean_loss(
-    config: Config, valid: Dataset, batch: int, own: Mapping[int, nn.Module], place: Place
+    run: Run,
+    config: Config,
+    valid: Dataset,
+    batch: int,
+    own: Mapping[int, nn.Module],
+    place: Place,
 ) -> float:
     """The validation loss: forwards only, each replica of the pipeline with its share."""
     replica, d = place.share
-    device = next(next(iter(own.values())).parameters()).device
+    loader = DataLoader(valid, batch, sampler=range(replica, len(valid), d))
     schedule = schedules.forwards(place.ranks, 1, len(place.stages))
-    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
-    for inputs, targets in DataLoader(valid, batch, sampler=range(replica, len(valid), d)):
-        about = (own, schedule, token_loss, message_shape(config, len(inputs)))
-        engine = pipeline.Pipeline(*about, group=place.pipe)
-        loss = engine.step(inputs.to(device), targets.to(device))
+    total = torch.zeros((), dtype=torch.float64, device=run.world.device)
+    count = 0
+    for inputs, targets in run.validation(loader):
+        message = message_shape(config, len(inputs))
+        engine = pipeline.Pipeline(own, schedule, token_loss, message, group=place.pipe)
+        loss = engine.step(inputs, targets)
         total += loss.double() * targets.numel()
         count += targets.numel()
     return wrapping.mean_over_ranks(total, count)
@@ -303,7 +327,7 @@ def gather(
     """Set `plain` to the weights of the first pipeline, on rank 0; returns it on all ranks."""
     states: list | None = [None] * place.ranks if dist.get_rank() == 0 else None
     if place.share[0] == 0:
-        weights = {stage: storage.local(module.state_dict()) for stage, module in own.items()}
+        weights = {stage: local(module.state_dict()) for stage, module in own.items()}
         dist.gather_object(weights, states, group=place.pipe, group_dst=0)
     if states:
         every = stages.cut(stages.layers_of(plain), storage.read_json(path)["bounds"])

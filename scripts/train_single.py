@@ -12,7 +12,13 @@ from manyhands.data import corpus
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import World, alone, command_line
 from manyhands.training.report import write_report
-from manyhands.training.run import Run, TrainConfig, save_once
+from manyhands.training.run import (
+    Run,
+    TrainConfig,
+    learning_rate_at,
+    save_once,
+    set_learning_rate,
+)
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,17 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
-    flops = flops_per_token(vocab_size, config.block, config.layers)
-    run = Run(config, world, "single", len(data.train), flops, data.entropy_floor)
+    run = Run(
+        config,
+        world,
+        "single",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
+        floor=data.entropy_floor,
+    )
     batch = config.batch
     order = torch.Generator()
     sampler = RandomSampler(data.train, generator=order)
@@ -40,14 +52,14 @@ def train(config: Config, world: World) -> float:
 
     # Model
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
     # Training
     run.resume(model, optimizer)
     for epoch in run.epochs(loader):
         order.manual_seed(config.seed + epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
             loss = model(inputs, targets)
             loss.backward()
             optimizer.step()
@@ -55,7 +67,7 @@ def train(config: Config, world: World) -> float:
             run.log(loss)
 
     # Result
-    total, count = total_loss(model, valid, world.device)
+    total, count = total_loss(model, run.validation(valid), world.device)
     valid_loss = (total / count).item()
     save_once(model, run.folder / "model.pt")
     run.finish(valid_loss)

@@ -22,16 +22,14 @@ from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.tensor import dtensor
 from manyhands.tensor import model as split_model
-from manyhands.training import storage
+from manyhands.training.checkpoints import local
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
 MESH = ("replicate", "tensor")
-ADAMW = {False: {"fused": True}, True: {"foreach": False}}  # DTensors do not mix with others
-WEIGHED_STEPS = 2  # the optimizer has its whole state from the second on
 
 
 @dataclass(frozen=True)
@@ -55,41 +53,46 @@ class Parts(NamedTuple):
 
 def main(config: Config) -> float:
     """Train, write the report, and return the validation loss in nats per token."""
-    yours = mine.load("tensor", Parts._fields) if config.impl == "mine" else {}
     # Inside it cross_entropy takes scores that are cut by the vocabulary, as DTensors.
-    inside = loss_parallel() if config.impl == "torch" else nullcontext()
-    with distributed(config.device, config.seed) as world, inside:
-        if config.impl == "mine":
-            world.print(mine.in_words(yours))
-        return train(config, world, Parts(**yours))
+    with loss_parallel() if config.impl == "torch" else nullcontext():
+        return mine.start("tensor", config, Parts, train)
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab)
+    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
-    shape = data.tokenizer.vocab_size, config.block, config.layers
+    shape = (data.tokenizer.vocab_size, config.block, config.layers)
     ranks = ranks_of_a_model(config, world, shape[0])
     share, num_shares = parts.data_place(world.rank, world.world_size, ranks)
-    about = ("tensor", len(data.train), flops_per_token(*shape), data.entropy_floor)
-    run, batch = Run(config, world, *about, num_shares=num_shares), config.batch // num_shares
+    run = Run(
+        config,
+        world,
+        "tensor",
+        num_samples=len(data.train),
+        flops_per_token=flops_per_token(*shape),
+        floor=data.entropy_floor,
+        num_shares=num_shares,
+    )
+    batch = config.batch // num_shares
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
 
     # Model
     mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)
     model = cut(config, parts, Transformer(*shape).to(world.device), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW[config.impl == "torch"])
+    # For PyTorch's plan, not fused: that takes no mixture of DTensors and plain tensors.
+    adamw = {"foreach": False} if config.impl == "torch" else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, **adamw)
     live = Live(parts_of(model, optimizer))
 
     # Training
     run.resume(model, optimizer, sharded=["model", "optimizer"])
-    last_weighed = run.step + WEIGHED_STEPS
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
-            with live if run.step < last_weighed else nullcontext():
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
+            with live.at_first():
                 loss = model(inputs, targets)
                 loss.backward()
                 model.finish_gradients()
@@ -100,7 +103,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
     # Result
     valid = DataLoader(data.valid, batch, sampler=range(share, len(data.valid), num_shares))
-    valid_loss = wrapping.mean_over_ranks(*total_loss(model, valid, world.device))
+    total, count = total_loss(model, run.validation(valid), world.device)
+    valid_loss = wrapping.mean_over_ranks(total, count)
     return finish(run, uncut(model, Transformer(*shape), world), valid_loss, live)
 
 
@@ -152,7 +156,7 @@ def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> n
 def average_parts(model: nn.Module, replicas: dist.ProcessGroup) -> None:
     """Replace each part of a gradient by its mean over the replicas of this part."""
     for param in model.parameters():
-        part = storage.local(param.grad)
+        part = local(param.grad)
         dist.all_reduce(part, group=replicas)
         part /= dist.get_world_size(replicas)
 

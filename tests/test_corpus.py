@@ -504,3 +504,18 @@ def test_prepare_data_checks_a_folder_and_learns_its_tokenizer(tmp_path, cache, 
     assert file_line.startswith(f"{folder / 'a.txt'}: 1,350 bytes, sha256 ")
     assert last.endswith(f"--data '{folder}' --vocab 300")
     assert len(list(cache.iterdir())) == 1
+
+
+def test_validation_on_some_blocks_spread_evenly(tmp_path):
+    (tmp_path / "train.txt").write_text("ab" * 50)
+    (tmp_path / "valid.txt").write_text("ab" * 50 + "b")
+    whole = corpus.load(str(tmp_path), block=10)
+    some = corpus.load(str(tmp_path), block=10, valid_tokens=45)
+    assert (len(whole.valid), len(some.valid)) == (10, 4)
+    assert some.note == whole.note + ", validation on 40 of them (--valid-tokens 0 takes all)"
+    for number, (inputs, targets) in zip((0, 2, 5, 7), some.valid, strict=True):
+        assert torch.equal(inputs, whole.valid[number][0])
+        assert torch.equal(targets, whole.valid[number][1])
+    assert len(corpus.load(str(tmp_path), block=10, valid_tokens=3).valid) == 1
+    enough = corpus.load(str(tmp_path), block=10, valid_tokens=100)
+    assert len(enough.valid) == 10 and enough.note == whole.note

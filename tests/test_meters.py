@@ -31,7 +31,7 @@ from manyhands.instruments.meters import (
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.network import SlowNetwork
 from manyhands.ranks.runtime import BadInput, World
-from manyhands.training.storage import FORMAT, read_lines
+from manyhands.training.storage import FORMAT, job_before, read_lines
 
 CPU = torch.device("cpu")
 
@@ -148,17 +148,17 @@ def test_slurm_that_knows_nothing_or_hangs(tmp_path, monkeypatch, script):
 
 
 def test_a_run_that_goes_on_counts_its_lives(tmp_path):
-    first = job(str(tmp_path))
+    first = job()
     assert first["restarts"] == 0 and len(first["starts_s"]) == 1
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"format": FORMAT, "job": first}))
-    second = job(str(tmp_path))
+    second = job(job_before(str(tmp_path)))
     assert second["restarts"] == 1 and second["starts_s"][0] == first["starts_s"][0]
     config.write_text(json.dumps({"format": "another program", "job": "baker"}))
-    assert job(str(tmp_path))["restarts"] == 0
+    assert job(job_before(str(tmp_path)))["restarts"] == 0
     config.write_text("{")
     with pytest.raises(BadInput):
-        job(str(tmp_path))
+        job_before(str(tmp_path))
 
 
 def ranks_on(host: str, devices: list[str], **about: int) -> list[dict]:

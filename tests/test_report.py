@@ -19,6 +19,7 @@ from manyhands.instruments.meters import PHASES
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import report, report_figures
+from manyhands.training.process import this_process
 from manyhands.training.record import read
 from manyhands.training.run import TrainConfig
 from manyhands.training.storage import read_lines
@@ -165,13 +166,41 @@ def test_a_run_that_goes_on(folder):
     assert "validation loss" not in page.rows
 
 
-def test_a_killed_run_is_not_called_running(folder):
-    change(folder / "status.json", state="running", time_s=0)
+def silence(folder: Path) -> None:
     for path in [*(folder / "ranks").iterdir(), *(folder / "nodes").iterdir()]:
         path.write_text("")
+
+
+def test_a_killed_run_is_not_called_running(folder):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    process = this_process() | {"pid": gone.pid}
+    change(folder / "status.json", state="running", time_s=time.time(), process=process)
     page = page_of(folder)
-    assert "probably killed" in page.rows["state"]
+    assert page.rows["state"] == f"ended without a word, its process {gone.pid} is gone"
+    assert ("dd", {"class": "ended-but"}) in page.tags
+
+
+def test_a_run_whose_process_cannot_be_seen_is_told_by_its_silence(folder):
+    change(folder / "status.json", state="running", time_s=0, process={"host": "node9"})
+    silence(folder)
+    page = page_of(folder)
+    assert page.rows["state"].endswith("whether it still runs cannot be seen from here")
     assert ("dd", {"class": "running-but"}) in page.tags
+    change(folder / "status.json", process=this_process())
+    assert re.fullmatch(r"running, but silent for \d+ h \d+ min", rows_of(folder)["state"])
+
+
+def test_the_time_of_the_validation_is_told(folder):
+    assert "validation" not in rows_of(folder)  # this run had none
+    status = json.loads((folder / "status.json").read_text())
+    about = json.loads((folder / "config.json").read_text())
+    begin_s = about["job"]["starts_s"][0]
+    change(folder / "status.json", valid_s=3.0, time_s=max(begin_s + 12.0, status["time_s"]))
+    used_s = max(12.0, status["time_s"] - begin_s)
+    page = page_of(folder)
+    assert page.rows["validation"] == f"3.0 s, {3 / used_s:.0%} of the time used"
+    assert "and the validation after them 3.0 s" in page.text
 
 
 def test_a_failed_run(folder):

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from manyhands.instruments.meters import STEP_PHASES
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput, World
-from manyhands.training import storage
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, save_once
+from manyhands.training import checkpoints
+from manyhands.training.run import (
+    Run,
+    TrainConfig,
+    learning_rate_at,
+    save_once,
+    set_learning_rate,
+)
 from manyhands.training.storage import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,14 +73,14 @@ def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = Fals
     dataset = data()
     sampler = DistributedSampler(dataset, world.world_size, world.rank, drop_last=True)
     order = {"shuffle": True} if shuffle else {"sampler": sampler}
-    run = Run(config, world, "tiny", len(dataset), flops_per_token=100.0, floor=0.5)
+    run = Run(config, world, "tiny", num_samples=len(dataset), flops_per_token=100.0, floor=0.5)
     loader = DataLoader(dataset, config.batch // world.world_size, drop_last=True, **order)
     run.resume(model=model, optimizer=optimizer)
     losses = []
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
-            run.set_learning_rate(optimizer)
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
             loss = model(inputs, targets)
             loss.backward()
             optimizer.step()
@@ -354,7 +359,7 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.register_step_pre_hook(lambda *_: time.sleep(0.03))
-        run = Run(config, world_here(), "tiny", 40)
+        run = Run(config, world_here(), "tiny", num_samples=40)
         run.resume(model=model, optimizer=optimizer)
         model.sleep_s = 0.02
         loader = DataLoader(data(), config.batch, collate_fn=slow_collate)
@@ -380,13 +385,13 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
 
 
 def test_a_checkpoint_counts_in_the_line_after_it_and_not_in_the_step(config, monkeypatch):
-    write = storage.write_checkpoint
+    write = checkpoints.write_checkpoint
 
     def write_slowly(*args: object) -> None:
         time.sleep(0.2)
         write(*args)
 
-    monkeypatch.setattr(storage, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_slowly)
     train(replace(config, steps=5, save_every=2))
     lines = read_lines(Path(config.out) / "metrics.jsonl")
     assert [line["checkpoint_s"] > 0.19 for line in lines] == [False, False, True, False, True]
@@ -429,7 +434,7 @@ def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(conf
     def train_beside_a_server() -> int:
         world, model = world_here(), nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters()) if world.is_main else None
-        run = Run(config, world, "tiny", 40, num_shares=1)
+        run = Run(config, world, "tiny", num_samples=40, num_shares=1)
         loader = DataLoader(data(), 5)
         if world.is_main:
             loader = DataLoader(data(), batch_sampler=[()] * 8, collate_fn=tuple)
@@ -438,7 +443,8 @@ def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(conf
         for _ in run.epochs(loader):
             for batch in run.batches(loader):
                 num_samples += len(batch[0]) if batch else 0
-                run.set_learning_rate(optimizer)
+                if optimizer:
+                    set_learning_rate(optimizer, learning_rate_at(run.step, config))
                 time.sleep(0.01)
                 run.log(torch.tensor(2.5) if batch else None)
         return num_samples
@@ -494,7 +500,7 @@ from manyhands.training.run import Run, TrainConfig
 from manyhands.ranks.runtime import alone
 from torch.utils.data import TensorDataset, DataLoader
 config = TrainConfig(batch=4, steps=15, out={config.out!r})
-run, model = Run(config, alone("cpu"), "tiny", 40), torch.nn.Linear(4, 1)
+run, model = Run(config, alone("cpu"), "tiny", num_samples=40), torch.nn.Linear(4, 1)
 run.resume(model, torch.optim.SGD(model.parameters()))
 epochs = run.epochs(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
 next(epochs)
@@ -520,116 +526,12 @@ def test_finish_on_a_full_disk_is_one_line_on_every_rank(config):
     assert status(Path(config.out))["state"] == "running"  # nothing more could be written
 
 
-# ---- what is refused: one line with the remedy, and nothing touched ----------------------------
+def test_a_disk_that_is_full_at_the_start_is_one_line_with_the_path(config):
+    def start_on_full_disk() -> str:
+        limit_file_size(10)
+        return refused(config)
 
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> TrainConfig:
-    """A run that was stopped after 6 of 15 steps, on one rank."""
-
-    def stop(rank: int, step: int) -> None:
-        if step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    out = str(tmp_path_factory.mktemp("stopped") / "run")
-    config = TrainConfig(batch=4, steps=15, save_every=4, out=out)
-    run_ranks(train, 1, config, event=stop, quiet=True)
-    return config
-
-
-@pytest.fixture
-def copy(stopped, tmp_path) -> TrainConfig:
-    """A copy of the stopped run, to be spoilt."""
-    shutil.copytree(stopped.out, tmp_path / "copy")
-    return replace(stopped, out=str(tmp_path / "copy"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def refuse_without_a_trace(config: TrainConfig, *words: str, **kwargs) -> None:
-    before = contents(Path(config.out))
-    message = refused(config, **kwargs)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    assert contents(Path(config.out)) == before
-
-
-def test_other_settings_are_refused(copy):
-    refuse_without_a_trace(replace(copy, layers=2), "layers=4, not 2", "new folder")
-    refuse_without_a_trace(replace(copy, steps=20, seed=2), "steps=15, not 20; seed=1, not 2")
-    assert refused(replace(copy, save_every=3)) == "accepted"
-
-
-def test_more_settings_of_a_subclass_count(copy):
-    @dataclass(frozen=True)
-    class Config(TrainConfig):
-        impl: str = "torch"
-
-    settings = {name: getattr(copy, name) for name in TrainConfig.__dataclass_fields__}
-    refuse_without_a_trace(Config(**settings), "impl=None, not torch")
-
-
-def test_another_number_of_ranks_is_refused(copy):
-    messages = run_ranks(refused, 2, copy, quiet=True)
-    assert messages[0] == messages[1] and "ranks=1, not 2" in messages[0]
-
-
-def test_a_finished_run_is_refused(copy):
-    assert refused(copy) == "accepted"
-    refuse_without_a_trace(copy, "finished run of 15 steps", "new folder")
-
-
-def test_a_folder_that_is_no_run_is_refused(copy):
-    (Path(copy.out) / "config.json").unlink()
-    refuse_without_a_trace(copy, "no run", "new or empty folder")
-    refuse_without_a_trace(replace(copy, out=copy.out + "/status.json"), "is a file")
-
-
-def test_a_truncated_checkpoint_is_refused_and_the_one_before_goes_on(copy, stopped, tmp_path):
-    newest = Path(copy.out) / "checkpoints" / "step-00000006"
-    content = (newest / "state.pt").read_bytes()
-    (newest / "state.pt").write_bytes(content[: len(content) // 2])
-    config = Path(copy.out) / "config.json"
-    before = json.loads(config.read_text())["job"]
-    message = refused(copy)
-    assert json.loads(config.read_text())["job"] == before  # a refused start is no life
-    assert "state.pt cannot be read" in message and f"delete {newest}" in message
-    shutil.rmtree(newest)
-    assert refused(copy) == "accepted"
-    calm = replace(copy, out=str(tmp_path / "calm"))
-    train(calm)
-    assert_same(Path(copy.out), Path(calm.out))
-
-
-def test_foreign_checkpoints_are_refused(copy):
-    newest = Path(copy.out) / "checkpoints" / "step-00000006"
-    whole = torch.load(newest / "state.pt", weights_only=True)
-    refuse_spoilt = [
-        ({"weights": 1}, "not a checkpoint"),
-        ({**whole, "format": "other 7"}, "another format (other 7)"),
-        ({**whole, "identity": {**whole["identity"], "layers": 9}}, "layers=9, not 4"),
-        ({**whole, "optimizer": {}}, "does not fit"),
-    ]
-    for state, words in refuse_spoilt:
-        torch.save(state, newest / "state.pt")
-        message = refused(copy)
-        assert words in message and "delete" in message and "\n" not in message
-    torch.save(whole, newest / "state.pt")
-    message = refused(copy, width=8)
-    assert "layers.0.weight=[16, 4], not [8, 4]" in message
-    (newest / "rank-00000.pt").unlink()
-    assert "rank-00000.pt cannot be read" in refused(copy)
-
-
-def test_settings_that_cannot_be(config):
-    assert "batch 64 but the training data holds only 40 blocks" in refused(
-        replace(config, batch=64)
-    )
-    assert "steps is 0" in refused(replace(config, steps=0))
-    assert "save_every is -1" in refused(replace(config, save_every=-1))
-    uneven = run_ranks(refused, 2, replace(config, batch=5), quiet=True)
-    assert uneven[0] == uneven[1] and "batch 5 cannot be shared evenly by 2 ranks" in uneven[0]
-    assert "learning_rate is nan" in refused(replace(config, learning_rate=float("nan")))
+    messages = run_ranks(start_on_full_disk, 2, quiet=True)
+    path = Path(config.out) / "config.json"
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"cannot write {path}: File too large; free some space")

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -36,6 +36,7 @@ from manyhands.pipeline import stages
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput, World
+from manyhands.training.run import Run
 
 SCRIPTS = {
     "ddp": train_ddp,
@@ -303,6 +304,47 @@ def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, wor
     assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("lesson", "changes", "world_size"),
+    [
+        ("ddp", {}, 2),
+        ("data_parallel", {"impl": "server"}, 3),
+        ("fsdp", {"impl": "zero3"}, 3),
+        ("pipeline", {**THREE}, 3),
+        ("tensor", {**TWO}, 2),
+    ],
+)
+def test_a_signal_in_the_validation_stops_all_ranks(clone, tmp_path, lesson, changes, world_size):
+    """Also where every forward needs all ranks: they stop at the same batch, or would hang."""
+    main = SCRIPTS[lesson].main
+
+    def train_and_signal(config: object) -> None:
+        validation = Run.validation
+
+        def disturbed(run: Run, loader: object) -> Iterator:
+            for batch in validation(run, loader):
+                yield batch
+                if run.world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        Run.validation = disturbed
+        try:
+            main(config)
+        finally:
+            Run.validation = validation
+
+    out = tmp_path / "run"
+    config = config_of(lesson, clone, out, steps=4, **changes)
+    train(lesson, world_size, config, train_and_signal)
+    assert json.loads((out / "status.json").read_text())["state"] == "stopped"
+    train(lesson, world_size, config)
+    calm = config_of(lesson, clone, tmp_path / "calm", steps=4, **changes)
+    train(lesson, world_size, calm)
+    ends = [json.loads((tmp_path / name / "status.json").read_text()) for name in ("run", "calm")]
+    assert ends[0]["valid_loss"] == ends[1]["valid_loss"] > 0
+    assert ends[0]["valid_s"] > 0
+
+
 def test_a_limit_that_one_rank_passes_and_two_do_not(clone, tmp_path):
     config = {"impl": "zero3", "limit_mb": 0.3, "batch": 4, "steps": 4}
     with pytest.raises(RankFailed, match=r"[\d,]+ more than the limit of 300,000"):
@@ -411,6 +453,7 @@ SETTINGS = [
     ("single", {"steps": 0}, "steps is 0: take at least 1"),
     ("single", {"steps": -1}, "steps is -1: take at least 1"),
     ("single", {"save_every": 0}, "save_every is 0: take at least 1"),
+    ("single", {"valid_tokens": -1}, "valid_tokens is -1: take 0 for all"),
     ("single", {"layers": 0}, "layer"),
     ("single", {"layers": -1}, "layer"),
     ("single", {"vocab": 5}, "--vocab is 5"),

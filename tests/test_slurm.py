@@ -448,3 +448,16 @@ def test_site_without_slurm(clone, tmp_path):
     assert done.returncode == 2 and not done.stderr
     assert "problem: there is no sbatch on this machine" in done.stdout
     assert "problem: there is no sbatch/site.env: cp sbatch/site.env.example" in done.stdout
+
+
+def test_a_python_that_is_not_there_is_one_problem(clone, tmp_path):
+    for name in ("bash", "sed", "grep", "mktemp", "rm", "dirname", "sort", "paste"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = environment(PYTHON="/no/python") | {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "sbatch/check_site.sh"], cwd=clone, env=env, capture_output=True, text=True
+    )
+    told = [line for line in done.stdout.splitlines() if "ython" in line]
+    assert told == [
+        "problem: PYTHON is /no/python, which is not there: correct or delete that line in site.env"
+    ]

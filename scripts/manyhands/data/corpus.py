@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler, Subset
 
 from manyhands.ranks.runtime import BadInput
 
@@ -62,7 +62,8 @@ def grammar() -> Rules:
         end = f"COUNT {topic}-THINGS at TIME"
         rules["SENTENCE"].append(f"{topic}-ONE NAME of NAME {topic}-DOES {end}")
         rules["SENTENCE"].append(f"{topic}-MANY NAME and NAME {topic}-DO {end}")
-        rules[f"{topic}-ONE"], rules[f"{topic}-DO"] = who.split(), do.split()
+        rules[f"{topic}-ONE"] = who.split()
+        rules[f"{topic}-DO"] = do.split()
         for symbol, words in (("MANY", who), ("DOES", do), ("THINGS", things)):
             rules[f"{topic}-{symbol}"] = [word + "s" for word in words.split()]
     return rules
@@ -90,7 +91,8 @@ def write(rules: Rules, seed: str, num_characters: int) -> str:
     choose = random.Random(seed).choice
     lines: list[str] = []
     while num_characters > 0:
-        words, todo = [], ["SENTENCE"]
+        words = []
+        todo = ["SENTENCE"]
         while todo:
             symbol = todo.pop()
             if symbol in parts:
@@ -203,7 +205,8 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, tokens: Tensor, block: int) -> None:
-        self.tokens, self.block = tokens, block
+        self.tokens = tokens
+        self.block = block
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block
@@ -211,7 +214,8 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        start, stop = index * self.block, (index + 1) * self.block
+        start = index * self.block
+        stop = start + self.block
         return self.tokens[start:stop], self.tokens[start + 1 : stop + 1]
 
 
@@ -221,19 +225,20 @@ class Corpus:
 
     name: str
     train: Blocks
-    valid: Blocks
+    valid: Dataset[tuple[Tensor, Tensor]]  # blocks, or some of them
     tokenizer: Tokenizer
     entropy_floor: float | None  # nats per token that no model can beat, where that is known
     note: str  # one line: which data, split, tokenizer and sizes are in use
 
 
-def load(data: str, block: int, vocab: int = 0) -> Corpus:
+def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus:
     """Read or write the text that `data` names, and cut it into blocks.
 
     Args:
         data: "embedded", a name in HUB, a folder of text files, or one text file.
         block: tokens of a block.
         vocab: 0 for characters, else the number of byte pairs to learn from the training text.
+        valid_tokens: most tokens to validate on, in blocks spread evenly over the text; 0 for all.
 
     Raises:
         BadInput: there is no such text, it is no text, or it is shorter than a block.
@@ -246,7 +251,8 @@ def load(data: str, block: int, vocab: int = 0) -> Corpus:
     tokenizer: Tokenizer = Characters("".join(sorted({*train, *valid})))
     kind = "characters"
     if vocab:
-        tokenizer, kind = train_byte_pairs(train, vocab), "byte pairs learned from the train text"
+        tokenizer = train_byte_pairs(train, vocab)
+        kind = "byte pairs learned from the train text"
     blocks = {}
     for split, text in (("train", train), ("validation", valid)):
         blocks[split] = Blocks(torch.tensor(tokenizer.encode(text), dtype=torch.int64), block)
@@ -256,13 +262,20 @@ def load(data: str, block: int, vocab: int = 0) -> Corpus:
                 f"{len(blocks[split].tokens):,} tokens, and a block needs {block + 1:,} of them"
             )
     sizes = " / ".join(f"{len(part.tokens):,}" for part in blocks.values())
+    valid: Dataset = blocks["validation"]
+    capped = ""
+    num_blocks = max(1, valid_tokens // block)
+    if valid_tokens and num_blocks < len(valid):
+        step = len(valid) / num_blocks
+        valid = Subset(valid, [int(step * number) for number in range(num_blocks)])
+        capped = f", validation on {num_blocks * block:,} of them (--valid-tokens 0 takes all)"
     return Corpus(
         name=name,
         train=blocks["train"],
-        valid=blocks["validation"],
+        valid=valid,
         tokenizer=tokenizer,
         entropy_floor=entropy_rate(grammar()) if data == "embedded" and not vocab else None,
-        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens",
+        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{capped}",
     )
 
 
@@ -270,7 +283,8 @@ def _texts(data: str) -> tuple[str, str, str, str]:
     """The name, the training text, the validation text, and where they are from."""
     if data == "embedded":
         rules = grammar()
-        train, valid = write(rules, "train", 1_000_000), write(rules, "valid", 100_000)
+        train = write(rules, "train", 1_000_000)
+        valid = write(rules, "valid", 100_000)
         count = f"{len(train):,} characters train / {len(valid):,} validation"
         return data, train, valid, f"embedded text written by a grammar, {count}"
     path = fetched(data) if data in HUB else Path(os.path.expanduser(data))

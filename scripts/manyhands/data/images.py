@@ -102,7 +102,8 @@ def _digits() -> Images:
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     inputs = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)[order]
-    train, test = slice(NUM_TEST_DIGITS, None), slice(NUM_TEST_DIGITS)
+    train = slice(NUM_TEST_DIGITS, None)
+    test = slice(NUM_TEST_DIGITS)
     return _with_note(
         "embedded digits", inputs[train], labels[train], inputs[test], labels[test], 10
     )

@@ -25,9 +25,16 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from manyhands.instruments.replay import Round
 
-BLACK, GREY, LIGHT_GREY = "#222222", "#8c8c8c", "#dedede"
-BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
-RED, PURPLE, YELLOW = "#d55e00", "#cc79a7", "#f0e442"
+BLACK = "#222222"
+GREY = "#8c8c8c"
+LIGHT_GREY = "#dedede"
+BLUE = "#0072b2"
+SKY = "#56b4e9"
+GREEN = "#009e73"
+ORANGE = "#e69f00"
+RED = "#d55e00"
+PURPLE = "#cc79a7"
+YELLOW = "#f0e442"
 
 ROLE = {
     "compute": BLUE,
@@ -154,7 +161,8 @@ def steps_by_batch(
         least, critical: of the fit, least * (1 + critical / batch).
         noise_scale: the critical batch as gradients foretell it.
     """
-    batches, means = [one["batch"] for one in results], [one["mean"] for one in results]
+    batches = [one["batch"] for one in results]
+    means = [one["mean"] for one in results]
     below = [one["mean"] - min(one["steps"]) for one in results]
     above = [max(one["steps"]) - one["mean"] for one in results]
     ax.axvspan(batches[0], critical / 4, color=GREEN, alpha=0.12, lw=0, label="perfect scaling")
@@ -279,8 +287,10 @@ def gantt(ax: Axes, spans: Sequence[Sequence[tuple]], scale: float = 1e3, unit: 
         scale: from the times to `unit`.
     """
     every = [span for mine in spans for span in mine]
-    first, last = min(start for _, start, _ in every), max(stop for *_, stop in every)
-    total, looks = (last - first) * scale, {"F": "forward", "B": "backward"}
+    first = min(start for _, start, _ in every)
+    last = max(stop for *_, stop in every)
+    total = (last - first) * scale
+    looks = {"F": "forward", "B": "backward"}
     several = max(stage for (_, stage, _), *_ in every) >= len(spans)
     for rank, mine in enumerate(spans):
         ax.barh(rank, total, color=ROLE["idle"], height=0.8, label="idle" if rank == 0 else None)
@@ -333,7 +343,8 @@ def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) 
             distances[j] along the second.
     """
     everything = [loss for losses in surfaces.values() for row in losses for loss in row]
-    low, high = min(everything), max(everything)
+    low = min(everything)
+    high = max(everything)
     levels = [low * (high / low) ** (k / 14) for k in range(15)]
     figure = Figure(figsize=(8, 6.6), facecolor="white", layout="constrained")
     for number, (name, losses) in enumerate(surfaces.items()):
@@ -390,9 +401,11 @@ def _arrow(sender: int, receiver: int, chunk: int) -> FancyArrowPatch:
     """An arrow to the next column, or over the columns between."""
     distance = receiver - sender
     if distance in (1, -1):
-        ends, bend = ((sender + 0.39 * distance, chunk), (receiver - 0.35 * distance, chunk)), 0.0
+        ends = ((sender + 0.39 * distance, chunk), (receiver - 0.35 * distance, chunk))
+        bend = 0.0
     else:
-        ends, bend = ((sender, chunk - 0.25), (receiver, chunk - 0.25)), -0.33 / distance
+        ends = ((sender, chunk - 0.25), (receiver, chunk - 0.25))
+        bend = -0.33 / distance
     way = f"arc3,rad={bend}"
     look = {"color": RED, "linewidth": 1.4, "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
     return FancyArrowPatch(*ends, arrowstyle="-|>", connectionstyle=way, **look)

@@ -14,6 +14,7 @@ if `parts` names them.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from manyhands.ranks.runtime import BadInput
 
 Parts = Mapping[str, Iterable[Tensor]]
 OTHER = "other"
+NUM_FIRST = 2  # steps; the optimizer has its whole state from the second on
 
 
 class OverLimit(BadInput):
@@ -44,7 +46,10 @@ class Live(TorchDispatchMode):
         self, parts: Callable[[], Parts], limit: int | None = None, keep: bool = False
     ) -> None:
         super().__init__()
-        self.parts, self.limit, self.keep = parts, limit, keep
+        self.parts = parts
+        self.limit = limit
+        self.keep = keep
+        self.num_steps = 0  # that have asked `at_first`
         self.history: list[dict[str, int]] = []
         self.storages: dict[int, weakref.ref] = {}
         self.total = 0  # bytes, at the highest
@@ -57,6 +62,16 @@ class Live(TorchDispatchMode):
             self._see(tensor)
         self._count()
         return result
+
+    def at_first(self) -> AbstractContextManager:
+        """What to run a training step in: this in the first two steps, later nothing.
+
+        To count takes time, and later steps are like the second. With a limit, all are counted.
+        """
+        self.num_steps += 1
+        if self.limit is not None or self.num_steps <= NUM_FIRST:
+            return self
+        return nullcontext()
 
     def now(self) -> dict[str, int]:
         """Bytes that live now, by part."""
@@ -91,7 +106,8 @@ class Live(TorchDispatchMode):
             self.history.append(self.now())
         if total <= self.total:
             return
-        self.total, self.peak = total, self.now()
+        self.total = total
+        self.peak = self.now()
         if self.limit is not None and total > self.limit:
             parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.peak.items())
             raise OverLimit(

@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from manyhands.instruments.gpus import Gpus, visible_gpus
 from manyhands.ranks.runtime import World
-from manyhands.training.storage import FORMAT, read_json
 
 SAMPLE_EVERY_S = 0.5
 STEP_PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
@@ -75,26 +74,22 @@ def machine(device: torch.device) -> dict:
     return about
 
 
-def job(out: str = "") -> dict:
+def job(before: Mapping | None = None) -> dict:
     """What the scheduler says of this job: {"scheduler", "id", "name", "partition", "nodes", ...}.
 
     What is not known is None. A run that is killed and started again has several lives: "starts_s"
     holds when each began, and "restarts" is how many there were before this one.
 
     Args:
-        out: the folder of the run, which may hold the words of the lives before.
+        before: what this said when the same run was started last.
     """
-    slurm, before = slurm_environ(), job_before(out)
+    slurm = slurm_environ()
+    before = before or {}
+    found: dict[str, str] = {}
+    nodes: list[str] = []
     if slurm:
-        told = _ask_slurm("scontrol", "show", "job", slurm["SLURM_JOB_ID"])
-        # Where this job's ID is also that of its array, all jobs of the array are told.
-        own = [
-            one for one in told.split("\n\n") if one.startswith(f"JobId={slurm['SLURM_JOB_ID']} ")
-        ]
-        found = dict(re.findall(r"(\w+)=(\S+)", own[0] if own else told))
-        nodes = _ask_slurm("scontrol", "show", "hostnames", found.get("NodeList", "")).split()
-    else:
-        found, nodes = {}, []
+        found = slurm_record(slurm["SLURM_JOB_ID"])
+        nodes = ask_slurm("scontrol", "show", "hostnames", found.get("NodeList", "")).split()
     start_s = time_of(slurm.get("SLURM_JOB_START_TIME") or found.get("StartTime"))
     end_s = time_of(slurm.get("SLURM_JOB_END_TIME"))
     limit_s = end_s - start_s if start_s and end_s else seconds_of(found.get("TimeLimit", ""))
@@ -111,14 +106,15 @@ def job(out: str = "") -> dict:
     }
 
 
-def job_before(out: str) -> dict:
-    """What `job` said in the life before of the run in folder `out`; {} where there was none."""
-    config = Path(out) / "config.json"
-    about = read_json(config) if out and config.exists() else {}
-    return about.get("job", {}) if about.get("format") == FORMAT else {}
+def slurm_record(job_id: str) -> dict[str, str]:
+    """What Slurm has on record of a job: {"JobState": "RUNNING", ...}; {} without an answer."""
+    told = ask_slurm("scontrol", "show", "job", job_id)
+    # Where this ID is also that of an array, all jobs of the array are told.
+    own = [one for one in told.split("\n\n") if one.startswith(f"JobId={job_id} ")]
+    return dict(re.findall(r"(\w+)=(\S+)", own[0] if own else told))
 
 
-def _ask_slurm(*command: str) -> str:
+def ask_slurm(*command: str) -> str:
     """What Slurm answers; nothing where it does not, or not in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S)
@@ -270,7 +266,10 @@ class Sampler:
             path: file of the rank; lines are added to it.
             node_path: file of the node; one rank of each node gives it.
         """
-        self.path, self.node_path, self.device, self.every_s = path, node_path, device, every_s
+        self.path = path
+        self.node_path = node_path
+        self.device = device
+        self.every_s = every_s
         self.error: str | None = None
         self.done = threading.Event()
         needs_gpus = node_path is not None or device.type == "cuda"
@@ -305,7 +304,9 @@ class Sampler:
 
     def _samples(self) -> list[dict]:
         """Wait, then tell of this process and of its node; `cpu` counts cores, `gpu` is percent."""
-        wall_s, own_s, all_s = time.perf_counter(), time.process_time(), busy_s()
+        wall_s = time.perf_counter()
+        own_s = time.process_time()
+        all_s = busy_s()
         self.done.wait(self.every_s)
         wall_s = max(1e-9, time.perf_counter() - wall_s)
         now = {"time_s": round(time.time(), 3)}
@@ -335,19 +336,33 @@ def busy_s() -> float:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a plain line every tenth of the steps, on standard error."""
+    """A bar on a terminal; elsewhere a plain line every tenth of the way, on standard error."""
 
-    def __init__(self, first_step: int, steps: int) -> None:
-        self.first_step, self.steps, self.start_s = first_step, steps, time.perf_counter()
+    def __init__(self, first: int, total: int, noun: str = "step", pause_s: float = 0.0) -> None:
+        """Begin at `first` of `total` steps, or whatever `noun` calls them.
+
+        Args:
+            pause_s: least time between two plain lines, so that what is quick says nothing.
+        """
+        self.first = first
+        self.total = total
+        self.noun = noun
+        self.pause_s = pause_s
+        self.start_s = self.said_s = time.perf_counter()
         # disable=None: no bar where standard error is not a terminal.
-        self.bar = tqdm(total=steps, initial=first_step, unit="step", disable=None)
+        self.bar = tqdm(total=total, initial=first, unit=noun, disable=None)
 
-    def show(self, step: int, words: str) -> None:
-        """Say that `step` is done, counted from 1, with what is worth knowing of it."""
+    def show(self, number: int, words: str = "") -> None:
+        """Say that `number` is done, counted from 1, with what is worth knowing of it."""
         self.bar.set_postfix_str(words, refresh=False)
         self.bar.update()
-        if self.bar.disable and (step % max(1, self.steps // 10) == 0 or step == self.steps):
-            each_s = (time.perf_counter() - self.start_s) / (step - self.first_step)
-            left_s = each_s * (self.steps - step)
-            place = f"step {step} of {self.steps}"
-            print(f"{place}: {words}, {left_s:.0f} s left", file=sys.stderr, flush=True)
+        now_s = time.perf_counter()
+        is_due = number % max(1, self.total // 10) == 0 or number == self.total
+        if not self.bar.disable or not is_due or now_s - self.said_s < self.pause_s:
+            return
+        self.said_s = now_s
+        left_s = (now_s - self.start_s) / (number - self.first) * (self.total - number)
+        told = [words] if words else []
+        told.append(f"{left_s:.0f} s left")
+        place = f"{self.noun} {number} of {self.total}"
+        print(f"{place}: {', '.join(told)}", file=sys.stderr, flush=True)

@@ -57,7 +57,10 @@ class Message:
     """An all-reduce on its way; stands in for torch's Work."""
 
     def __init__(self, line: Timeline, work: dist.Work, start_s: float, arrives_s: float) -> None:
-        self.line, self.work, self.start_s, self.arrives_s = line, work, start_s, arrives_s
+        self.line = line
+        self.work = work
+        self.start_s = start_s
+        self.arrives_s = arrives_s
         self.done_s = 0.0
         # Called when the last byte is in, not when somebody asks for it.
         work.get_future().then(lambda _: setattr(self, "done_s", time.time()))

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from manyhands.ranks.runtime import BadInput, first_line
+from manyhands.ranks.runtime import BadInput, distributed, first_line
 
 # The tests put theirs elsewhere, so that they never touch a learner's.
 FOLDER = Path(os.environ.get("MANYHANDS_MINE") or Path(__file__).resolve().parents[3] / "mine")
@@ -84,6 +84,23 @@ def load(
     return found
 
 
+def start(
+    lesson: str, config: object, parts: type, train: Callable, timeout_s: float = 120
+) -> object:
+    """Join the ranks, and return what train(config, world, parts) returns on each.
+
+    Args:
+        config: has `impl`, and the learner's own functions are used where that is "mine".
+        parts: a named tuple of the exercises that the job can use, the course's own as defaults.
+    """
+    is_mine = config.impl == "mine"
+    yours = load(lesson, parts._fields) if is_mine else {}
+    with distributed(config.device, config.seed, timeout_s) as world:
+        if is_mine:
+            world.print(in_words(yours))
+        return train(config, world, parts(**yours))
+
+
 def in_words(found: Mapping[str, Callable]) -> str:
     """One line that says which functions of a job are the learner's."""
     own = [name for name, part in found.items() if "manyhands." not in str(part.__module__)]
@@ -129,7 +146,8 @@ def global_names(source: str) -> tuple[set[str], set[str]]:
     """The global names that a piece of code reads, and those that it defines."""
     top = symtable.symtable(source, "cell", "exec")
     defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
-    scopes, read = [top], set()
+    scopes = [top]
+    read: set[str] = set()
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()
@@ -181,7 +199,8 @@ def _add(
     if not is_code and (home := _package_module_with(name, value)):
         imports.add(f"from {home} import {name}")
         return
-    module, origin = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    module = getattr(value, "__module__", None)
+    origin = getattr(value, "__name__", None)
     if origin and module and module != "__main__":
         imports.add(f"from {module} import {origin}" + (f" as {name}" if name != origin else ""))
         return

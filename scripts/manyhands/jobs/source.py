@@ -83,7 +83,8 @@ def check_heading(lesson: Lesson, index: int, heading: dict[str, Any]) -> None:
         raise lesson.fault(index, f"unknown in the heading: {', '.join(sorted(unknown))}")
     if "exercise" not in heading:
         return
-    number, difficulty = heading.get("todo", ""), heading.get("difficulty")
+    number = heading.get("todo", "")
+    difficulty = heading.get("difficulty")
     prefix = lesson.path.stem.partition("_")[0].lstrip("0") or "0"
     if not re.fullmatch(rf"{prefix}\.\d+", number) or number in lesson.points:
         raise lesson.fault(

@@ -110,7 +110,8 @@ class Job:
         if self.state.ended:
             return self.state
         if self.process is not None:
-            code, time_s = self.process.poll(), time.monotonic() - self.begun_s
+            code = self.process.poll()
+            time_s = time.monotonic() - self.begun_s
             word = "running" if code is None else "failed" if code else "finished"
             self.state = State(word, "on this machine", time_s, code=code or 0)
         elif time.monotonic() - self.asked_s >= self._pause_s():
@@ -182,7 +183,8 @@ def submit(
     Raises:
         JobRefused: neither Slurm nor this machine can run such a job.
     """
-    path, words = Path(job_file), [str(flag) for flag in flags]
+    path = Path(job_file)
+    words = [str(flag) for flag in flags]
     local = _stays_here() if local is None else local
     _check(path, words, nodes, ranks, local)
     job = Job(Path(out) if out else storage.next_free(Path("runs"), path.stem))
@@ -336,7 +338,8 @@ def _ask_slurm(job: Job) -> State | None:
         why = _why_queued(told)
     elif not why:
         why = f"ended by signal {number}" if int(number) else f"on {told['NodeList'][:60]}"
-    time_s, limit_s = seconds_of(told["RunTime"]), seconds_of(told["TimeLimit"])
+    time_s = seconds_of(told["RunTime"])
+    limit_s = seconds_of(told["TimeLimit"])
     return State(word, why, time_s or 0, limit_s, int(code))
 
 

@@ -29,8 +29,11 @@ from manyhands.training import storage
 
 SAVE_S = 45  # what a job may take to save and end; torchrun gives its ranks 30 s of it
 KILL_S = 15
-LOCAL_LIMIT_S, SLURM_LIMIT_S = 300, 3600
-SHOWN_RANKS, SHOWN_LINES, LAST_LINES = 4, 12, 30
+LOCAL_LIMIT_S = 300
+SLURM_LIMIT_S = 3600
+SHOWN_RANKS = 4
+SHOWN_LINES = 12
+LAST_LINES = 30
 COLOURS = {"queued": "230,159,0", "running": "0,114,178", "finished": "0,158,115"}
 
 
@@ -75,13 +78,16 @@ def watch(job: Job, limit_s: float | None = None) -> Path:
     """
     limit_s = limit_s or (LOCAL_LIMIT_S if job.process else SLURM_LIMIT_S)
     screen = _Panel(job) if _in_notebook() else _Lines(job)
-    error, told = JobFailed, ""
+    error = JobFailed
+    told = ""
     try:
         _follow(job, screen, limit_s)
         if not job.state.ended:
-            error, told = JobTooLong, f"{job} was still {job.state} after limit_s={limit_s:g}"
+            error = JobTooLong
+            told = f"{job} was still {job.state} after limit_s={limit_s:g}"
     except KeyboardInterrupt:
-        error, told = JobStopped, f"{job} was interrupted"
+        error = JobStopped
+        told = f"{job} was interrupted"
     if told:
         _stop(job, screen)
         if job.state.word == "finished" and job.status().get("state") != "finished":
@@ -214,7 +220,8 @@ class _Metrics:
         """The loss so far as a small picture of at most 200 points."""
         size = -(-len(self.losses) // 200)
         bins = [self.losses[at : at + size] for at in range(0, len(self.losses), size)]
-        x, y = [b[-1][0] for b in bins], [fmean(loss for _, loss in b) for b in bins]
+        x = [b[-1][0] for b in bins]
+        y = [fmean(loss for _, loss in b) for b in bins]
         figure, ax = figures.new_figure(5, 2.2)
         series = {"training": (x, y)}
         xlabel = f"{self._about()['noun']} done" if "noun" in self._about() else "step"
@@ -234,7 +241,9 @@ class _Lines:
     """Outside a notebook: the job's state when it changes, and its output as it comes."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.said, self.offset = job, (), job.log_begin
+        self.job = job
+        self.said = ()
+        self.offset = job.log_begin
 
     def show(self, last: bool = False) -> None:
         """Print what is new."""
@@ -262,7 +271,9 @@ class _Panel:
     def __init__(self, job: Job) -> None:
         from IPython.display import display
 
-        self.job, self.metrics, self.note = job, _Metrics(job.out / "metrics.jsonl"), ""
+        self.job = job
+        self.metrics = _Metrics(job.out / "metrics.jsonl")
+        self.note = ""
         self.curve = b""
         self.next_s = 0.0
         self.handle = display(self._bundle(False), raw=True, display_id=True)

@@ -87,7 +87,8 @@ def train(
     """
     recipe = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     optimizer = torch.optim.SGD(model.parameters(), lr=peak_rate, **recipe)
-    num_batches, step = len(inputs) // BATCH, 0
+    num_batches = len(inputs) // BATCH
+    step = 0
     num_steps = epochs * num_batches
     for _ in range(epochs):
         for chosen in torch.randperm(len(inputs)).split(BATCH)[:num_batches]:

@@ -108,7 +108,8 @@ class Transformer(nn.Module):
 
         `inputs` and `targets` are (B, T) int64: `targets[:, t]` follows `inputs[:, t]` in the text.
         """
-        T, block = inputs.shape[1], self.positions.num_embeddings
+        T = inputs.shape[1]
+        block = self.positions.num_embeddings
         if T > block:
             raise BadInput(f"{T} tokens in a sequence, but the model was built for at most {block}")
         x = self.dropout(self.tokens(inputs) + self.positions.weight[:T])  # (B, T, D)
@@ -146,7 +147,8 @@ def total_loss(
     """
     was_training = model.training
     model.eval()
-    total, num_tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    num_tokens = 0
     for inputs, targets in batches:
         total += model(inputs.to(device), targets.to(device)).double() * targets.numel()
         num_tokens += targets.numel()

@@ -16,6 +16,7 @@ from statistics import median
 
 from manyhands.instruments.meters import SAMPLE_EVERY_S
 from manyhands.ranks.runtime import BadInput
+from manyhands.training.process import why_gone
 from manyhands.training.storage import FORMAT, read_json, read_lines
 
 GAP_S = 5.0  # without any sample for longer than this, nothing was running
@@ -74,6 +75,13 @@ class Record:
         return self.about["ranks"]
 
     @cached_property
+    def why_gone(self) -> str | None:
+        """Of a run that counts as running: why it is not; "" where it is, None where unknown."""
+        if self.status.get("state") != "running":
+            return ""
+        return why_gone(self.status.get("process", {}), self.job)
+
+    @cached_property
     def hosts(self) -> list[str]:
         """The nodes that have ranks."""
         return list(dict.fromkeys(rank["host"] for rank in self.ranks))
@@ -98,7 +106,8 @@ class Record:
     def lives(self) -> list[Span]:
         """When something of this run was running, from first to last sample of each life."""
         times_s = sorted(row["time_s"] for rows in self._all_samples() for row in rows)
-        starts_s, spans = self.job.get("starts_s", []), []
+        starts_s = self.job.get("starts_s", [])
+        spans: list[Span] = []
         for time_s in times_s:
             last_s = spans[-1][1] if spans else 0.0
             is_new = any(last_s < start_s <= time_s for start_s in starts_s)
@@ -114,7 +123,8 @@ class Record:
         ends_s = [end_s for _, end_s in self.lives]
         if ends_s and self.status.get("state") != "running":
             ends_s[-1] = max(ends_s[-1], self.status.get("time_s", 0.0))
-        spans, before_s = [], 0.0
+        spans = []
+        before_s = 0.0
         for (first_s, _), end_s in zip(self.lives, ends_s, strict=True):
             starts_s = [s for s in self.job.get("starts_s", []) if before_s <= s <= first_s]
             spans.append((min([first_s, *starts_s]), end_s))
@@ -174,10 +184,8 @@ class Record:
         """A node's GPUs, then the ranks on its cores, then cores of nobody."""
         ranks = {n: rank for n, rank in enumerate(self.ranks) if rank["host"] == host}
         num_gpus = self.granted(host, "num_gpus")
-        busy, memory = (
-            self._gpu_series(host, "percent", 0.01),
-            self._gpu_series(host, "memory_bytes"),
-        )
+        busy = self._gpu_series(host, "percent", 0.01)
+        memory = self._gpu_series(host, "memory_bytes")
         for index in range(num_gpus):
             owner = next((n for n, r in ranks.items() if r["device"] == f"cuda:{index}"), None)
             own = self.samples[owner] if owner is not None else []
@@ -192,7 +200,8 @@ class Record:
             )
         on_cores = {n: rank for n, rank in ranks.items() if not rank["device"].startswith("cuda")}
         for n, rank in on_cores.items():
-            threads, rows = rank.get("num_threads", 1), self.samples[n]
+            threads = rank.get("num_threads", 1)
+            rows = self.samples[n]
             share = [(s["time_s"], s["cpu"] / threads) for s in rows]
             used = [(s["time_s"], s["memory_bytes"]) for s in rows]
             total = rank.get("memory_bytes", 0)
@@ -248,7 +257,8 @@ def earlier(rank: Series, nodes: Sequence[Series], index: int) -> Series:
 
 def split(series: Series, lives: Sequence[Span]) -> list[Series]:
     """The part of a series in each life."""
-    parts, place = [], 0
+    parts = []
+    place = 0
     for _, end_s in lives:
         stop = place
         while stop < len(series) and series[stop][0] <= end_s:

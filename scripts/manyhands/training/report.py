@@ -49,7 +49,7 @@ h2 {{ font-size: 1.05rem; margin: 0 0 .5rem }}
 dt {{ color: var(--weak); font-size: .85rem }}
 dd {{ margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere }}
 dd small {{ display: block; font-size: .85rem; font-weight: 400; color: var(--weak) }}
-.finished {{ color: var(--good) }} .failed, .running-but {{ color: var(--bad) }}
+.finished {{ color: var(--good) }} .failed, .running-but, .ended-but {{ color: var(--bad) }}
 .running, .stopped {{ color: var(--going) }}
 .cards {{ columns: 21rem; column-gap: 1rem; margin: 0 0 1rem }}
 .card {{ padding: .75rem; margin: 0 0 1rem; break-inside: avoid }}
@@ -79,11 +79,16 @@ th {{ color: var(--weak); width: 36% }}
 def state(record: Record) -> str:
     """How the run stands, in words; a run that was killed cannot say so itself."""
     word = record.status.get("state", "not started")
+    if word != "running":
+        return word
+    if record.why_gone:
+        return f"ended without a word, {record.why_gone}"
     last_s = record.lives[-1][1] if record.lives else 0.0
     silent_s = time.time() - max(last_s, record.status.get("time_s", 0.0))
-    if word == "running" and silent_s > SILENT_AFTER_S:
-        return f"running, but silent for {duration(silent_s)}: probably killed"
-    return word
+    if silent_s < SILENT_AFTER_S:
+        return word
+    unknown = "" if record.why_gone == "" else "; whether it still runs cannot be seen from here"
+    return f"running, but silent for {duration(silent_s)}{unknown}"
 
 
 def counted(number: int, what: str) -> str:
@@ -145,6 +150,16 @@ def restarts_words(record: Record) -> str:
     return f"restarted {times}; nothing ran for {duration(sum(waits_s))} in between"
 
 
+def valid_words(record: Record) -> str:
+    """How long the validation after the last step took, as a share of this start's time; or ""."""
+    valid_s = record.status.get("valid_s")
+    if valid_s is None:
+        return ""
+    begin_s, end_s = record.paid[-1] if record.paid else (0.0, 0.0)
+    share = f", {valid_s / (end_s - begin_s):.0%} of the time used" if end_s > begin_s else ""
+    return f"{duration(valid_s)}{share}"
+
+
 def busy_words(record: Record) -> tuple[str, str]:
     """Share of the device-hours that were busy, and how many those are."""
     bill = record.bill
@@ -177,7 +192,8 @@ def loss_rows(record: Record) -> dict[str, str]:
     name, unit = loss_words(record)
     floor = record.about.get("floor")
     known = f" {unit}" + ("" if floor is None else f" (floor {floor:.4f})")
-    losses, result = record.column("loss"), record.about.get("result_name")
+    losses = record.column("loss")
+    result = record.about.get("result_name")
     last = [] if result else losses[-1:]
     rows = {f"last training {name}": f"{loss:.4f}{known}" for _, loss in last}
     if record.status.get("valid_loss") is not None:
@@ -194,7 +210,8 @@ def steps_words(record: Record) -> str:
 
 def summary(record: Record) -> dict[str, str]:
     """The table of the job."""
-    about, speed = record.about, record.speed()
+    about = record.about
+    speed = record.speed()
     rows = {
         "job": about.get("identity", {}).get("job", "-"),
         "scheduler": scheduler_words(record.job) or "none: started by hand",
@@ -207,6 +224,8 @@ def summary(record: Record) -> dict[str, str]:
         "time used": " ".join(time_words(record)).strip().replace(" ;", ";"),
         "restarts": restarts_words(record),
     }
+    if valid_words(record):
+        rows["validation"] = valid_words(record)
     if record.lives:
         share, hours = busy_words(record)
         rows["busy"] = f"{share}: {hours} granted. Most centres charge for what was granted"
@@ -228,7 +247,8 @@ def summary(record: Record) -> dict[str, str]:
 
 def tiles(record: Record) -> dict[str, tuple[str, str]]:
     """The numbers that one looks for first: name -> number and what it is of."""
-    rows, losses = summary(record), loss_rows(record)
+    rows = summary(record)
+    losses = loss_rows(record)
     word, _, more = rows["state"].partition(", ")
     found = {"state": (word, more), noun(record): (steps_words(record), "")}
     used, more = time_words(record)
@@ -293,7 +313,8 @@ def tile(name: str, number: str, more: str) -> str:
 def card(picture: Picture) -> str:
     """A figure with its title and its words, which also stand in for it."""
     data = base64.b64encode(picture.png).decode()
-    title, words = html.escape(picture.title), html.escape(picture.words, quote=True)
+    title = html.escape(picture.title)
+    words = html.escape(picture.words, quote=True)
     return (
         f'<section class="card"><h2>{title}</h2><figure>'
         f'<img alt="{title}. {words}" src="data:image/png;base64,{data}">'
@@ -329,7 +350,8 @@ def finish(
 def write_report(folder: Path) -> Path:
     """Write `report.html`, `report.png` and every figure as a PNG; returns the page's path."""
     record = read(folder)
-    drawn, idle = pictures(record), idle_lines(record)
+    drawn = pictures(record)
+    idle = idle_lines(record)
     title = f"Run {folder.resolve().name}"
     rows = summary(record)
     lead = f"{rows['job']}: {rows['ranks']}; granted {rows['granted']}, used {rows['used']}"

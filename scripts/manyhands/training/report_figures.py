@@ -28,10 +28,11 @@ from manyhands.instruments.figures import (
     png,
     stack,
 )
-from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S
+from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, duration
 from manyhands.training.record import Device, Record, Series, Span, mean_busy, split
 
-WIDTH_IN, ROW_IN = 3.8, 0.2  # on a phone 3.8 inches are as wide as the screen
+WIDTH_IN = 3.8  # as wide as the screen of a phone
+ROW_IN = 0.2
 DENSE_IN = 0.12  # rows lower than this have no room for words
 FEW = 8  # devices that leave room for another figure below them
 MANY = 150  # points that a curve of this size can show
@@ -91,11 +92,14 @@ class Clock:
         self.total_s = sum(lengths_s)
         self.before_s = list(accumulate(lengths_s, initial=0.0))[:-1]  # of each life
         self.gap_s = 0.04 * self.total_s
-        self.unit, self.unit_s = "s", 1.0
+        self.unit = "s"
+        self.unit_s = 1.0
         if self.total_s > 180:
-            self.unit, self.unit_s = "min", 60.0
+            self.unit = "min"
+            self.unit_s = 60.0
         if self.total_s > 3 * 3600:
-            self.unit, self.unit_s = "h", 3600.0
+            self.unit = "h"
+            self.unit_s = 3600.0
 
     def place(self, life: int, time_s: float) -> float:
         """Where a moment of one life lies on the axis."""
@@ -128,7 +132,8 @@ def binned(values: Sequence[float], size: int) -> list[float]:
 def thinned(series: Series, num_points: int = MANY) -> tuple[list[float], list[float]]:
     """At most `num_points` points of a curve, each the mean of its neighbours."""
     size = max(1, -(-len(series) // num_points))
-    xs, ys = [x for x, _ in series], [y for _, y in series]
+    xs = [x for x, _ in series]
+    ys = [y for _, y in series]
     return binned(xs, size), binned(ys, size)
 
 
@@ -178,10 +183,12 @@ def draw_rows(
 def staircase(part: Series, num_points: int) -> Series:
     """The corners of a curve of steps: a sample tells of the time before it."""
     size = max(1, -(-len(part) // num_points))
-    last_s, corners = part[0][0] - SAMPLE_EVERY_S, []
+    last_s = part[0][0] - SAMPLE_EVERY_S
+    corners = []
     for first in range(0, len(part), size):
         some = part[first : first + size]
-        value, time_s = fmean(value for _, value in some), some[-1][0]
+        value = fmean(value for _, value in some)
+        time_s = some[-1][0]
         corners += [(last_s, value), (time_s, value)]
         last_s = time_s
     return corners
@@ -251,8 +258,10 @@ def draw_loss(ax: Axes, record: Record) -> str:
     """Draw the loss of every step over the floor."""
     name, unit = loss_words(record)
     series = record.column("loss")
-    x, y = [step for step, _ in series], [loss for _, loss in series]
-    curves, valid = {"training": (x, y)}, record.status.get("valid_loss")
+    x = [step for step, _ in series]
+    y = [loss for _, loss in series]
+    curves = {"training": (x, y)}
+    valid = record.status.get("valid_loss")
     are_tasks = "noun" in record.about
     if valid is not None and record.steps and not are_tasks:
         curves["validation"] = ([record.steps[-1]["step"]], [valid])
@@ -272,7 +281,8 @@ def draw_loss(ax: Axes, record: Record) -> str:
 
 def draw_speed(ax: Axes, record: Record) -> str:
     """Draw the speed of every step."""
-    series, unit = record.column(f"{record.unit}_per_s"), f"{record.unit}/s"
+    series = record.column(f"{record.unit}_per_s")
+    unit = f"{record.unit}/s"
     x, y = thinned(series)
     lines(ax, {unit: (x, y)}, count_label(record), unit)
     ax.set_ylim(0, 1.1 * max(y) or 1)
@@ -307,6 +317,9 @@ def draw_split(ax: Axes, record: Record) -> str:
     if "communication" in parts:
         words += " Communication is what was not hidden behind computation;"
         words += " other has the mean of the loss over the ranks and the writing of numbers."
+    if valid_s := record.status.get("valid_s"):
+        words += f" All steps took {duration(total_s)}, and the validation after them"
+        words += f" {duration(valid_s)}."
     return words
 
 

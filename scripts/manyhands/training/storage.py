@@ -9,19 +9,15 @@ Source: https://man7.org/linux/man-pages/man2/rename.2.html
 
 import json
 import os
-import pickle
-import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from manyhands.ranks.runtime import BadInput, first_line
+from manyhands.training.process import this_process
 
 FORMAT = "manyhands run 1"
 
@@ -36,11 +32,23 @@ def partial_name(path: Path) -> Path:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old or the new one, never half of it."""
     partial = partial_name(path)
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with naming(path):
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error of the disk name the file: "No space left on device" alone helps nobody."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is None:
+            problem.filename = str(path)
+        raise
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -86,7 +94,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def write_state(state: dict, path: Path) -> None:
     """Save with torch and wait for the disk; a disk that refuses is an OSError."""
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as problem:
@@ -100,13 +108,11 @@ def read_state(path: Path, names: set[str]) -> dict:
     """Load a file of a checkpoint on the CPU; BadInput where it does not hold `names`."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        reason = "it is not a checkpoint of a run"
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
-        state, reason = None, first_line(problem)
+    except Exception as problem:  # bytes that were damaged can raise anything in torch's unpickler
+        reason = first_line(problem) or type(problem).__name__
+        raise BadInput(f"{path} cannot be read ({reason})") from None
     if not isinstance(state, dict) or not names <= state.keys():
-        raise BadInput(
-            f"{path} cannot be read ({reason}): delete {path.parent} to go on from the one before"
-        )
+        raise BadInput(f"{path} cannot be read (it is not a checkpoint of a run)")
     return state
 
 
@@ -133,15 +139,29 @@ def open_folder(
         _accept(folder, about)
     elif folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir()):
         raise BadInput(f"--out {folder} holds files but no run: name a new or empty folder")
-    for path in (folder, *(folder / name for name in inside)):
-        path.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", about)
+    try:
+        for path in (folder, *(folder / name for name in inside)):
+            path.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", about)
+    except OSError as problem:
+        raise BadInput(
+            f"cannot write {problem.filename}: {problem.strerror}; free some space, or name "
+            "another folder with --out"
+        ) from None
     return folder
+
+
+def job_before(out: str) -> dict:
+    """What `meters.job` said when the run in folder `out` was started last; {} without a run."""
+    config = Path(out) / "config.json"
+    about = read_json(config) if out and config.exists() else {}
+    return about.get("job", {}) if about.get("format") == FORMAT else {}
 
 
 def write_status(folder: Path, status: dict) -> None:
     """Write how a run stands; `status` holds at least its "state"."""
-    write_json(folder / "status.json", {**status, "time_s": time.time()})
+    added = {"time_s": time.time(), "process": this_process()}
+    write_json(folder / "status.json", {**status, **added})
 
 
 def write_end(folder: Path, status: dict) -> None:
@@ -167,14 +187,13 @@ def next_free(runs: Path, name: str) -> Path:
 
 def _accept(folder: Path, about: dict) -> None:
     """Check that the run in `folder` is the one that `about` tells of, and unfinished."""
-    theirs, status = read_json(folder / "config.json"), folder / "status.json"
+    theirs = read_json(folder / "config.json")
+    status = folder / "status.json"
     if theirs.get("format") != about["format"]:
         raise BadInput(f"--out {folder} holds another kind of run: name a new folder")
-    differences = _differences(theirs.get("identity"), about["identity"])
-    if differences:
+    if found := differences(theirs.get("identity"), about["identity"]):
         raise BadInput(
-            f"--out {folder} holds a run with {differences}: take its settings, or name a new "
-            "folder"
+            f"--out {folder} holds a run with {found}: take its settings, or name a new folder"
         )
     if status.exists() and read_json(status).get("state") == "finished":
         raise BadInput(
@@ -183,150 +202,10 @@ def _accept(folder: Path, about: dict) -> None:
         )
 
 
-def _differences(theirs: object, ours: dict) -> str:
+def differences(theirs: object, ours: dict) -> str:
     """What differs, in words: "layers=4, not 2". Empty when nothing does."""
     if not isinstance(theirs, dict):
         return "settings that cannot be read"
     names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
     words = [f"{name}={theirs.get(name)}, not {ours.get(name)}" for name in names[:3]]
     return "; ".join(words) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-# ---- checkpoints -------------------------------------------------------------------------------
-
-
-def write_checkpoint(final: Path, rank: int, shared: dict, own: dict) -> None:
-    """Write this rank's part of the checkpoint `final`, still under its partial name.
-
-    Args:
-        shared: what is the same on every rank ("identity", "step", "model", "optimizer"); rank 0
-            writes it.
-        own: what only this rank has ("rng", and those of "model" and "optimizer" that are shards).
-
-    Raises:
-        BadInput: the disk refuses.
-    """
-    partial = partial_name(final)
-    try:
-        partial.mkdir(exist_ok=True)
-        if rank == 0:
-            write_state({"format": FORMAT, **shared}, partial / "state.pt")
-        write_state(own, partial / f"rank-{rank:05d}.pt")
-    except OSError as problem:
-        raise BadInput(
-            f"rank {rank} cannot write {partial}: {problem}; free some space. The checkpoints "
-            "before it are kept"
-        ) from None
-
-
-def publish(final: Path, num_kept: int) -> None:
-    """Give a checkpoint that every rank has written its name, and drop all but the newest."""
-    _sync_folder(partial_name(final))
-    os.replace(partial_name(final), final)
-    _sync_folder(final.parent)
-    for old in _checkpoints(final.parent)[:-num_kept]:
-        # Half a checkpoint must not look like a whole one, also while it is being deleted.
-        os.replace(old, partial_name(old))
-        shutil.rmtree(partial_name(old))
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Clear away what a killed process left in `folder`, and return the newest whole one."""
-    for left in folder.glob("*.partial"):
-        shutil.rmtree(left)
-    return max(_checkpoints(folder), default=None)
-
-
-def load_checkpoint(
-    checkpoint: Path, rank: int, identity: dict, model: nn.Module, optimizer: Optimizer | None
-) -> tuple[int, dict]:
-    """Set `model` and, if given, `optimizer`; returns the step and the random numbers of this rank.
-
-    Raises:
-        BadInput: a file cannot be read, or belongs to another run than `identity`, or to another
-            model or optimizer.
-    """
-    shared = read_state(checkpoint / "state.pt", {"format", "identity", "step"})
-    own = read_state(checkpoint / f"rank-{rank:05d}.pt", {"rng"})
-    remedy = f"delete {checkpoint}, or name a new --out"
-    if shared["format"] != FORMAT:
-        raise BadInput(f"{checkpoint} has another format ({shared['format']}): {remedy}")
-    differences = _differences(shared["identity"], identity)
-    if differences:
-        raise BadInput(f"{checkpoint} was saved with {differences}: {remedy}")
-    states = {**shared, **own}
-    try:
-        theirs = {name: list(t.shape) for name, t in states["model"].items()}
-        ours = {name: list(t.shape) for name, t in local(model.state_dict()).items()}
-        differences = _differences(theirs, ours)
-        if differences:
-            raise BadInput(f"{checkpoint} holds another model, with {differences}: {remedy}")
-        load_local(model, optimizer, states)
-    except (ValueError, RuntimeError, KeyError, AttributeError) as problem:
-        raise BadInput(f"{checkpoint} does not fit: {first_line(problem)}: {remedy}") from None
-    return shared["step"], own["rng"]
-
-
-def local(state: object) -> object:
-    """A state_dict with this rank's own part in place of every DTensor."""
-    return tree_map(lambda leaf: leaf.to_local() if is_dtensor(leaf) else leaf, state)
-
-
-def is_dtensor(value: object) -> bool:
-    """Is it a tensor of which every rank holds a part?"""
-    return hasattr(value, "to_local")  # to import the class takes 0.6 s
-
-
-def load_local(model: nn.Module, optimizer: Optimizer | None, states: dict) -> None:
-    """Set `model` and, if given, `optimizer` to what `local` made of their states."""
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            local(value).copy_(states["model"][name])
-    if optimizer is None:
-        return
-    state = states["optimizer"]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, values in state["state"].items():
-        for name, value in values.items():
-            if is_dtensor(params[number]) and value.dim() > 0:
-                values[name] = _as_part_of(params[number], value)
-    optimizer.load_state_dict(state)
-
-
-def _as_part_of(param: Tensor, value: Tensor) -> Tensor:
-    """The DTensor that is cut as `param` is, and of which this rank's part is `value`."""
-    how = {"run_check": False, "shape": param.shape, "stride": param.stride()}
-    value = value.to(param.to_local().device)
-    return type(param).from_local(value, param.device_mesh, param.placements, **how)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk, not only in the system's memory."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ---- random numbers ----------------------------------------------------------------------------
-
-
-def get_rng(device: torch.device) -> dict[str, Tensor]:
-    """Where torch's random numbers stand, on the CPU and on `device`."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_rng(states: dict[str, Tensor], device: torch.device) -> None:
-    """Go on with the random numbers from where `get_rng` found them."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -13,25 +13,24 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from manyhands.instruments.meters import Sampler, idle_words, job, machine
-from manyhands.jobs import mine
 from manyhands.ranks.runtime import (
     BadInput,
     StopSignals,
     World,
-    distributed,
     keep_output,
     on_main,
     together,
 )
 from manyhands.training.storage import (
     FORMAT,
+    job_before,
     open_folder,
     read_lines,
     replace_file,
@@ -55,27 +54,39 @@ class Kind(NamedTuple):
     tell: Callable[[dict], tuple[float | None, int, str]]  # a result's loss, its images, in words
 
 
-def start(kind: Kind, config: object, parts: type, train: Callable) -> object:
-    """Join the ranks and run train(config, world, parts) on each; returns what it returns.
+@dataclass(frozen=True)
+class TaskConfig:
+    """Settings that every such job has."""
 
-    Args:
-        parts: a named tuple of the exercises that the job can use, the course's own as defaults.
-    """
-    is_mine = config.impl == "mine"
-    yours = mine.load(kind.name, parts._fields) if is_mine else {}
-    torch.set_num_threads(1)  # more would only wait for each other: the tasks are small
-    with distributed(config.device, config.seed, timeout_s=WAIT_S) as world:
-        if is_mine:
-            world.print(mine.in_words(yours))
-        return train(config, world, parts(**yours))
+    data: str = "embedded"
+    """embedded, mnist, fashion-mnist, or a folder with idx files."""
+    seed: int = 1
+    """Start of every random number."""
+    device: str = "auto"
+    """Where to train: auto, cpu or cuda."""
+    out: str = ""
+    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
+
+
+def at_least_one(config: TaskConfig, *names: str) -> None:
+    """Refuse settings that count something and are below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise BadInput(f"{flag} {getattr(config, name)}: take at least 1")
 
 
 class TaskRun:
     """The run of such a job, on every rank: `with TaskRun(...) as run: run.do(...)`."""
 
-    def __init__(self, kind: Kind, config: object, world: World, tasks: Sequence[tuple]) -> None:
+    def __init__(
+        self, kind: Kind, config: TaskConfig, world: World, tasks: Sequence[tuple]
+    ) -> None:
         """Make or accept the folder, or BadInput; `do` gets the tasks, at once or in parts."""
-        self.kind, self.config, self.world, self.tasks = kind, config, world, tasks
+        self.kind = kind
+        self.config = config
+        self.world = world
+        self.tasks = tasks
         self.folder = self._open_folder()
         self.status = {"state": "running", "step": 0, "steps": len(tasks), "valid_loss": None}
         self.done: dict[tuple, dict] = {}  # results by task
@@ -123,7 +134,8 @@ class TaskRun:
         self._add(result for found, _ in everything for result in found)
         missing = sum(task not in self.done for task in tasks)
         if missing and any(stops for _, stops in everything):
-            self.status["state"], self._stops.agreed = "stopped", True
+            self.status["state"] = "stopped"
+            self._stops.agreed = True
             place = f"{self.status['step']} of {len(self.tasks)} {self.kind.noun}"
             again = f"run the same command again with --out {self.folder} to go on"
             self.world.print(f"stopped after {place}; {again}")
@@ -159,33 +171,43 @@ class TaskRun:
 
     def _open_folder(self) -> Path:
         """Make or accept the folder of the run, with what `config.json` says."""
-        settings, kind, world = asdict(self.config), self.kind, self.world
+        settings = asdict(self.config)
+        kind = self.kind
         about = {
+            "format": FORMAT,
             "identity": {"job": kind.name} | {name: settings[name] for name in kind.identity},
             "config": settings | {"steps": len(self.tasks)},
-            **{"format": FORMAT, "backend": world.backend, "torch": torch.__version__},
-            **{"noun": kind.noun, "loss_name": kind.loss_name, "result_name": kind.result_name},
+            "backend": self.world.backend,
+            "torch": torch.__version__,
+            "noun": kind.noun,
+            "loss_name": kind.loss_name,
+            "result_name": kind.result_name,
             "floor": None,
-            "ranks": together(lambda: machine(world.device)),
-            "job": on_main(lambda: job(settings["out"])),
+            "ranks": together(lambda: machine(self.world.device)),
+            "job": on_main(lambda: job(job_before(settings["out"]))),
         }
         about = json.loads(json.dumps(about))  # tuples become lists, as in a file that is read
         for line in idle_words(about["ranks"], about["job"]["nodes"]):
-            world.print(line)
+            self.world.print(line)
         inside = ("ranks", "results")
         return on_main(lambda: open_folder(settings["out"], kind.name, about, inside))
 
     def write_result(self, numbers: Mapping[str, object], leave_out: Sequence[str] = ()) -> None:
         """Write `result.json`: the numbers, and the command that makes them again."""
-        words, num_ranks = [f"sbatch/{self.kind.name}.sbatch"], self.world.world_size
+        words = [f"sbatch/{self.kind.name}.sbatch"]
         for one in fields(self.config):
             value = getattr(self.config, one.name)
             if value != one.default and one.name not in ("out", *leave_out):
                 values = value if isinstance(value, tuple) else (value,)
                 words += ["--" + one.name.replace("_", "-"), *map(str, values)]
-        about = {"remake": f"RANKS={num_ranks} bash {shlex.join(words)}"}
-        about |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-        about |= {"device": machine(self.world.device).get("name", "CPU"), "ranks": num_ranks}
+        num_ranks = self.world.world_size
+        about = {
+            "remake": f"RANKS={num_ranks} bash {shlex.join(words)}",
+            "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__,
+            "device": machine(self.world.device).get("name", "CPU"),
+            "ranks": num_ranks,
+        }
         lines = [f"  {json.dumps(name)}: {json.dumps(v)}" for name, v in (about | numbers).items()]
         text = "{\n" + ",\n".join(lines) + "\n}\n"
         replace_file(self.folder / "result.json", text.encode())
@@ -195,14 +217,17 @@ class Curve:
     """On rank 0: a line in metrics.jsonl for each task of its own, counting those of all."""
 
     def __init__(self, folder: Path, kind: Kind) -> None:
-        self.folder, self.path, self.tell = folder, folder / "metrics.jsonl", kind.tell
+        self.folder = folder
+        self.path = folder / "metrics.jsonl"
+        self.tell = kind.tell
         self.before_s = max([line["time_s"] for line in read_lines(self.path)], default=0.0)
         self.start_s = self.last_s = time.time()
         self.count, self.num_images = self._count()
 
     def add(self, result: dict, words: str | None = None) -> None:
         """Count what all have done, and say it of this rank's newest result, or in `words`."""
-        now, (count, num_images) = time.time(), self._count()
+        now = time.time()
+        count, num_images = self._count()
         if count == self.count:
             return
         loss, _, of_result = self.tell(result)
@@ -214,7 +239,9 @@ class Curve:
             "images_per_s": round((num_images - self.num_images) / spent_s, 1),
             "time_s": round(self.before_s + now - self.start_s, 3),
         }
-        self.last_s, self.count, self.num_images = now, count, num_images
+        self.last_s = now
+        self.count = count
+        self.num_images = num_images
         with open(self.path, "a") as file:
             print(json.dumps(line), file=file)
         print(f"{count} {words or of_result}", flush=True)

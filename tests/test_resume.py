@@ -1,0 +1,193 @@
+"""What a run can go on from, and what it refuses in one line without touching anything."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.ranks.lab import run_ranks
+from manyhands.training.run import TrainConfig
+from test_run import assert_same, names, refused, train
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> TrainConfig:
+    """A run that was stopped after 6 of 15 steps, on one rank."""
+
+    def stop(rank: int, step: int) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    out = str(tmp_path_factory.mktemp("stopped") / "run")
+    config = TrainConfig(batch=4, steps=15, save_every=4, out=out)
+    run_ranks(train, 1, config, event=stop, quiet=True)
+    return config
+
+
+@pytest.fixture
+def copy(stopped, tmp_path) -> TrainConfig:
+    """A copy of the stopped run, to be spoilt."""
+    shutil.copytree(stopped.out, tmp_path / "copy")
+    return replace(stopped, out=str(tmp_path / "copy"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refuse_without_a_trace(config: TrainConfig, *words: str, **kwargs) -> None:
+    before = contents(Path(config.out))
+    message = refused(config, **kwargs)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert contents(Path(config.out)) == before
+
+
+def test_other_settings_are_refused(copy):
+    refuse_without_a_trace(replace(copy, layers=2), "layers=4, not 2", "new folder")
+    refuse_without_a_trace(replace(copy, steps=20, seed=2), "steps=15, not 20; seed=1, not 2")
+    assert refused(replace(copy, save_every=3)) == "accepted"
+
+
+def test_more_settings_of_a_subclass_count(copy):
+    @dataclass(frozen=True)
+    class Config(TrainConfig):
+        impl: str = "torch"
+
+    settings = {name: getattr(copy, name) for name in TrainConfig.__dataclass_fields__}
+    refuse_without_a_trace(Config(**settings), "impl=None, not torch")
+
+
+def test_another_number_of_ranks_is_refused(copy):
+    messages = run_ranks(refused, 2, copy, quiet=True)
+    assert messages[0] == messages[1] and "ranks=1, not 2" in messages[0]
+
+
+def test_a_finished_run_is_refused(copy):
+    assert refused(copy) == "accepted"
+    refuse_without_a_trace(copy, "finished run of 15 steps", "new folder")
+
+
+def test_a_folder_that_is_no_run_is_refused(copy):
+    (Path(copy.out) / "config.json").unlink()
+    refuse_without_a_trace(copy, "no run", "new or empty folder")
+    refuse_without_a_trace(replace(copy, out=copy.out + "/status.json"), "is a file")
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scramble(path: Path) -> None:
+    """Damage every 97th byte, as a failing disk may."""
+    content = bytearray(path.read_bytes())
+    content[::97] = bytes(255 - byte for byte in content[::97])
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "rank-00000.pt"])
+@pytest.mark.parametrize("damage", [cut_in_half, scramble, Path.unlink])
+def test_a_checkpoint_that_cannot_be_loaded_is_kept_and_the_one_before_goes_on(
+    copy, calm_alone, capfd, name, damage
+):
+    folder = Path(copy.out) / "checkpoints"
+    damage(folder / "step-00000006" / name)
+    damaged = contents(folder / "step-00000006")
+    train(copy)
+    said = capfd.readouterr().out.splitlines()
+    (line,) = [line for line in said if "cannot be read" in line]
+    assert f"step-00000006/{name} cannot be read (" in line
+    assert line.endswith(
+        "that checkpoint is kept as step-00000006.broken, and the run goes on from step-00000004"
+    )
+    assert f"resumed {copy.out} at step 4 of 15" in said
+    kept = contents(folder / "step-00000006.broken")
+    assert list(kept.values()) == list(damaged.values())
+    assert names(folder)[1:] == ["step-00000008", "step-00000012", "step-00000015"]
+    assert_same(Path(copy.out), Path(calm_alone.out))
+
+
+@pytest.fixture(scope="module")
+def calm_alone(tmp_path_factory) -> TrainConfig:
+    """The same run on one rank with nobody in its way."""
+    out = str(tmp_path_factory.mktemp("calm") / "run")
+    config = TrainConfig(batch=4, steps=15, save_every=4, out=out)
+    train(config)
+    return config
+
+
+def test_all_ranks_fall_back_where_one_cannot_load(tmp_path, capfd):
+    config = TrainConfig(batch=4, steps=15, save_every=4, out=str(tmp_path / "run"))
+    undisturbed = replace(config, out=str(tmp_path / "calm"))
+    run_ranks(train, 2, undisturbed, quiet=True)
+
+    def stop(rank: int, step: int) -> None:
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run_ranks(train, 2, config, event=stop, quiet=True)
+    folder = Path(config.out) / "checkpoints"
+    cut_in_half(folder / "step-00000009" / "rank-00001.pt")
+    shutil.copytree(folder / "step-00000009", folder / "step-00000009.broken")  # kept before
+    (folder / "step-00000008" / "state.pt").write_bytes(b"")
+    run_ranks(train, 2, config)
+    said = capfd.readouterr().out
+    assert "step-00000009/rank-00001.pt cannot be read (" in said
+    assert "kept as step-00000009.broken2, and the run goes on from step-00000004" in said
+    assert "step-00000008/state.pt cannot be read (" in said
+    assert f"resumed {config.out} at step 4 of 15" in said
+    assert_same(Path(config.out), Path(undisturbed.out))
+
+
+def test_without_any_checkpoint_that_loads_the_run_is_refused(copy):
+    config = Path(copy.out) / "config.json"
+    before = json.loads(config.read_text())["job"]
+    for checkpoint in (Path(copy.out) / "checkpoints").iterdir():
+        cut_in_half(checkpoint / "state.pt")
+    damaged = contents(Path(copy.out) / "checkpoints")
+    message = refused(copy)
+    assert "step-00000006/state.pt cannot be read (" in message and "\n" not in message
+    assert "no other checkpoint in" in message and "name a new --out" in message
+    assert json.loads(config.read_text())["job"] == before  # a refused start is no life
+    assert contents(Path(copy.out) / "checkpoints") == damaged
+
+
+def test_foreign_checkpoints_are_refused(copy):
+    newest = Path(copy.out) / "checkpoints" / "step-00000006"
+    shutil.rmtree(newest.with_name("step-00000004"))
+    whole = torch.load(newest / "state.pt", weights_only=True)
+    refuse_spoilt = [
+        ({"weights": 1}, "not a checkpoint"),
+        ({**whole, "format": "other 7"}, "another format (other 7)"),
+        ({**whole, "identity": {**whole["identity"], "layers": 9}}, "layers=9, not 4"),
+        ({**whole, "optimizer": {}}, "does not fit"),
+        ({**whole, "optimizer": None}, "does not fit"),
+        ({**whole, "model": 3}, "does not fit"),
+    ]
+    for state, words in refuse_spoilt:
+        torch.save(state, newest / "state.pt")
+        message = refused(copy)
+        assert words in message and "new --out" in message and "\n" not in message
+    torch.save(whole, newest / "state.pt")
+    message = refused(copy, width=8)
+    assert "layers.0.weight=[16, 4], not [8, 4]" in message
+    (newest / "rank-00000.pt").unlink()
+    assert "rank-00000.pt cannot be read" in refused(copy)
+
+
+def test_settings_that_cannot_be(tmp_path):
+    config = TrainConfig(batch=4, steps=15, save_every=4, out=str(tmp_path / "run"))
+    assert "batch 64 but the training data holds only 40 blocks" in refused(
+        replace(config, batch=64)
+    )
+    assert "steps is 0" in refused(replace(config, steps=0))
+    assert "save_every is -1" in refused(replace(config, save_every=-1))
+    uneven = run_ranks(refused, 2, replace(config, batch=5), quiet=True)
+    assert uneven[0] == uneven[1] and "batch 5 cannot be shared evenly by 2 ranks" in uneven[0]
+    assert "learning_rate is nan" in refused(replace(config, learning_rate=float("nan")))

@@ -279,6 +279,7 @@ def test_after_a_stop_at_any_moment_of_the_first_call_the_next_one_works(tmp_pat
         out, err = stopped_after(script, moment_s)
         if not out.endswith("stopped\n[0, 1]\n") or err:
             red.append((moment_s, out, err))
+            print(f"red: stopped after {moment_s:.3f} s: {out!r} {err}", flush=True)
     print(f"{rounds - len(red)} of {rounds} green, stopped within {longest_s:.1f} s")
     assert not red
 

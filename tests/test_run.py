@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from manyhands.instruments.meters import STEP_PHASES
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput, World
-from manyhands.training import storage
+from manyhands.training import lock, storage
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, save_once
 from manyhands.training.storage import read_lines
 
@@ -586,6 +586,45 @@ def test_a_folder_that_is_no_run_is_refused(copy):
     (Path(copy.out) / "config.json").unlink()
     refuse_without_a_trace(copy, "no run", "new or empty folder")
     refuse_without_a_trace(replace(copy, out=copy.out + "/status.json"), "is a file")
+
+
+def test_a_folder_has_one_writer(copy):
+    lock.hold(Path(copy.out))
+    message = run_ranks(refused, 1, copy, quiet=True)[0]
+    host = socket.gethostname()
+    assert f"--out {copy.out} is in use by process {os.getpid()} on {host}: wait until" in message
+    assert (
+        refused(replace(copy, layers=2)) != "accepted" == refused(copy)
+    )  # its own is no hindrance
+    copied = replace(copy, out=copy.out + "2")
+    assert run_ranks(refused, 1, copied, quiet=True) == ["accepted"]
+
+
+def test_the_end_of_a_run_or_of_its_process_unlocks_the_folder(copy):
+    assert refused(copy) == "accepted"
+    finished = Path(copy.out)
+    assert "finished run" in run_ranks(refused, 1, copy, quiet=True)[0]
+    run_ranks(lock.hold, 1, finished)
+    lock.hold(finished)
+    lock.release(finished)
+    assert run_ranks(lock.hold, 1, finished) == [None]
+
+
+def test_a_job_that_queued_again_does_not_wait_for_the_lock_of_its_earlier_life(copy, monkeypatch):
+    folder = Path(copy.out)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    lock.hold(folder)
+
+    def outcome_as(job: str, restart: str) -> str:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        return run_ranks(refused, 1, copy, quiet=True)[0]
+
+    assert "is in use" in outcome_as("7", "0")
+    assert "is in use" in outcome_as("8", "1")
+    assert outcome_as("7", "1") == "accepted"
+    lock.release(folder)
 
 
 def test_a_truncated_checkpoint_is_refused_and_the_one_before_goes_on(copy, stopped, tmp_path):

@@ -457,6 +457,16 @@ def test_a_daemon_ends_with_a_kernel_that_is_killed_outright(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_ranks_know_the_callers_folder_and_arguments(tmp_path, monkeypatch):
+    run_ranks(total, 1, 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "3"])
+    (tmp_path / "helper.py").write_text("word = 'here'")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = run_ranks(lambda: (os.getcwd(), sys.argv, __import__("helper").word), 1)
+    assert seen == [(str(tmp_path), ["train.py", "--steps", "3"], "here")]
+
+
 def test_world_size_zero_is_refused():
     with pytest.raises(ValueError, match="at least 1 rank"):
         run_ranks(total, 0)

@@ -279,6 +279,7 @@ def test_after_a_stop_at_any_moment_of_the_first_call_the_next_one_works(tmp_pat
         out, err = stopped_after(script, moment_s)
         if not out.endswith("stopped\n[0, 1]\n") or err:
             red.append((moment_s, out, err))
+            print(f"red: stopped after {moment_s:.3f} s: {out!r} {err}", flush=True)
     print(f"{rounds - len(red)} of {rounds} green, stopped within {longest_s:.1f} s")
     assert not red
 
@@ -454,6 +455,16 @@ def test_a_daemon_ends_with_a_kernel_that_is_killed_outright(tmp_path):
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ranks_know_the_callers_folder_and_arguments(tmp_path, monkeypatch):
+    run_ranks(total, 1, 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "3"])
+    (tmp_path / "helper.py").write_text("word = 'here'")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = run_ranks(lambda: (os.getcwd(), sys.argv, __import__("helper").word), 1)
+    assert seen == [(str(tmp_path), ["train.py", "--steps", "3"], "here")]
 
 
 def test_world_size_zero_is_refused():

@@ -22,7 +22,7 @@ import train_ddp
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, torchrun_arguments
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.runtime import BadInput, refuse_copies
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
 LONG |= {"learning_rate": 0.01}
@@ -111,6 +111,40 @@ def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path)
     ours, theirs = (torch.load(one / "model.pt", weights_only=True) for one in (out, calm))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and len(ours) > 10
     assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_ranks", "words"),
+    [
+        ({}, True, "RANKS=4 sbatch --nodes=2 .*sbatch/ddp.sbatch"),
+        (
+            {"SLURM_STEP_NUM_NODES": "1"},
+            True,
+            "RANKS=8 srun -n1 --cpus-per-task=8 python .*/scripts",
+        ),
+        ({}, False, "srun --ntasks=1 python .*/scripts/train_ddp.py"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, True, None),
+        ({"RANK": "0"}, True, None),  # torchrun's
+    ],
+)
+def test_one_of_several_copies_in_a_step_is_refused(changes, has_ranks, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/course/scripts/train_ddp.py"])
+    if words is None:
+        refuse_copies(STEP | changes, has_ranks)
+        return
+    with pytest.raises(BadInput, match=f"8 copies .* the right command is: {words}"):
+        refuse_copies(STEP | changes, has_ranks)
+    with pytest.raises(SystemExit) as silent:
+        refuse_copies(STEP | changes | {"SLURM_PROCID": "3"}, has_ranks)
+    assert silent.value.code == 2
+
+
+def test_a_job_outside_a_step_is_no_copy():
+    refuse_copies({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, True)  # a batch script, or salloc
+    refuse_copies({}, True)
 
 
 # ---- two nodes ---------------------------------------------------------------------------------

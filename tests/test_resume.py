@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from manyhands.ranks.lab import run_ranks
+from manyhands.training import lock
 from manyhands.training.run import TrainConfig
 from test_run import assert_same, names, refused, train
 
@@ -191,3 +193,42 @@ def test_settings_that_cannot_be(tmp_path):
     uneven = run_ranks(refused, 2, replace(config, batch=5), quiet=True)
     assert uneven[0] == uneven[1] and "batch 5 cannot be shared evenly by 2 ranks" in uneven[0]
     assert "learning_rate is nan" in refused(replace(config, learning_rate=float("nan")))
+
+
+def test_a_folder_has_one_writer(copy):
+    lock.hold(Path(copy.out))
+    message = run_ranks(refused, 1, copy, quiet=True)[0]
+    host = socket.gethostname()
+    assert f"--out {copy.out} is in use by process {os.getpid()} on {host}: wait until" in message
+    assert (
+        refused(replace(copy, layers=2)) != "accepted" == refused(copy)
+    )  # its own is no hindrance
+    copied = replace(copy, out=copy.out + "2")
+    assert run_ranks(refused, 1, copied, quiet=True) == ["accepted"]
+
+
+def test_the_end_of_a_run_or_of_its_process_unlocks_the_folder(copy):
+    assert refused(copy) == "accepted"
+    finished = Path(copy.out)
+    assert "finished run" in run_ranks(refused, 1, copy, quiet=True)[0]
+    run_ranks(lock.hold, 1, finished)
+    lock.hold(finished)
+    lock.release(finished)
+    assert run_ranks(lock.hold, 1, finished) == [None]
+
+
+def test_a_job_that_queued_again_does_not_wait_for_the_lock_of_its_earlier_life(copy, monkeypatch):
+    folder = Path(copy.out)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    lock.hold(folder)
+
+    def outcome_as(job: str, restart: str) -> str:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        return run_ranks(refused, 1, copy, quiet=True)[0]
+
+    assert "is in use" in outcome_as("7", "0")
+    assert "is in use" in outcome_as("8", "1")
+    assert outcome_as("7", "1") == "accepted"
+    lock.release(folder)

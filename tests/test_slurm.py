@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,47 @@ def test_missing_data_is_one_line_and_exit_code_2(slurm, calm_jobs):
     ours = [line for line in ours if not line.startswith(("slurmstepd", "launch.py:", "idle:"))]
     assert len(ours) == 1 and "Traceback" not in job.log, job.log
     assert "scripts/prepare_data.py --data wikitext-2` where there is internet" in ours[0]
+
+
+def test_copies_that_srun_starts_do_not_train_one_by_one(slurm, clone, tmp_path):
+    """Two copies refuse, with the command that works; a batch script with two tasks is no step."""
+    words = [sys.executable, "scripts/train_ddp.py", *flags(clone, **SHORT | {"steps": 2})]
+    batch = " ".join(map(shlex.quote, [*words, "--out", str(tmp_path / "batch")]))
+    job = slurm.sbatch("-N1", "-n2", "-o", tmp_path / "log", f"--wrap={batch}", cwd=clone)
+
+    out = ["--out", str(tmp_path / "run")]
+    many = slurm.outcome("srun", "-N1", "-n2", *words, *out, cwd=clone, timeout_s=170)
+    said = [line for line in many.stderr.splitlines() if not line.startswith("srun:")]
+    assert many.returncode == 2 and len(said) == 1 and not (tmp_path / "run").exists(), many
+    assert said[0] == (
+        "train_ddp.py: srun started 2 copies of this script, and each would train alone, in the "
+        "same folder; the right command is: RANKS=2 srun -n1 --cpus-per-task=2 python "
+        "scripts/launch.py scripts/train_ddp.py"
+    )
+    _, right = said[0].split("the right command is: RANKS=2 ")
+    command = right.replace("python", sys.executable).split()
+    env = {"RANKS": "2"}
+    done = slurm.outcome(*command, *words[2:], *out, cwd=clone, env=env, timeout_s=170)
+    assert done.returncode == 0 and "2 rank(s) on cpu" in done.stdout, done
+
+    assert slurm.wait(job, 120) == "COMPLETED", (tmp_path / "log").read_text()
+    assert "1 rank(s) on cpu" in (tmp_path / "log").read_text()
+
+
+def test_a_folder_has_one_writer(slurm, clone, tmp_path):
+    """Two steps on two nodes: the second to come is refused in one line."""
+    words = [sys.executable, "scripts/train_ddp.py", "--out", str(tmp_path / "run")]
+    first = flags(clone, **SHORT | {"steps": 100_000})
+    command = " ".join(map(shlex.quote, [*words, *first]))
+    job = slurm.sbatch("-N1", "-o", tmp_path / "log", f"--wrap={command}", cwd=clone)
+    slurm.until(lambda: (tmp_path / "run" / "status.json").exists())
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    second = slurm.outcome("srun", "-N1", *words, *first, cwd=clone, timeout_s=170)
+    said = [line for line in second.stderr.splitlines() if not line.startswith("srun:")]
+    assert second.returncode == 2 and len(said) == 1, second
+    assert re.search(r"--out .*/run is in use by process \d+ on \w+: wait until", said[0])
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    slurm.run("scancel", job)
 
 
 def test_other_jobs_on_two_nodes(slurm, clone):

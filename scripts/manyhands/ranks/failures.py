@@ -164,21 +164,6 @@ class RanksHung(RankFailed):
         return "\n".join(lines)
 
 
-class MachineFault(RankFailed):
-    """This machine could not start or keep the ranks, whatever their code is."""
-
-    def __init__(self, problem: str, world_size: int) -> None:
-        """Tell `problem`, the system's own words."""
-        super().__init__(0, world_size, Failure("machine", problem, [], time.time()), [])
-
-    def _text(self) -> str:
-        problem = " ".join(self.failure.message.split()).rstrip(".")
-        return (
-            f"this machine could not run the {self.world_size} rank(s): {problem}. "
-            "This says nothing about the code that they were to run; run it again"
-        )
-
-
 class RanksInterrupted(KeyboardInterrupt):
     """The person at the keyboard stopped the ranks."""
 
@@ -216,3 +201,18 @@ def name_ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+class MachineFault(RankFailed):
+    """This machine could not start or keep the ranks, whatever their code is."""
+
+    def __init__(self, problem: str, world_size: int) -> None:
+        """Tell `problem`, the system's own words."""
+        super().__init__(0, world_size, Failure("machine", problem, [], time.time()), [])
+
+    def _text(self) -> str:
+        problem = " ".join(self.failure.message.split()).rstrip(".")
+        return (
+            f"this machine could not run the {self.world_size} rank(s): {problem}. "
+            "This says nothing about the code that they were to run; run it again"
+        )

@@ -1,6 +1,6 @@
 """A clean process with torch imported, which forks a rank for each request of its caller.
 
-    caller --- socket: one byte and four descriptors a rank ---> server --fork--> rank
+    caller --- socket: a byte and four descriptors for each rank ---> server --fork--> rank
        ^------ pipe of each rank: its process id, later its exit code ---'
 
 A server of our own, because multiprocessing's shares the terminal's process group: Ctrl-C, or Stop
@@ -12,7 +12,6 @@ Source: https://man7.org/linux/man-pages/man2/PR_SET_CHILD_SUBREAPER.2const.html
 import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -25,26 +24,32 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.spawn import get_preparation_data
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-# What every rank needs. The second list takes as long again: optimizers import torch._dynamo when
-# they are made, and the wrappers of torch.distributed when they are imported.
+# What every rank needs, and what only some need: that takes as long again. An optimizer imports
+# torch._dynamo when it is made.
 FIRST = ("torch", "torch.distributed", "manyhands.ranks.lab", "manyhands.ranks.runtime")
 LATER = (
-    "torch._dynamo",
+    "torch.distributed.tensor",
     "torch.distributed.fsdp",
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
 )
-IDLE_S = 1.0  # without a request, after which the second list is loaded
+IDLE_S = 0.5  # without a request or a rank, after which one of the second list is imported
 READY_S = 120.0  # a busy machine needs a minute to import torch
-FORK, FORK_LOADED = b"f", b"l"  # requests: fork now, or load the second list first
 NUMBER = struct.Struct("q")
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def surroundings(name: str) -> dict:
+    """What a new process called `name` takes over from this one, for `spawn.prepare` there."""
+    kept = ("name", "dir", "sys_path", "sys_argv")
+    return {key: value for key, value in get_preparation_data(name).items() if key in kept}
 
 
 class ServerGone(Exception):
@@ -60,16 +65,14 @@ class Server:
     def __init__(self) -> None:
         """Start it; it is ready some seconds later."""
         ours, its = socket.socketpair()
-        code = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from manyhands.ranks import forkserver; forkserver.serve(int(sys.argv[2]))"
-        )
+        code = f"from manyhands.ranks import forkserver; forkserver.serve({its.fileno()})"
+        where = os.pathsep.join(surroundings("server")["sys_path"])
         with its:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps(sys.path), str(its.fileno())],
+                [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": where},
                 start_new_session=True,
             )
         self.socket = ours
@@ -101,11 +104,11 @@ class Server:
 
     def fork(self, status: Connection, control: Connection, *outputs: Connection) -> None:
         """Ask for a rank that gets `control` and `outputs`; `status` gets its process id."""
-        # Where this process has loaded the second list, its ranks are about to need it.
-        request = FORK_LOADED if LATER[0] in sys.modules else FORK
+        # What this process has imported its ranks are about to need: a bit for each of LATER.
+        known = sum((name in sys.modules) << bit for bit, name in enumerate(LATER))
         descriptors = [one.fileno() for one in (status, control, *outputs)]
         try:
-            socket.send_fds(self.socket, [request], descriptors)
+            socket.send_fds(self.socket, [bytes([known])], descriptors)
         except OSError as problem:
             raise ServerGone(str(problem)) from None
 
@@ -229,7 +232,7 @@ class _Serving:
     def __init__(self, caller: socket.socket) -> None:
         self.caller = caller
         self.ranks: dict[int, int] = {}  # process id -> descriptor for its exit code
-        self.is_loaded = False
+        self.missing = list(LATER)
         self.wake, self.woken = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.woken, False)
@@ -240,7 +243,7 @@ class _Serving:
 
     def turn(self) -> None:
         """Wait for a request, for the end of a rank, or for time to load the rest."""
-        is_idle = not self.is_loaded and not self.ranks
+        is_idle = self.missing and not self.ranks
         ready = select.select([self.caller, self.wake], [], [], IDLE_S if is_idle else None)[0]
         if self.wake in ready:
             with suppress(BlockingIOError):
@@ -249,7 +252,7 @@ class _Serving:
         if self.caller in ready:
             self._answer()
         if not ready:
-            self._load_later()
+            self._load(self.missing[0])
 
     def _answer(self) -> None:
         try:
@@ -258,8 +261,9 @@ class _Serving:
             request, descriptors = b"", []
         if not request:
             self._leave()
-        if request == FORK_LOADED:
-            self._load_later()
+        for bit, name in enumerate(LATER):
+            if request[0] >> bit & 1:
+                self._load(name)
         status, *others = descriptors
         try:
             pid = os.fork()
@@ -297,12 +301,11 @@ class _Serving:
         finally:
             os._exit(1)  # `live` does not return
 
-    def _load_later(self) -> None:
-        if not self.is_loaded:
-            self.is_loaded = True
-            for name in LATER:
-                with suppress(ImportError):  # an older torch may lack one
-                    importlib.import_module(name)
+    def _load(self, name: str) -> None:
+        if name in self.missing:
+            self.missing.remove(name)
+            with suppress(ImportError):  # an older torch may lack it
+                importlib.import_module(name)
             gc.freeze()
 
     def _reap(self) -> None:

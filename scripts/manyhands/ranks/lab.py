@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, spawn
 from typing import NoReturn
 
 import cloudpickle
@@ -216,7 +216,8 @@ def _meeting_place(world_size: int) -> Iterator[dict[str, str]]:
 def _give_task(rank: _Rank, blob: bytes, environ: dict, timeout_s: float, join: bool) -> None:
     """Tell a new process what to run, and as which rank."""
     place = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank)}
-    task = (environ | place, os.getcwd(), sys.path, sys.argv, blob, timeout_s, join)
+    around = forkserver.surroundings(rank.name)
+    task = (environ | place, around, blob, timeout_s, join)
     try:
         rank.process.control.send(task)
     except OSError as problem:
@@ -232,12 +233,10 @@ def live(
     """A rank's whole life: hear the task, join, call, report, wait for the word to leave."""
     _redirect(output)
     faulthandler.register(signal.SIGUSR2, file=stack.fileno(), all_threads=False)
-    environ, folder, path, argv, blob, timeout_s, join = control.recv()
+    environ, around, blob, timeout_s, join = control.recv()
     os.environ.clear()
     os.environ.update(environ)
-    os.chdir(folder)
-    sys.path[:] = path
-    sys.argv[:] = argv
+    spawn.prepare(around)
     import torch
 
     from manyhands.ranks.runtime import end_with_parent

@@ -181,6 +181,7 @@ def distributed(
 def _prepare_environment() -> None:
     """See that a meeting place is set, and that this rank ends with its torchrun."""
     if "WORLD_SIZE" not in os.environ:
+        refuse_copies(os.environ, has_ranks=True)
         # A world of one still needs a meeting place; port 0 lets the system pick a free one.
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     elif missing := [name for name in NEEDED if name not in os.environ]:
@@ -194,10 +195,44 @@ def _prepare_environment() -> None:
 
 def alone(device: str = "auto", seed: int = 1) -> World:
     """A world of one without a process group, seeded; for scripts that train in one process."""
+    refuse_copies(os.environ, has_ranks=False)
     world = _on_device(replace(place({}, torch.cuda.device_count()), seed=seed), device)
     _sow(seed)
     world.print(_one_line(world))
     return world
+
+
+def refuse_copies(environ: Mapping[str, str], has_ranks: bool) -> None:
+    """Refuse to be one of several copies that srun started: each would train a world of its own.
+
+    Args:
+        environ: holds SLURM_STEP_ID, SLURM_STEP_NUM_TASKS and so on in a step of a Slurm job.
+        has_ranks: can this script run on several ranks, once torchrun starts them?
+
+    Raises:
+        BadInput: in the step's first task.
+        SystemExit: with code 2 in its others, which say nothing.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    if "RANK" in environ or "SLURM_STEP_ID" not in environ or int(tasks) == 1:
+        return
+    if environ.get("SLURM_PROCID", "0") != "0":
+        raise SystemExit(2)
+    script = Path(sys.argv[0])
+    job_file = script.parents[1] / "sbatch" / f"{script.stem.removeprefix('train_')}.sbatch"
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    ranks = int(tasks) // nodes
+    if not has_ranks:
+        command = f"srun --ntasks=1 python {script}"
+    elif nodes == 1:
+        launcher = script.with_name("launch.py")
+        command = f"RANKS={ranks} srun -n1 --cpus-per-task={ranks} python {launcher} {script}"
+    else:
+        command = f"RANKS={ranks} sbatch --nodes={nodes} {job_file}"
+    raise BadInput(
+        f"srun started {tasks} copies of this script, and each would train alone, in the same "
+        f"folder; the right command is: {command}"
+    )
 
 
 def _sow(seed: int) -> None:

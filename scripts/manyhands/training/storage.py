@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from manyhands.ranks.runtime import BadInput, first_line
+from manyhands.training import lock
 from manyhands.training.process import this_process
 
 FORMAT = "manyhands run 1"
@@ -130,18 +131,23 @@ def open_folder(
         inside: folders to make in it.
 
     Raises:
-        BadInput: `out` holds something else, another run, or a finished one.
+        BadInput: `out` holds something else, another run, or a finished one, or another process
+            writes into it.
     """
     folder = Path(out) if out else next_free(Path("runs"), name)
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder} is a file: name a folder")
     if (folder / "config.json").exists():
         _accept(folder, about)
-    elif folder.exists() and any(path.suffix != ".partial" for path in folder.iterdir()):
+    elif folder.exists() and any(
+        path.suffix != ".partial" and path.name != lock.NAME for path in folder.iterdir()
+    ):
         raise BadInput(f"--out {folder} holds files but no run: name a new or empty folder")
     try:
-        for path in (folder, *(folder / name for name in inside)):
-            path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold(folder)
+        for name in inside:
+            (folder / name).mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", about)
     except OSError as problem:
         raise BadInput(
@@ -165,12 +171,15 @@ def write_status(folder: Path, status: dict) -> None:
 
 
 def write_end(folder: Path, status: dict) -> None:
-    """Write how a run ended; one that still counts as running has failed."""
-    if status["state"] != "running":
-        write_status(folder, status)
-        return
-    with suppress(OSError):  # a full disk may be the very reason, and has been told
-        write_status(folder, {**status, "state": "failed"})
+    """Write how a run ended, and unlock its folder; one that still counts as running has failed."""
+    try:
+        if status["state"] != "running":
+            write_status(folder, status)
+            return
+        with suppress(OSError):  # a full disk may be the very reason, and has been told
+            write_status(folder, {**status, "state": "failed"})
+    finally:
+        lock.release(folder)
 
 
 def next_free(runs: Path, name: str) -> Path:

@@ -12,7 +12,7 @@ from manyhands.checks.engine.mistakes import Change, Mistake
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Trial
 
-LIMIT_S = 60
+LIMIT_S = 180
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 
 

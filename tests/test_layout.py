@@ -62,11 +62,9 @@ TOO_LARGE = {
     "scripts/manyhands/checks/loss_surface.py",
     "scripts/manyhands/checks/memory.py",
     "scripts/manyhands/checks/pipeline.py",
-    "scripts/manyhands/checks/tensor.py",
     "tests/answers/_flat.py",
     "tests/answers/_savings.py",
     "tests/answers/_schedules.py",
-    "tests/answers/_vocabulary.py",
     "tests/answers/batch_size.py",
     "tests/answers/collectives.py",
     "tests/answers/data_parallel.py",
@@ -75,7 +73,6 @@ TOO_LARGE = {
     "tests/answers/gradient_descent.py",
     "tests/answers/loss_surface.py",
     "tests/answers/pipeline.py",
-    "tests/answers/tensor.py",
 }
 MACHINE = re.compile(
     r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",

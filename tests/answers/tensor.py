@@ -1,10 +1,7 @@
-"""Answers to 13.1 to 13.4, 13.11 and 13.12 as students give them: RIGHT ones differ from the
-course's own, and WRONG ones come with words that the verdict must hold. The others stand in
-_vocabulary.py."""
+"""Lesson 13: right answers of another shape than the course's, and wrong ones that are no slip."""
 
-import copy
-import math
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -12,76 +9,49 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from manyhands.checks import Pair
-from manyhands.tensor import layers, model
-from manyhands.tensor.layers import ColumnLinear, CopyToRanks, RowLinear, SumOverRanks, my_part
+from manyhands.fsdp.flat import all_gather, reduce_scatter
+from manyhands.memory.savings import rng_states, set_rng_states
+from manyhands.tensor import dtensor, model, sequence
+from manyhands.tensor.layers import (
+    ColumnLinear,
+    CopyToRanks,
+    RowLinear,
+    SumOverRanks,
+    my_part,
+    my_range,
+)
+from manyhands.tensor.vocabulary import VocabEmbedding, vocab_cross_entropy
 
-from . import _split_model, _vocabulary
+f_ = CopyToRanks.apply
+g_ = SumOverRanks.apply
 
-RIGHT: dict[str, list] = {
-    "13.1": [Pair(CopyToRanks, SumOverRanks)],
-    "13.2": [layers.my_range],
-    "13.3": [Pair(ColumnLinear, RowLinear)],
-    "13.4": [model.cut_block],
-    "13.11": [model.data_place],
-    "13.12": [model.calls_per_step],
-}
-WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
-
-
-def right(todo):
-    return lambda answer: RIGHT[todo].append(answer) or answer
-
-
-def wrong(todo, words):
-    return lambda answer: WRONG[todo].append((answer, words)) or answer
+# ---- 13.1 to 13.4: regions, parts, layers ---------------------------------------------------
 
 
-# ---- 13.1 CopyToRanks, SumOverRanks ---------------------------------------------------------
-
-
-def summed(x, group):
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def region(forward, backward, keep=True):
+def function(forward, backward):
     """A Function; forward(x, group) and backward(grad, group)."""
 
     class Region(Function):
         @staticmethod
         def forward(ctx, x, group=None):
-            if keep:
-                ctx.group = group
+            ctx.kept = group
             return forward(x, group)
 
         @staticmethod
         def backward(ctx, grad):
-            return backward(grad, ctx.group if keep else None)
+            return backward(grad, ctx.kept), None
 
     return Region
-
-
-def same(x, group):
-    return x
-
-
-def back(grad, group):
-    return grad, None
-
-
-def summed_back(grad, group):
-    return summed(grad, group), None
-
-
-def f(forward=same, backward=summed_back, **options):
-    return Pair(region(forward, backward, **options), SumOverRanks)
-
-
-def g(forward=summed, backward=back, **options):
-    return Pair(CopyToRanks, region(forward, backward, **options))
 
 
 def gathered(x, group):
@@ -90,117 +60,29 @@ def gathered(x, group):
     return torch.stack(parts).sum(0)
 
 
-def in_two_steps(grad, group):
-    total = grad.detach().clone(memory_format=torch.contiguous_format)
+def in_two_steps(x, group):
+    total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True).wait()
-    return total, None
-
-
-RIGHT["13.1"] += [
-    Pair(region(same, in_two_steps), region(gathered, back)),
-    Pair(
-        region(lambda x, group: x.detach(), lambda grad, group: (gathered(grad, group), None)),
-        region(summed, lambda grad, group: (grad.clone(), None)),
-    ),
-]
-
-
-def in_place(x, group):
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def contiguous_in_place(grad, group):
-    grad = grad.contiguous()
-    dist.all_reduce(grad, group=group)
-    return grad, None
-
-
-def not_waited(x, group):
-    total = x.clone()
-    dist.all_reduce(total, group=group, async_op=True)
     return total
 
 
-def only_rank_0(grad, group):
-    total = grad.clone()
-    if dist.get_rank(group) == 0:
-        dist.all_reduce(total, group=group)
-    return total, None
+def read_too_early(x, group):
+    total = x.clone()
+    work = dist.all_reduce(total, group=group, async_op=True)
+    result = total + 0
+    work.wait()
+    return result
 
 
-def mean_of(x, group):
-    return summed(x, group) / dist.get_world_size(group)
-
-
-def in_group(summing):
-    """Ignores the group in one of the two."""
-    return lambda x, group: summing(x, None)
-
-
-class SavesTheGroup(Function):
+class KeepsNoGroup(CopyToRanks):
     @staticmethod
     def forward(ctx, x, group=None):
-        ctx.save_for_backward(group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (group,) = ctx.saved_tensors
-        return summed(grad, group), None
+        return x.view_as(x)
 
 
-class KeepsNoGroup(Function):
-    @staticmethod
-    def forward(ctx, x, group=None):
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return summed(grad, ctx.group), None
-
-
-WRONG["13.1"] += [
-    (f(forward=summed), "f sums forward: its input is the same on all ranks already"),
-    (f(forward=in_place), "f sums forward: its input is the same on all ranks already"),
-    (f(backward=back), "f copies backward, too"),
-    (f(backward=lambda grad, group: (mean_of(grad, group), None)), "a mean: it is the ranks'"),
-    (f(backward=lambda grad, group: (in_place(grad, group), None)), "the gradient that it was"),
-    (f(backward=contiguous_in_place), "contiguous() makes no copy of what is contiguous"),
-    (f(backward=lambda grad, group: (summed(grad, None), None)), "`group` is not passed on"),
-    (f(keep=False), "`group` is not passed on"),
-    (f(backward=summed), "backward returns a gradient for each argument of forward"),
-    (f(backward=lambda grad, group: (None, None)), "backward returns no gradient for x"),
-    (
-        f(backward=lambda grad, group: (dist.all_reduce(grad.clone(), group=group), None)),
-        "all_reduce itself returns None",
-    ),
-    (f(backward=only_rank_0), "on every rank (no `if rank == 0`)"),
-    (g(forward=lambda x, group: only_rank_0(x, group)[0]), "on every rank (no `if rank == 0`)"),
-    (Pair(SavesTheGroup, SumOverRanks), "save_for_backward is for tensors only"),
-    (Pair(KeepsNoGroup, SumOverRanks), "backward asks for what forward did not keep"),
-    (Pair(SumOverRanks, CopyToRanks), "f sums forward"),
-    (g(backward=summed_back), "so this is 3 times too large"),
-    (g(backward=lambda grad, group: (grad / dist.get_world_size(group), None)), "divided by"),
-    (g(forward=mean_of), "a mean: it is the ranks' parts that are added up"),
-    (g(forward=in_place), "forward changed x itself"),
-    (g(forward=not_waited), "not waited for"),  # a part of the sum may have come already
-    (g(forward=same), "nothing of the other ranks is in it"),
-    (g(forward=in_group(summed)), "`group` is not passed on"),
-    (
-        g(forward=lambda x, group: dist.all_reduce(x.clone(), group=group)),
-        "all_reduce writes into the tensor that it is given, and returns None",
-    ),
-    (Pair(nn.Identity, nn.Identity), "only an autograd Function has a backward"),
-]
-
-
-# ---- 13.2 my_range --------------------------------------------------------------------------
-
-
-@right("13.2")
 def range_by_counting(size, unit=1, group=None):
-    units, n = size // unit, dist.get_world_size(group)
+    units = size // unit
+    n = dist.get_world_size(group)
     sizes = [units // n + (1 if rank < units % n else 0) for rank in range(n)]
     if min(sizes) == 0:
         raise ValueError("a rank has nothing")
@@ -208,7 +90,6 @@ def range_by_counting(size, unit=1, group=None):
     return range(sum(sizes[:rank]) * unit, sum(sizes[: rank + 1]) * unit)
 
 
-@right("13.2")
 def range_by_numpy(size, unit=1, group=None):
     if size // unit < dist.get_world_size(group):
         raise ValueError
@@ -217,99 +98,19 @@ def range_by_numpy(size, unit=1, group=None):
     return range(int(mine[0]) * unit, (int(mine[-1]) + 1) * unit)
 
 
-def ranged(first, last, in_units=True, whole=False, refuse=ValueError):
-    """A my_range; `first` and `last` take (rank, n, units)."""
-
-    def my_range(size, unit=1, group=None):
-        group = None if whole else group
-        rank, n, units = dist.get_rank(group), dist.get_world_size(group), size // unit
-        if not in_units:
-            unit, units = 1, size
-        if refuse and units < n:
-            raise refuse(f"{units} units for {n} ranks")
-        return range(first(rank, n, units) * unit, last(rank, n, units) * unit)
-
-    return my_range
+KNOWN_RANGES = {}
 
 
-def begins(rank, n, units):
-    return rank * (units // n) + min(rank, units % n)
-
-
-def ends(rank, n, units):
-    return begins(rank + 1, n, units)
-
-
-def as_counts(size, unit=1, group=None):
-    part = layers.my_range(size, unit, group)
-    return range(part.start // unit, part.stop // unit)
-
-
-def job_rank(size, unit=1, group=None):
-    rank, n, units = dist.get_rank(), dist.get_world_size(group), size // unit
-    if units < n:
-        raise ValueError
-    return range(begins(rank, n, units) * unit, ends(rank, n, units) * unit)
-
-
-def in_steps(size, unit=1, group=None):
-    part = layers.my_range(size, unit, group)
-    return range(part.start, part.stop, unit)
-
-
-def refuses_one_each(size, unit=1, group=None):
-    if size // unit <= dist.get_world_size(group):
-        raise ValueError("too few")
-    return layers.my_range(size, unit, group)
-
-
-WRONG["13.2"] += [
-    (ranged(lambda r, n, u: r * (u // n), lambda r, n, u: (r + 1) * (u // n)), "is nobody's"),
-    (
-        ranged(
-            lambda r, n, u: r * (u // n), lambda r, n, u: (r + 1) * (u // n) if r < n - 1 else u
-        ),
-        "the last rank takes all of the rest",
-    ),
-    (
-        ranged(lambda r, n, u: r * (u // n), lambda r, n, u: (r + 1) * (u // n) + (r < u % n)),
-        "later parts start too early",
-    ),
-    (ranged(begins, ends, in_units=False), "`unit` is ignored"),
-    (as_counts, "these are units"),
-    (in_steps, "a range with a step of"),
-    (refuses_one_each, "raised ValueError - one unit for each rank is enough"),
-    (
-        ranged(
-            lambda r, n, u: min(r * math.ceil(u / n), u),
-            lambda r, n, u: min((r + 1) * math.ceil(u / n), u),
-        ),
-        "shares are rounded up",
-    ),
-    (ranged(lambda r, n, u: r * u // n, lambda r, n, u: (r + 1) * u // n), "others than the first"),
-    (ranged(begins, lambda r, n, u: ends(r, n, u) - 1), "a range stops before its end"),
-    (ranged(begins, ends, refuse=None), "raise ValueError if units < N"),
-    (ranged(begins, ends, refuse=AssertionError), "raised AssertionError"),
-    (job_rank, "the rank or the size of the job"),
-    (ranged(begins, ends, whole=True), "the rank or the size of the job"),
-    (
-        lambda *args: (lambda part: (part.start, part.stop))(layers.my_range(*args)),
-        "a range is asked for",
-    ),
-    (lambda *args: slice(0, len(layers.my_range(*args))), "a range is asked for"),
-    (lambda *args: list(layers.my_range(*args)), "a range is asked for"),
-    (lambda *args: range(len(layers.my_range(*args))), "all of them start at 0"),
-]
-
-# ---- 13.3 ColumnLinear, RowLinear -----------------------------------------------------------
+def range_from_a_cache(size, unit=1, group=None):
+    if (size, unit) not in KNOWN_RANGES:
+        KNOWN_RANGES[size, unit] = my_range(size, unit, group)
+    return KNOWN_RANGES[size, unit]
 
 
 class ColumnsByEinsum(nn.Module):
-    """Cuts by hand, and computes without F.linear."""
-
-    def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
+    def __init__(self, linear, unit=1, enter=f_, group=None):
         super().__init__()
-        mine = layers.my_range(linear.out_features, unit, group)
+        mine = my_range(linear.out_features, unit, group)
         rows = slice(mine.start, mine.stop)
         self.enter, self.group = enter, group
         self.weight = nn.Parameter(linear.weight[rows].detach().clone())
@@ -321,26 +122,9 @@ class ColumnsByEinsum(nn.Module):
         return found if self.bias is None else found + self.bias
 
 
-class RowsByMatmul(nn.Module):
-    def __init__(self, linear, unit=1, leave=SumOverRanks.apply, group=None):
-        super().__init__()
-        mine = layers.my_range(linear.in_features, unit, group)
-        self.leave, self.group = leave, group
-        self.weight = nn.Parameter(linear.weight.data[:, mine.start : mine.stop].clone())
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
-
-    def forward(self, x):
-        found = self.leave(x @ self.weight.t(), self.group)
-        if self.bias is not None:
-            found = found + self.bias
-        return found
-
-
 class ColumnsOfALinear(nn.Linear):
-    """A layer of torch's, filled with the part."""
-
-    def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
-        mine = layers.my_range(linear.out_features, unit, group)
+    def __init__(self, linear, unit=1, enter=f_, group=None):
+        mine = my_range(linear.out_features, unit, group)
         has_bias, rows = linear.bias is not None, slice(mine.start, mine.stop)
         super().__init__(linear.in_features, len(mine), has_bias, dtype=linear.weight.dtype)
         self.enter, self.group = enter, group
@@ -353,189 +137,30 @@ class ColumnsOfALinear(nn.Linear):
         return super().forward(self.enter(x, self.group))
 
 
-RIGHT["13.3"] += [Pair(ColumnsByEinsum, RowsByMatmul), Pair(ColumnsOfALinear, RowLinear)]
+class RowsByMatmul(nn.Module):
+    def __init__(self, linear, unit=1, leave=g_, group=None):
+        super().__init__()
+        mine = my_range(linear.in_features, unit, group)
+        self.leave, self.group = leave, group
+        self.weight = nn.Parameter(linear.weight.data[:, mine.start : mine.stop].clone())
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
 
-
-def columns(forward=None, **changes):
-    """A ColumnLinear with another forward, or with attributes made in another way."""
-    return Pair(changed(ColumnLinear, forward, changes), RowLinear)
-
-
-def rows(forward=None, **changes):
-    return Pair(ColumnLinear, changed(RowLinear, forward, changes))
-
-
-def changed(kind, forward, changes):
-    class Changed(kind):
-        def __init__(self, linear, unit=1, region=None, group=None, **named):
-            region = {"enter": region} if kind is ColumnLinear and region else named
-            super().__init__(linear, unit, group=group, **region)
-            for name, make in changes.items():
-                delattr(self, name)
-                setattr(self, name, make(linear, unit, group))
-
-    if forward:
-        Changed.forward = forward
-    return Changed
-
-
-def mine_of(linear, dim, unit, group):
-    mine = layers.my_range(linear.weight.shape[dim], unit, group)
-    return linear.weight.detach().narrow(dim, mine.start, len(mine))
-
-
-def drawn_anew(linear, unit, group):
-    return nn.Linear(5, len(mine_of(linear, 0, unit, group)), dtype=torch.float64).weight
-
-
-def bias_early(self, x):
-    return self.leave(F.linear(x, self.weight, self.bias), self.group)
-
-
-def bias_shared(self, x):
-    if self.bias is None:
-        return self.leave(F.linear(x, self.weight), self.group)
-    n = dist.get_world_size(self.group)
-    return self.leave(F.linear(x, self.weight, self.bias / n), self.group)
-
-
-def bias_on_rank_0(self, x):
-    bias = self.bias if dist.get_rank(self.group) == 0 else None
-    return self.leave(F.linear(x, self.weight, bias), self.group)
-
-
-def plus_bias(self, total):
-    return total if self.bias is None else total + self.bias
-
-
-def leaves_early(self, x):
-    return plus_bias(self, F.linear(self.leave(x, self.group), self.weight))
-
-
-def enters_rows(self, x):
-    x = CopyToRanks.apply(x, self.group)
-    return plus_bias(self, self.leave(F.linear(x, self.weight), self.group))
-
-
-def leaves_by(call):
-    return lambda self, x: plus_bias(self, call(self, F.linear(x, self.weight)))
-
-
-def enters_by(call):
-    return lambda self, x: F.linear(call(self, x), self.weight, self.bias)
-
-
-class NeedsABias(RowLinear):
     def forward(self, x):
-        return self.leave(F.linear(x, self.weight), self.group) + self.bias
-
-
-class CutsNoneBias(ColumnLinear):
-    def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
-        super().__init__(linear, unit, enter, group)
-        self.bias = my_part(linear.bias, 0, unit, group)
+        found = self.leave(x @ self.weight.t(), self.group)
+        return found if self.bias is None else found + self.bias
 
 
 class WithoutSuper(ColumnLinear):
-    def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
+    def __init__(self, linear, unit=1, enter=f_, group=None):
         self.weight = my_part(linear.weight, 0, unit, group)
 
 
-def own_range(size, unit=1, group=None):
-    """As a learner may write it: with an error of other words."""
-    if size // unit < dist.get_world_size(group):
-        raise ValueError("too few")
-    return layers.my_range(size, unit, group)
+class BiasOnRank0(RowLinear):
+    def forward(self, x):
+        bias = self.bias if dist.get_rank(self.group) == 0 else None
+        return self.leave(F.linear(x, self.weight, bias), self.group)
 
 
-class InLargeUnits(ColumnLinear):
-    def __init__(self, linear, unit=1, enter=CopyToRanks.apply, group=None):
-        own_range(linear.out_features, linear.out_features, group)
-        super().__init__(linear, unit, enter, group)
-
-
-WRONG["13.3"] += [
-    (columns(enters_by(lambda self, x: x)), "each rank's gradient of x is a part"),
-    (columns(weight=lambda linear, unit, group: linear.weight), "the whole, on every rank"),
-    (
-        columns(weight=lambda linear, unit, group: my_part(linear.weight, 1, 1, group)),
-        "cut along the wrong dim: nn.Linear keeps (out, in)",
-    ),
-    (
-        columns(weight=lambda linear, unit, group: nn.Parameter(mine_of(linear, 0, unit, group))),
-        "a view keeps the whole alive",
-    ),
-    (
-        columns(weight=lambda linear, unit, group: mine_of(linear, 0, unit, group).clone()),
-        "no optimizer would find it",
-    ),
-    (
-        columns(
-            weight=lambda linear, unit, group: nn.Parameter(
-                mine_of(linear, 0, unit, group).t().clone()
-            )
-        ),
-        "turned round",
-    ),
-    (columns(weight=drawn_anew), "is it drawn anew?"),
-    (
-        columns(weight=lambda linear, unit, group: my_part(linear.weight, 0, 1, group)),
-        "`unit` is ignored",
-    ),
-    (
-        columns(weight=lambda linear, unit, group: my_part(linear.weight, 0, unit)),
-        "`group` is not passed on",
-    ),
-    (columns(bias=lambda linear, unit, group: linear.bias), "the whole, on every rank"),
-    (columns(lambda self, x: F.linear(self.enter(x, self.group), self.weight)), "bias is left out"),
-    (columns(enters_by(lambda self, x: self.enter(x))), "`enter` and `leave` take two arguments"),
-    (
-        columns(enters_by(lambda self, x: CopyToRanks.apply(x, self.group))),
-        "the `enter` that is given is not used",
-    ),
-    (columns(enters_by(lambda self, x: self.enter(x, None))), "`group` is not passed on"),
-    (Pair(CutsNoneBias, RowLinear), "a layer may have no bias"),
-    (Pair(WithoutSuper, RowLinear), "the parameters have no home yet"),
-    (rows(bias_early), "the bias is added 3 times"),
-    (rows(bias_shared), "1/3: the bias was divided by the ranks"),
-    (rows(bias_on_rank_0), "the bias reaches the result on some ranks only"),
-    (
-        rows(
-            bias=lambda linear, unit, group: (
-                linear.bias if linear.bias is None else my_part(linear.bias, 0, 1, group)
-            )
-        ),
-        "every rank has the whole bias",
-    ),
-    (rows(leaves_by(lambda self, part: part)), "`leave` is forgotten"),
-    (rows(leaves_early), "`leave` before the product"),
-    (rows(enters_rows), "nothing of this gradient is to be summed"),
-    (
-        rows(weight=lambda linear, unit, group: my_part(linear.weight, 0, 1, group)),
-        "cut along the wrong dim: nn.Linear keeps (out, in)",
-    ),
-    (rows(weight=lambda linear, unit, group: linear.weight), "the whole, on every rank"),
-    (
-        rows(
-            leaves_by(
-                lambda self, part: self.leave(part, self.group) / dist.get_world_size(self.group)
-            )
-        ),
-        "a mean: it is the ranks' parts",
-    ),
-    (rows(leaves_by(lambda self, part: SumOverRanks.apply(part, self.group))), "`leave` that is"),
-    (Pair(ColumnLinear, NeedsABias), "a layer may have no bias"),
-    (Pair(RowLinear, ColumnLinear), "cut along the wrong dim"),
-    (Pair(InLargeUnits, RowLinear), "does my_range find fewer units than ranks?"),
-]
-
-
-# ---- 13.4 cut_block -------------------------------------------------------------------------
-
-f_, g_ = CopyToRanks.apply, SumOverRanks.apply
-
-
-@right("13.4")
 def cut_by_names(block, enter=f_, leave=g_, group=None):
     width = block.attention.head_width
     cuts = {
@@ -549,40 +174,7 @@ def cut_by_names(block, enter=f_, leave=g_, group=None):
         setattr(block.get_submodule(parent), child, cut(block.get_submodule(name)))
 
 
-@right("13.4")
 def cut_and_return(block, enter=f_, leave=g_, group=None):
-    model.cut_block(block, enter, leave, group)
-    return block
-
-
-def cut(qkv=None, out=None, up=None, down=None):
-    """A cut_block; each layer may be made in another way: of linear, width, enter, leave, group."""
-
-    def cut_block(block, enter=f_, leave=g_, group=None):
-        attention, mlp, w = block.attention, block.mlp, block.attention.head_width
-        given = w, enter, leave, group
-        attention.qkv = (qkv or columns_of(3))(attention.qkv, *given)
-        attention.out = (out or rows_of(1))(attention.out, *given)
-        mlp.up = (up or (lambda m, w, e, v, g: ColumnLinear(m, 1, e, g)))(mlp.up, *given)
-        mlp.down = (down or (lambda m, w, e, v, g: RowLinear(m, 1, v, g)))(mlp.down, *given)
-
-    return cut_block
-
-
-def columns_of(times):
-    return lambda m, w, e, v, g: ColumnLinear(m, times * w, e, g)
-
-
-def rows_of(times):
-    return lambda m, w, e, v, g: RowLinear(m, times * w, v, g)
-
-
-def uncut(linear, *given):
-    return linear
-
-
-def cut_a_copy(block, enter=f_, leave=g_, group=None):
-    block = copy.deepcopy(block)
     model.cut_block(block, enter, leave, group)
     return block
 
@@ -592,79 +184,248 @@ def cut_norms(block, enter=f_, leave=g_, group=None):
     block.norm1.weight = my_part(block.norm1.weight, 0, 1, group)
 
 
-def cut_without_regions(block, enter=f_, leave=g_, group=None):
-    model.cut_block(block, group=group)
-
-
-def cut_without_group(block, enter=f_, leave=g_, group=None):
-    model.cut_block(block, enter, leave)
-
-
-def width_by(read):
-    """A cut_block that asks the block for the width of a head in another way."""
-
-    def cut_block(block, enter=f_, leave=g_, group=None):
-        width = read(block)
-        model.cut_block(block, enter, leave, group)
-        return width
-
-    return cut_block
-
-
-def cut_the_width(block, enter=f_, leave=g_, group=None):
+def cut_and_freeze(block, enter=f_, leave=g_, group=None):
     model.cut_block(block, enter, leave, group)
-    block.attention.head_width = block.attention.head_width // dist.get_world_size(group)
+    block.norm2.requires_grad_(False)
 
 
-def cut_the_width_first(block, enter=f_, leave=g_, group=None):
-    cut_the_width(block, enter, leave, group)
-    block.attention.head_width = max(1, block.attention.head_width)
+# ---- 13.5, 13.6: the vocabulary -------------------------------------------------------------
 
 
-def refuses_units(linear, width, enter, leave, group):
-    own_range(linear.out_features, linear.out_features, group)
-    return ColumnLinear(linear, 1, enter, group)
+class OneHot(VocabEmbedding):
+    def forward(self, inputs):
+        mask = inputs[..., None] == torch.tensor(list(self.mine))
+        return self.leave(mask.float() @ self.weight, self.group)
 
 
-def mlp_columns(unit):
-    return lambda m, w, e, v, g: ColumnLinear(m, unit * w, e, g)
+class Clamped(VocabEmbedding):
+    def forward(self, inputs):
+        rows = (inputs - self.mine.start).clamp(0, len(self.mine) - 1)
+        mask = (rows + self.mine.start == inputs).float().unsqueeze(-1)
+        return self.leave(F.embedding(rows, self.weight) * mask, group=self.group)
 
 
-WRONG["13.4"] += [
-    (cut(qkv=columns_of(1)), "cut in units of 2: a head is 6 rows here, and its width is 2, so q"),
-    (cut(qkv=lambda m, w, e, v, g: ColumnLinear(m, 1, e, g)), "cut in units of 1: a head is 6"),
-    (cut_the_width, "attention.head_width is now"),
-    (cut_the_width_first, "a rank has fewer heads, not narrower ones"),
-    (cut(up=mlp_columns(4), down=rows_of(4)), "cut in units of 8: the MLP's unit is 1"),
-    (cut(up=lambda m, w, e, v, g: ColumnLinear(m, e, g)), "is the unit forgotten?"),
-    (cut(down=lambda m, w, e, v, g: RowLinear(m, v, g)), "is the unit forgotten?"),
-    (width_by(lambda block: block.attention.heads), "a head's width is block.attention.head_width"),
-    (width_by(lambda block: block.attention.head_dim), "a head's width is block.attention.head_w"),
-    (width_by(lambda block: block.head_width), "block.attention has qkv, out and head_width"),
-    (width_by(lambda block: block.mlp.head_width), "an mlp has up and down"),
-    (cut(up=refuses_units), "a unit is one head, and there are as many units as heads"),
-    (
-        cut(out=lambda m, w, e, v, g: RowLinear(m, 1, v, g)),
-        "cut in units of 1: a head is 2 columns",
-    ),
-    (cut(out=rows_of(3)), "a unit is one head, and there are as many units as heads"),
-    (cut(out=lambda m, w, e, v, g: ColumnLinear(m, w, e, g)), "cut along the wrong dim"),
-    (cut(up=lambda m, w, e, v, g: RowLinear(m, 1, v, g)), "cut along the wrong dim"),
-    (cut(up=uncut, down=uncut), "mlp.up.weight is whole - this layer is not cut"),
-    (cut(qkv=uncut, out=uncut), "attention.qkv.weight is whole - this layer is not cut"),
-    (cut(out=lambda m, w, e, v, g: RowLinear(m, w, e, g)), "called `enter` 3 time(s), not 2"),
-    (cut(down=lambda m, w, e, v, g: RowLinear(m, 1, group=g)), "called `leave` 1 time(s), not 2"),
-    (cut(up=lambda m, w, e, v, g: ColumnLinear(m, 1, g)), "`group` is not passed on"),
-    (cut_a_copy, "another block was cut; the model keeps its own"),
-    (cut_norms, "leave the norms alone"),
-    (cut_without_regions, "the `enter` that is given is not used"),
-    (cut_without_group, "`group` is not passed on"),
-]
-
-# ---- 13.11 data_place -----------------------------------------------------------------------
+class Frozen(VocabEmbedding):
+    def __init__(self, embedding, leave=g_, group=None):
+        super().__init__(embedding, leave, group)
+        self.weight = nn.Embedding.from_pretrained(self.weight.detach()).weight
 
 
-@right("13.11")
+class OneArgument(VocabEmbedding):
+    def forward(self, inputs):
+        mask = inputs[..., None] == torch.tensor(list(self.mine))
+        return self.leave(mask.float() @ self.weight)
+
+
+def largest_of(scores, group):
+    largest = scores.detach().max(-1).values
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def with_one_hot(scores, targets, mine, group=None):
+    largest = largest_of(scores, group)
+    hot = (targets[:, None] == torch.tensor(list(mine))).to(scores.dtype)
+    parts = torch.cat([(scores - largest[:, None]).exp().sum(-1), (scores * hot).sum(-1)])
+    sums, chosen = SumOverRanks.apply(parts, group).chunk(2)
+    return (sums.log() + largest - chosen).sum() / len(targets)
+
+
+def all_reduce_itself(scores, targets, mine, group=None):
+    shifted = scores - largest_of(scores, group).unsqueeze(-1)
+    hot = (targets[:, None] == torch.tensor(list(mine))).to(scores.dtype)
+    parts = torch.stack([shifted.exp().sum(-1), (shifted * hot).sum(-1)])
+    dist.all_reduce(parts, group=group)
+    return (parts[0].log() - parts[1]).mean()
+
+
+def a_pair(scores, targets, mine, group=None):
+    return (scores - scores.detach().max(dim=-1)).sum()
+
+
+def gathers_scores(scores, targets, mine, group=None):
+    n = dist.get_world_size(group)
+    wide = scores.new_full((n, len(targets), len(mine) + 1), 0.0)
+    wide[dist.get_rank(group), :, : len(mine)] = scores
+    full = SumOverRanks.apply(wide, group)
+    return with_one_hot(scores, targets, mine, group) + 0 * full.sum()
+
+
+# ---- 13.7 to 13.9: the sequence -------------------------------------------------------------
+
+
+def classes(gather=sequence.gather_positions, add=sequence.sum_positions, gather_back=None):
+    """Both classes over other functions."""
+    return Pair(function(gather, gather_back or add), function(add, gather))
+
+
+def lists_gather(x, group=None):
+    parts = [torch.empty_like(x).contiguous() for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
+def transposed_sum(x, group=None):
+    n = dist.get_world_size(group)
+    if x.shape[1] % n != 0:
+        raise ValueError(f"{x.shape[1]} % {n}")
+    whole = x.transpose(0, 1).contiguous()
+    part = torch.empty(len(whole) // n, *whole.shape[1:], dtype=x.dtype)
+    reduce_scatter(part, whole, group)
+    return part.transpose(0, 1)
+
+
+def waited_apart(x, group=None):
+    n = dist.get_world_size(group)
+    whole = x.new_empty((n * len(x), *x.shape[1:]))
+    work = all_gather(whole, x.contiguous(), group)
+    parts = whole.chunk(n)
+    work.wait()
+    return torch.cat(parts, dim=1)
+
+
+def of_the_work(x, group):
+    whole = x.new_empty((dist.get_world_size(group) * len(x), *x.shape[1:]))
+    return torch.cat(all_gather(whole, x.contiguous(), group).chunk(2), dim=1)
+
+
+def padded(x, group):
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole = x.new_zeros(len(x), n * x.shape[1], x.shape[2])
+    whole.chunk(n, dim=1)[rank].copy_(x)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def flattened(params, group=None):
+    grads = [p.grad for p in params if p.grad is not None]
+    if not grads:
+        return
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat, group=group)
+    for grad, part in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(part)
+
+
+def by_offsets(params, group=None):
+    params = [param for param in params if param.grad is not None]
+    if params:
+        vector = torch.cat([param.grad.reshape(-1) for param in params])
+        dist.all_reduce(vector, group=group, async_op=True).wait()
+        end = 0
+        for param in params:
+            start, end = end, end + param.numel()
+            param.grad[...] = vector[start:end].reshape(param.shape)
+
+
+def read_twice(params, group=None):
+    if sum(param.grad is not None for param in params):
+        sequence.sum_gradients(params, group)
+
+
+def weights_summed(params, group=None):
+    for param in params:
+        dist.all_reduce(param.data, group=group)
+
+
+class WithFork(sequence.OwnRandom):
+    def __init__(self, seed, device="cpu", group=None):
+        self.device = torch.device(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 * seed + dist.get_rank(group))
+            self.states = rng_states(self.device)
+
+    @contextmanager
+    def use(self):
+        with torch.random.fork_rng(devices=[]):
+            set_rng_states(self.states, self.device)
+            try:
+                yield self
+            finally:
+                self.states = rng_states(self.device)
+
+
+class Numbered(sequence.OwnRandom):
+    """Seeds anew in each block, from a count of the blocks."""
+
+    def __init__(self, seed, device="cpu", group=None):
+        self.base, self.count = 10_000 * seed + 1_000 * dist.get_rank(group), 0
+
+    @contextmanager
+    def use(self):
+        before = torch.get_rng_state()
+        self.count += 1
+        torch.manual_seed(self.base + self.count)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+
+class WithoutDecorator(sequence.OwnRandom):
+    def use(self):
+        yield
+
+
+class DrawsByRank(sequence.OwnRandom):
+    def __init__(self, seed, device="cpu", group=None):
+        super().__init__(seed, device, group)
+        torch.rand(dist.get_rank(group))
+
+
+# ---- 13.10 to 13.13: the model and its plan -------------------------------------------------
+
+
+class InSteps(model.TensorParallel):
+    def forward(self, inputs, targets):
+        length = inputs.size(1)
+        places = self.positions(torch.arange(length))
+        if self.sequence:
+            size = length // dist.get_world_size(self.group)
+            places = places.narrow(0, dist.get_rank(self.group) * size, size)
+            with self.random.use():
+                x = self.inside(inputs, places)
+        else:
+            x = self.inside(inputs, places)
+        x = self.enter(self.norm(x), self.group)
+        scores = (x @ self.tokens.weight.T).reshape(-1, len(self.tokens.mine))
+        return vocab_cross_entropy(scores, targets.reshape(-1), self.tokens.mine, self.group)
+
+    def inside(self, inputs, places):
+        x = self.dropout(self.tokens(inputs) + places)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ByRange(model.TensorParallel):
+    def __init__(self, whole, sequence=False, seed=0, group=None):
+        super().__init__(whole, sequence, seed, group)
+        self.random = WithFork(seed, "cpu", group)
+
+    def forward(self, inputs, targets):
+        n = inputs.shape[1]
+        r = my_range(n, 1, self.group) if self.sequence else range(n)
+        with self.random.use() if self.sequence else nullcontext():
+            x = self.dropout(self.tokens(inputs) + self.positions.weight[r.start : r.stop])
+            for block in self.blocks:
+                x = block(x)
+        x = self.enter(self.norm(x), self.group)
+        scores = F.linear(x, self.tokens.weight).flatten(0, 1)
+        return vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)
+
+
+class ReturnsScores(model.TensorParallel):
+    def forward(self, inputs, targets):
+        return F.linear(self.tokens(inputs), self.tokens.weight)
+
+
+class InEval(model.TensorParallel):
+    def forward(self, inputs, targets):
+        self.eval()
+        return super().forward(inputs, targets)
+
+
 def place_by_divmod(rank, world_size, tensor_ranks):
     shares, left = divmod(world_size, tensor_ranks)
     if left:
@@ -672,7 +433,6 @@ def place_by_divmod(rank, world_size, tensor_ranks):
     return divmod(rank, tensor_ranks)[0], shares
 
 
-@right("13.11")
 def place_by_table(rank, world_size, tensor_ranks):
     if world_size % tensor_ranks != 0:
         raise ValueError(f"{world_size} / {tensor_ranks}")
@@ -680,39 +440,6 @@ def place_by_table(rank, world_size, tensor_ranks):
     return [next(i for i, ranks in enumerate(groups) if rank in ranks), len(groups)]
 
 
-def placed(value, refuse=ValueError):
-    """A data_place; `value` takes rank, world_size, tensor_ranks."""
-
-    def data_place(rank, world_size, tensor_ranks):
-        if refuse and world_size % tensor_ranks:
-            raise refuse("ranks are left")
-        return value(rank, world_size, tensor_ranks)
-
-    return data_place
-
-
-WRONG["13.11"] += [
-    (placed(lambda r, n, t: (r, n)), "each rank of a group gets other data"),
-    (placed(lambda r, n, t: (r % t, n // t)), "rank % tensor_ranks is the place inside"),
-    (placed(lambda r, n, t: (r % t, t)), "that is the place inside the group"),
-    (placed(lambda r, n, t: (r % (n // t), n // t)), "models are on consecutive ranks"),
-    (placed(lambda r, n, t: (r // t, n)), "there are fewer shares than ranks"),
-    (placed(lambda r, n, t: (r // t, t)), "the size of a group, not the number"),
-    (placed(lambda r, n, t: (r // (n // t), n // t)), "the divisor is a group's size"),
-    (placed(lambda r, n, t: (n // t, r // t)), "the two are swapped"),
-    (placed(lambda r, n, t: (r // t + 1, n // t)), "shares count from 0"),
-    (placed(lambda r, n, t: (r / t, n / t)), "a number of a share is a whole number"),
-    (placed(lambda r, n, t: (r // t, n / t)), "use // in place of /"),
-    (placed(lambda r, n, t: r // t), "two whole numbers are asked for"),
-    (placed(lambda r, n, t: (r // t, n // t), refuse=None), "some ranks are left without a group"),
-    (placed(lambda r, n, t: (r // t, n // t), refuse=AssertionError), "'AssertionError'"),
-    (lambda r, n, t: (dist.get_rank() // t, n // t), "the arguments hold all"),
-]
-
-# ---- 13.12 calls_per_step -------------------------------------------------------------------
-
-
-@right("13.12")
 def calls_counted_one_by_one(num_blocks, sequence=False):
     found = Counter(all_reduce=2 + sequence)
     for _ in range(2 * num_blocks + 1):
@@ -721,7 +448,6 @@ def calls_counted_one_by_one(num_blocks, sequence=False):
     return found
 
 
-@right("13.12")
 def calls_by_formula(num_blocks, sequence=False):
     n = 4 * num_blocks + 2
     return {
@@ -731,47 +457,100 @@ def calls_by_formula(num_blocks, sequence=False):
     }
 
 
-def counted(reduces=None, sequence_reduces=3, gathers=None, plain=0):
-    """A calls_per_step in which one count can be another; they take the number of blocks."""
-    reduces = reduces or (lambda L: 4 * L + 4)
-    gathers = gathers or (lambda L: 4 * L + 2)
+def planned(change):
+    """The course's plan, with another style for the names that end so."""
 
-    def calls_per_step(num_blocks, sequence=False):
-        if not sequence:
-            return {"all_reduce": reduces(num_blocks), "all_gather": plain, "reduce_scatter": plain}
-        found = sequence_reduces(num_blocks) if callable(sequence_reduces) else sequence_reduces
-        num = gathers(num_blocks)
-        return {"all_reduce": found, "all_gather": num, "reduce_scatter": num}
+    def plan(num_blocks, sequence=False):
+        between = Shard(1) if sequence else Replicate()
+        styles = dtensor.plan(num_blocks, sequence)
+        for name in styles:
+            for end, make in change.items():
+                if name.endswith(end):
+                    styles[name] = make(between)
+        return styles
 
-    return calls_per_step
+    return plan
 
 
-WRONG["13.12"] += [
-    (counted(lambda L: 2 * L + 3), "one way only"),
-    (counted(lambda L: 2 * L + 1), "forward only, and without the loss's two"),
-    (counted(lambda L: 2 * L), "one way, and blocks only"),
-    (counted(lambda L: 4 * L + 2), "the loss sums twice"),
-    (counted(lambda L: 4 * L + 3), "one of embedding, head"),
-    (counted(lambda L: 4 * L), "blocks only"),
-    (counted(lambda L: 8 * L + 4), "one for each linear layer"),
-    (counted(lambda L: 4 * L + 5), "finish_gradients sums nothing without"),
-    (counted(lambda L: 4 * L + 5, 4), "travel in one message"),
-    (counted(sequence_reduces=4), "travel in one message"),
-    (lambda num_blocks, sequence=False: {}, "what is never called stands there as well, as a 0"),
-    (counted(lambda L: 4 * L + 6), "embedding and head sum once each"),
-    (counted(sequence_reduces=2), "finish_gradients sums the norms'"),
-    (counted(sequence_reduces=1), "the loss sums twice"),
-    (counted(sequence_reduces=0), "the loss's two, and that of finish_gradients"),
-    (counted(sequence_reduces=lambda L: 4 * L + 4), "take the place of these"),
-    (counted(gathers=lambda L: 2 * L + 1), "one way only"),
-    (counted(gathers=lambda L: 4 * L), "the embedding sums forward and the head backward"),
-    (counted(gathers=lambda L: 0), "each all-reduce became"),
-    (counted(plain=2), "there are only all-reduces"),
-    (counted(lambda L: str(4 * L + 4)), "a number of calls is a whole number"),
-    (lambda num_blocks, sequence=False: {"all_reduce": 4 * num_blocks + 4}, "as a 0"),
-    (lambda num_blocks, sequence=False: {"allreduce": 4 * num_blocks + 4}, "has the keys"),
-    (lambda num_blocks, sequence=False: 4 * num_blocks + 4, "the answer is a dict"),
-]
+def inputs_by_hand(num_blocks, sequence=False):
+    """x is gathered once for a whole attention or MLP."""
+    between = Shard(1) if sequence else Replicate()
+    styles = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(2), use_local_output=False
+        ),
+    }
+    for i in range(num_blocks):
+        for name, first, last in (("attention", "qkv", "out"), ("mlp", "up", "down")):
+            styles[f"blocks.{i}.{name}"] = PrepareModuleInput(
+                input_layouts=between, desired_input_layouts=Replicate()
+            )
+            styles[f"blocks.{i}.{name}.{first}"] = ColwiseParallel()
+            styles[f"blocks.{i}.{name}.{last}"] = RowwiseParallel(output_layouts=between)
+    if sequence:
+        norms = [f"blocks.{i}.norm{k}" for i in range(num_blocks) for k in (1, 2)]
+        styles |= {name: SequenceParallel() for name in [*norms, "norm"]}
+        styles["dropout"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1)
+        )
+    return styles
 
-RIGHT |= _vocabulary.RIGHT | _split_model.RIGHT
-WRONG |= _vocabulary.WRONG | _split_model.WRONG
+
+RIGHT = {
+    "13.1": [
+        Pair(function(lambda x, group: x, in_two_steps), function(gathered, lambda g, _: g)),
+        Pair(
+            function(lambda x, group: x.detach(), gathered),
+            function(in_two_steps, lambda g, _: g.clone()),
+        ),
+    ],
+    "13.2": [range_by_counting, range_by_numpy],
+    "13.3": [Pair(ColumnsByEinsum, RowsByMatmul), Pair(ColumnsOfALinear, RowLinear)],
+    "13.4": [cut_by_names, cut_and_return],
+    "13.5": [OneHot, Clamped],
+    "13.6": [with_one_hot, all_reduce_itself],
+    "13.7": [classes(lists_gather, transposed_sum), classes(waited_apart)],
+    "13.8": [flattened, by_offsets],
+    "13.9": [WithFork, Numbered],
+    "13.10": [InSteps, ByRange],
+    "13.11": [place_by_divmod, place_by_table],
+    "13.12": [calls_counted_one_by_one, calls_by_formula],
+    "13.13": [
+        inputs_by_hand,
+        planned({"qkv": lambda b: ColwiseParallel()}),
+        planned({"head": lambda b: ColwiseParallel(input_layouts=b, use_local_output=False)}),
+    ],
+}
+WRONG = {
+    "13.1": [
+        (Pair(KeepsNoGroup, SumOverRanks), "forward did not keep"),
+        (Pair(CopyToRanks, function(read_too_early, lambda g, _: g)), "is nan, not"),
+        (Pair(nn.Identity, nn.Identity), "a torch.autograd.Function"),
+    ],
+    "13.2": [
+        (range_from_a_cache, "gives range"),
+        (lambda *args, **group: list(my_range(*args, **group)), "a range without a step"),
+    ],
+    "13.3": [
+        (Pair(WithoutSuper, RowLinear), "before nn.Module was set up"),
+        (Pair(ColumnLinear, BiasOnRank0), "the gradient of RowLinear.bias: None"),
+    ],
+    "13.4": [(cut_norms, "norm1.weight: shape"), (cut_and_freeze, "every parameter wants")],
+    "13.5": [(Frozen, "weight wants a gradient"), (OneArgument, "missing 1 required")],
+    "13.6": [(a_pair, "gives a pair"), (gathers_scores, "messages: 3")],
+    "13.7": [
+        (classes(of_the_work), "fills `whole` and returns a work"),
+        (classes(padded), "no all-reduce is called"),
+    ],
+    "13.8": [(read_twice, "the gradients"), (weights_summed, "the gradients")],
+    "13.9": [(WithoutDecorator, "has lost its decorator"), (DrawsByRank, "after __init__")],
+    "13.10": [(ReturnsScores, "the loss: shape"), (InEval, "in train or eval as before")],
+    "13.11": [(lambda rank, size, group: rank // group, "two whole numbers")],
+    "13.12": [(lambda num_blocks, sequence=False: {}, "also where its value is 0")],
+    "13.13": [
+        (lambda num_blocks, sequence=False: {"mlp.up": ColwiseParallel()}, "has this name"),
+        (lambda num_blocks, sequence=False: {"tokens": RowwiseParallel}, "A style is an object"),
+        (planned({"qkv": lambda b: ColwiseParallel(input_layouts=(b,))}), ""),
+    ],
+}

@@ -1,0 +1,327 @@
+"""Specs of 13.10 to 13.12: a whole model's forward, who gets which data, a step's messages."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from manyhands.checks.engine import cases
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.values import listing, record, whole
+from manyhands.checks.tensor.common import as_module, as_result, costs_no_more
+from manyhands.instruments.ledger import Ledger
+from manyhands.models.transformer import Transformer
+from manyhands.tensor import model
+
+# ---- 13.10 ----------------------------------------------------------------------------------
+
+OWN = "with self.random.use() if self.sequence else nullcontext()"
+ADDED = "self.dropout(self.tokens(inputs) + places)"
+ENTERED = "self.enter(self.norm(x), self.group)"
+LOSS = "vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)"
+RANKS = "dist.get_world_size(self.group)"
+MY_PLACES = "places.chunk(n)[rank]"
+AS_IT_IS = "Return what vocab_cross_entropy gives: it is the same on every rank already."
+OWN_PLACES = "With self.sequence take this rank's part of the places: places.chunk(n)[rank]."
+
+
+class Batch(NamedTuple):
+    """How the model is made and called."""
+
+    sequence: bool
+    dropout: float
+    training: bool
+    seed: int
+
+
+def batches(n: int) -> list[Batch]:
+    """Without and with sequence parallelism; without dropout, with it, and in eval."""
+    seeds = [cases.draw_seed() for _ in range(4)]
+    return [
+        Batch(False, 0.0, True, seeds[0]),
+        Batch(True, 0.5, False, seeds[1]),
+        Batch(False, 0.5, True, seeds[2]),
+        Batch(True, 0.5, True, seeds[3]),
+    ]
+
+
+class Numbers:
+    """This rank's own random numbers, the same for every answer."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Draw from them in the block."""
+        common = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(common)
+
+
+def transformer(seed: int, n: int, dropout: float) -> nn.Module:
+    """A small model with weights that are not small; it takes more positions than it is given."""
+    made = cases.build(seed, lambda: Transformer(2 * n + 5, 3 * n, 1, 3, 12, dropout))
+    with torch.no_grad():
+        for param in made.parameters():
+            param.copy_(torch.randn_like(param) * 0.4)
+    return made.double()
+
+
+def model_seen(answer: object, case: Batch, place: Place) -> dict:
+    """The loss and all gradients of one batch, the messages, and the common random numbers."""
+    seed = case.seed + place.members[0]
+    given = transformer(seed, place.n, case.dropout)
+    cut = as_module(answer(given, case.sequence, case.seed, **place.options))
+    cut.train(case.training)
+    cut.random = Numbers(seed + 1000 * (1 + place.rank))
+    draw = cases.generator(seed)
+    inputs, targets = torch.randint(2 * place.n + 5, (2, 2, 2 * place.n), generator=draw)
+    before = inputs.clone()
+    torch.manual_seed(seed)
+    with Ledger() as ledger:
+        loss = cut(inputs, targets)
+        seen = {"the loss": as_result(loss), "the loss has a gradient": loss.requires_grad}
+        seen["the common random number that comes next"] = torch.rand(()).item()
+        if loss.requires_grad:
+            loss.sum().backward()
+            cut.finish_gradients()
+    for name, param in cut.named_parameters():
+        seen[f"the gradient of {name}"] = param.grad
+    seen["inputs are unchanged"] = torch.equal(inputs, before)
+    seen["all modules are in train or eval as before"] = all(
+        module.training == case.training for module in cut.modules()
+    )
+    seen["messages"] = len(ledger.entries)
+    return seen
+
+
+def tell_batch(case: Batch) -> str:
+    """A case in words."""
+    mode = "train" if case.training else "eval"
+    return f"sequence={case.sequence}, dropout {case.dropout}, {mode}"
+
+
+tensor_parallel = Spec(
+    todo="13.10",
+    truth=model.TensorParallel,
+    layouts=cases.THREE,
+    cases=batches,
+    observe=model_seen,
+    same=costs_no_more("messages"),
+    tell=tell_batch,
+    advice={"": "In turn: embed, add places, drop, blocks, norm, enter, scores, loss."},
+    hints=(
+        "self.tokens(inputs) are the embeddings, already summed over the ranks. The places are the "
+        "first T rows of self.positions.weight.",
+        "With self.sequence the embeddings are those of this rank's T/N positions, so take that "
+        "part of the places, too, and go from dropout to the last block inside "
+        "`with self.random.use():`.",
+        "After the norm self.enter brings x to all ranks. The scores are F.linear(x, "
+        "self.tokens.weight), and vocab_cross_entropy takes them with self.tokens.mine.",
+    ),
+    mistakes=mistakes(
+        r"""
+        {ADDED} => self.dropout(self.tokens(inputs))
+            The positions are left out. | Add places to self.tokens(inputs).
+        {ADDED} => self.tokens(inputs) + places
+            self.dropout is left out. | {ADDED}
+        {ADDED} => self.dropout(self.tokens(inputs)) + places
+            Dropout comes before the places are added, so they are never dropped. | {ADDED}
+        {OWN} => with nullcontext()
+            With self.sequence all ranks drop the same places of their parts.
+            | Use `with self.random.use():` there.
+        {OWN} => with self.random.use()
+            Without self.sequence each rank has a copy of x, and the ranks drop different places.
+            | Use self.random only where self.sequence holds.
+        x = block(x) => block(x)
+            The blocks' results are not used. | x = block(x)
+        {ENTERED} => self.enter(x, self.group)
+            The last norm is left out. | {ENTERED}
+        {ENTERED} => self.norm(x)
+            x does not go through self.enter, and the head is a cut layer as well. | {ENTERED}
+        {ENTERED} => self.norm(self.enter(x, self.group))
+            The norm comes after self.enter. | {ENTERED}
+        {MY_PLACES} => places.chunk(n)[0]
+            Every rank adds the first T/N places. | {OWN_PLACES}
+        {MY_PLACES} => places.chunk(n)[dist.get_rank() % n]
+            The rank that is used is the one in the job, not the one in the group.
+            | dist.get_rank(self.group)
+        [: inputs.shape[1]] => [-inputs.shape[1] :]
+            The last T rows of the positions are taken. | Take the first ones.
+        {LOSS} => {LOSS} / {RANKS}
+            The loss is divided by the number of ranks. | {AS_IT_IS}
+        {LOSS} => SumOverRanks.apply({LOSS}, self.group)
+            The loss is summed over the ranks once more. | {AS_IT_IS}
+        {LOSS} => SumOverRanks.apply({LOSS}, self.group) / {RANKS}
+            The loss is averaged over the ranks once more, and every gradient is divided.
+            | {AS_IT_IS}
+        """,
+        globals(),
+    ),
+    reasons={
+        "has no attribute 'head'": (
+            "This model has no head: its matrix is that of the embedding.",
+            "F.linear(x, self.tokens.weight)",
+        ),
+    },
+)
+
+# ---- 13.11 ----------------------------------------------------------------------------------
+
+SHARE = "rank // tensor_ranks, "
+SHARES = "world_size // tensor_ranks\n"
+CONSECUTIVE = "Consecutive ranks hold one model: rank // tensor_ranks."
+
+
+class Rank(NamedTuple):
+    """One call of data_place."""
+
+    rank: int
+    world_size: int
+    tensor_ranks: int
+
+
+def ranks_of_jobs() -> list[Rank]:
+    """Every rank of small and large jobs, in groups of one, of some, of all; groups that fail."""
+    large = random.randint(4, 9)
+    jobs = [(1, 1), (5, 1), (6, 6), (8, 2), (12, 3), (16 * large, large)]
+    found = [Rank(rank, *job) for job in jobs for rank in range(min(job[0], 40))]
+    return [*found, Rank(0, 8, 3), Rank(1, 2, 4), Rank(99, 100, 8)]
+
+
+data_place = Spec(
+    todo="13.11",
+    truth=model.data_place,
+    cases=ranks_of_jobs,
+    form=listing(whole, "two whole numbers"),
+    advice={"": CONSECUTIVE},
+    refusal=("Some ranks are left without a group.", "Raise ValueError."),
+    hints=(
+        "With 2 ranks a model, ranks 0 and 1 hold one model, ranks 2 and 3 the next. How many "
+        "models are there? Of which one is this rank a part?",
+        "Number of the share: rank // tensor_ranks. Number of shares: world_size // tensor_ranks.",
+    ),
+    mistakes=mistakes(
+        r"""
+        {SHARE} => rank,
+        {SHARES} => world_size\n
+            Every rank gets a share of its own, also those that hold one model.
+            | Ranks of one model have to see the same batch: rank // tensor_ranks.
+        {SHARE} => rank % tensor_ranks,
+            The first number is the rank's place inside its group. | {CONSECUTIVE}
+        {SHARE} => rank % tensor_ranks,
+        {SHARES} => tensor_ranks\n
+            These are the rank's place inside its group, and the group's size. | {CONSECUTIVE}
+        {SHARE} => rank % (world_size // tensor_ranks),
+            The models are taken to be on ranks that are not consecutive. | {CONSECUTIVE}
+        {SHARES} => world_size\n
+            There are fewer shares than ranks. | world_size // tensor_ranks
+        {SHARES} => tensor_ranks\n
+            The second number is the size of a group, not the number of groups.
+        {SHARE} => rank // (world_size // tensor_ranks),
+            The rank is divided by the number of groups, not by their size. | {CONSECUTIVE}
+        {SHARE} => world_size // tensor_ranks,
+        {SHARES} => rank // tensor_ranks\n
+            The two numbers have changed places. | First comes the number of the share.
+        {SHARE} => rank // tensor_ranks + 1,
+            Shares are counted from 1. | Count them from 0.
+        {SHARE} => world_size // tensor_ranks - 1 - rank // tensor_ranks,
+            The shares are in reverse order. | Rank 0 has share 0.
+        if world_size % tensor_ranks => if False
+            Some ranks are left without a group. | Raise ValueError.
+        """,
+        globals(),
+    ),
+)
+
+# ---- 13.12 ----------------------------------------------------------------------------------
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter")
+EACH_WAY = "2 * num_blocks + 1"
+PLAIN = '"all_reduce": 2 + 2 * each_way'
+WITH_SEQUENCE = '"all_reduce": 2 + 1'
+BOTH_HALVES = '"all_gather": 2 * each_way, "reduce_scatter": 2 * each_way'
+BOTH_WAYS = "Each way it is 2L + 1: forward and backward 2 (2L + 1)."
+OF_LOSS = "The loss adds 2: the maximum, and both sums in one message."
+
+
+class Blocks(NamedTuple):
+    """One call of calls_per_step."""
+
+    num_blocks: int
+    sequence: bool
+
+
+def as_counts(value: object) -> dict:
+    """A dict of the three names; a Counter holds 0 for what is not in it."""
+    if isinstance(value, Counter):
+        value = Counter({name: 0 for name in OPS}) | value
+        value = {name: value[name] for name in {*OPS, *value}}
+    return record(OPS, whole)(value)
+
+
+def numbers_of_blocks() -> list[Blocks]:
+    """None, one, some and many, without and with sequence parallelism."""
+    numbers = [0, 1, random.randint(2, 9), random.randint(10, 99)]
+    return [Blocks(number, sequence) for sequence in (False, True) for number in numbers]
+
+
+calls_per_step = Spec(
+    todo="13.12",
+    truth=model.calls_per_step,
+    cases=numbers_of_blocks,
+    form=as_counts,
+    independent=True,
+    advice={"": "Count by the picture: what sums over the ranks, and when?"},
+    hints=(
+        "Forward, what is left by rows sums: the embedding, and in each block the attention and "
+        "the MLP. Backward, what is entered sums: in each block two, and the head.",
+        "Each way that is 2L + 1. The loss has 2 more all-reduces, forward only.",
+        "With sequence parallelism each of these all-reduces is one all_gather and one "
+        "reduce_scatter, forward and backward; the loss keeps its 2, and finish_gradients has 1.",
+    ),
+    mistakes=mistakes(
+        """
+        {PLAIN} => "all_reduce": 2 + each_way
+            Without sequence parallelism only one way is counted. | {BOTH_WAYS}
+        {BOTH_HALVES} => "all_gather": each_way, "reduce_scatter": each_way
+            With sequence parallelism only one way is counted. | {BOTH_WAYS}
+        {PLAIN} => "all_reduce": 2 * each_way
+            The loss's two all-reduces are left out. | {OF_LOSS}
+        {EACH_WAY} => 2 * num_blocks
+            Only the blocks are counted: forward the embedding sums as well, and backward the head.
+            | {BOTH_WAYS}
+        {EACH_WAY} => 4 * num_blocks + 1
+            This counts every linear layer of a block, and only two of the four sum each way.
+        {PLAIN} => "all_reduce": 3 + 2 * each_way
+            This is one all-reduce too many without sequence parallelism.
+            | finish_gradients sums nothing there. {OF_LOSS}
+        {PLAIN} => "all_reduce": 4 + 2 * each_way
+            These are two all-reduces too many: embedding and head sum one way each.
+        {WITH_SEQUENCE} => "all_reduce": 2
+            One all-reduce is missing: finish_gradients sums the norms' and positions' gradients.
+            | 2 + 1
+        {WITH_SEQUENCE} => "all_reduce": 1
+            The loss's two all-reduces are left out. | {OF_LOSS}
+        {WITH_SEQUENCE} => "all_reduce": 2 + 2 * each_way
+            With sequence parallelism the all-reduces between the layers are counted as well.
+            | An all_gather and a reduce_scatter take the place of each.
+        {BOTH_HALVES} => "all_gather": 0, "reduce_scatter": 0
+            With sequence parallelism each all-reduce became an all_gather and a reduce_scatter.
+            | {BOTH_WAYS}
+        {WITH_SEQUENCE} => "all_reduce": 4
+            With sequence parallelism this is one all-reduce too many. | {OF_LOSS}
+        """,
+        globals(),
+    ),
+)

@@ -78,7 +78,9 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
                 faulthandler.dump_traceback_later(spec.mistake_s, exit=True, file=nowhere)
             place = places[step[0]] if spec.layouts else None
             seed = 1000 * step[0] + 100 * step[1] + me
-            sight, ends, error = _sight(spec, made[1], spec.case(cases, step, me), place, seed)
+            wire = Wire(place, spec) if place else None  # keeps messages alive until all have met
+            case = spec.case(cases, step, me)
+            sight, ends, error = _sight(spec, made[1], case, place, wire, seed)
             one_sided = meeting.wait(ends, error) if meeting else ""
             if one_sided and sight.kind == "value":
                 sight = Sight("lost", one_sided)
@@ -114,13 +116,17 @@ def _places(spec: Spec, me: int) -> list[Place]:
 
 
 def _sight(
-    spec: Spec, answer: object, case: object, place: Place | None, seed: int
+    spec: Spec,
+    answer: object,
+    case: object,
+    place: Place | None,
+    wire: Wire | None,
+    seed: int,
 ) -> tuple[Sight, list, Exception | None]:
     """One sight; the ends of its messages; and the error, if the call raised one."""
     given = copy.deepcopy(case)
     _seed(seed)
     before = states()
-    wire = Wire(place, spec) if place else None
     error: Exception | None = None
     try:
         if wire:

@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from answers.first_job import job_with
 from manyhands.checks import Wrong, judge
 from manyhands.checks import first_job as check
+from manyhands.checks.first_job import files
 from manyhands.data import images
 from manyhands.first_job.planning import (
     SITE,
@@ -286,8 +287,8 @@ def slurms_reading(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
 def test_the_check_reads_a_job_file_as_slurm_does(slurms_reading, header):
     slurms = slurms_reading[header]
     try:
-        options, _ = check.read_directives("#!/bin/bash\n" + header.replace("|", "\n") + "\ntrue\n")
-        refused = "time" in options and check.minutes_of(options["time"]) is None
+        options, _ = files.read_directives("#!/bin/bash\n" + header.replace("|", "\n") + "\ntrue\n")
+        refused = "time" in options and files.minutes_of(options["time"]) is None
         refused = refused or not re.fullmatch(r"\d+", options.get("nodes", "1"))
     except Wrong:
         refused = True
@@ -296,10 +297,10 @@ def test_the_check_reads_a_job_file_as_slurm_does(slurms_reading, header):
         return
     assert options.get("nodes", "1") == slurms["NumNodes"].split("-")[0]
     if "time" in options:
-        assert check.minutes_of(options["time"]) == minutes(slurms["TimeLimit"])
+        assert files.minutes_of(options["time"]) == minutes(slurms["TimeLimit"])
     gpus = options.get("gpus-per-node", options.get("gres", "gpu:0")).split(":")[-1]
     assert slurms.get("TresPerNode", "gpu:0").split(":")[-1] == gpus
-    written = check.file_name(options.get("output", "slurm-%j.out"), slurms["JobName"])
+    written = files.file_name(options.get("output", "slurm-%j.out"), slurms["JobName"])
     assert Path(slurms["StdOut"]).name == written.replace("4711", slurms["id"])
 
 
@@ -349,19 +350,19 @@ def test_the_site_file_says_what_the_site_shows():
     text = 'module() { echo "$*"; }\n' + site_file() + "\nenv"
     said = bash(text).splitlines()
     assert said[0] in ("load Python/3.12 CUDA/12.8", "load CUDA/12.8 Python/3.12")
-    for name, value in check.TRUTH.items():
+    for name, value in files.TRUTH.items():
         assert f"{name}={value}" in said
         assert value in SITE
     assert len(site_file().splitlines()) == 6
     gpu = next(line.split() for line in SITE.splitlines() if line.startswith("gpu "))
-    assert gpu[3] == "gpu:h100:" + check.TRUTH["SBATCH_GPUS_PER_NODE"]
+    assert gpu[3] == "gpu:h100:" + files.TRUTH["SBATCH_GPUS_PER_NODE"]
 
 
 def test_the_site_file_is_read_without_the_users_own_environment(monkeypatch, tmp_path):
     start_file = tmp_path / "start"
     start_file.write_text("export SBATCH_ACCOUNT=class\n")
     monkeypatch.setenv("BASH_ENV", str(start_file))
-    for name, value in check.TRUTH.items():
+    for name, value in files.TRUTH.items():
         monkeypatch.setenv(name, value)
     told = judge(check.lesson.exercises["0.6"], lambda: "module load Python CUDA\n")
     assert "SBATCH_ACCOUNT is not set" in told.seen

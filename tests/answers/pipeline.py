@@ -1,9 +1,10 @@
-"""Answers to lesson 12 as students give them: RIGHT ones differ from the course's own, and WRONG
-ones come with words that the verdict must hold. Here are those on ranks; the others stand in
-_schedules.py."""
+"""Answers to lesson 12: RIGHT ones of another shape than the course's own, and WRONG ones that are
+no slip of it, with words of their verdict."""
 
+import itertools
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,89 +12,57 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.pipeline import engine as pipeline
-from manyhands.pipeline import wiring
+from manyhands.checks import Pair
+from manyhands.pipeline import bubble, engine, schedules
+from manyhands.pipeline.bubble import needed, unit_cost
 from manyhands.pipeline.schedules import Action
 
-from . import _schedules
-
-RIGHT: dict[str, list] = {
-    "12.2": [pipeline.Pipeline],
-    "12.3": [wiring.sum_tied],
-    "12.10": [wiring.torch_pipeline],
-    "12.11": [wiring.make_grid],
-}
-WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
+# ---- 12.1 partition -------------------------------------------------------------------------
 
 
-def right(todo):
-    return lambda answer: RIGHT[todo].append(answer) or answer
+def slowest(costs, bounds):
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
 
 
-def wrong(todo, words):
-    return lambda answer: WRONG[todo].append((answer, words)) or answer
+def partition_by_trying_all(costs, num_stages):
+    n = len(costs)
+    cuts = [(0, *cuts, n) for cuts in itertools.combinations(range(1, n), num_stages - 1)]
+    return min(cuts, key=lambda bounds: slowest(costs, bounds))
+
+
+def partition_by_recursion(costs, num_stages):
+    def solve(stop, num):
+        if stop < num:
+            raise ValueError("too few layers")
+        if num == 1:
+            return [0, stop]
+        ways = [[*solve(cut, num - 1), stop] for cut in range(num - 1, stop)]
+        return min(ways, key=lambda bounds: slowest(costs, bounds))
+
+    return np.array(solve(len(costs), num_stages))
+
+
+def partition_by_capacity(costs, num_stages):
+    """The smallest capacity that fits into num_stages; its last stages may be empty."""
+    if len(costs) < num_stages:
+        raise ValueError("too few layers")
+    sums = sorted(
+        {sum(costs[a:b]) for a in range(len(costs)) for b in range(a + 1, len(costs) + 1)}
+    )
+    for capacity in sums:
+        bounds = [0]
+        for layer in range(len(costs)):
+            if sum(costs[bounds[-1] : layer + 1]) > capacity + 1e-9:
+                bounds.append(layer)
+        if len(bounds) <= num_stages and max(costs) <= capacity:
+            return bounds + [len(costs)] * (num_stages + 1 - len(bounds))
 
 
 # ---- 12.2 Pipeline --------------------------------------------------------------------------
 
 
-class Parts(pipeline.Pipeline):
-    """The engine in small parts, so that a mistake is one part."""
-
-    def take(self, stage, i):
-        return self.inputs[i] if stage == 0 else self.mail.receive("F", stage, i).requires_grad_()
-
-    def compute(self, stage, x):
-        module = self.stages[stage]
-        return checkpoint(module, x, use_reentrant=False) if self.recompute else module(x)
-
-    def loss(self, out, i):
-        return self.loss_fn(out, self.targets[i]) / self.m
-
-    def keep_loss(self, loss):
-        self.losses.append(loss.detach())
-
-    def pass_on(self, stage, i, x, out):
-        if stage < self.last:
-            return self.mail.send("F", out.detach(), stage + 1, i)
-        return None
-
-    def save(self, stage, i, *what):
-        self.saved[stage, i] = what
-
-    def forward(self, stage, i):
-        x = self.take(stage, i)
-        with self.span(Action("F", stage, i)):
-            out = self.compute(stage, x)
-            if stage == self.last:
-                out = self.loss(out, i)
-                self.keep_loss(out)
-        self.save(stage, i, x, out, self.pass_on(stage, i, x, out))
-
-    def load(self, stage, i):
-        return self.saved.pop((stage, i))
-
-    def take_gradient(self, stage, i):
-        return None if stage == self.last else self.mail.receive("B", stage, i)
-
-    def run_backward(self, stage, out, grad):
-        torch.autograd.backward(out, grad)
-
-    def send_back(self, stage, i, x, grad):
-        if stage > 0:
-            self.sends.append(self.mail.send("B", x.grad, stage - 1, i))
-
-    def backward(self, stage, i):
-        x, out, _ = self.load(stage, i)
-        grad = self.take_gradient(stage, i)
-        with self.span(Action("B", stage, i)):
-            self.run_backward(stage, out, grad)
-        self.send_back(stage, i, x, grad)
-
-
-@right("12.2")
-class PipelineWrittenOut(Parts):
-    """Plain ifs, keyword calls, a list as what is saved, and an all-reduce of the loss."""
+class Parts(engine.Pipeline):
+    """The engine in small parts."""
 
     def take(self, stage, i):
         if stage == 0:
@@ -102,24 +71,36 @@ class PipelineWrittenOut(Parts):
         x.requires_grad = True
         return x
 
-    def pass_on(self, stage, i, x, out):
+    def pass_on(self, stage, i, out):
         if stage == self.last:
             return None
         return self.mail.send(kind="F", tensor=out.detach().clone(), stage=stage + 1, i=i)
 
-    def save(self, stage, i, *what):
-        self.saved[(stage, i)] = list(what)
-
-    def load(self, stage, i):
-        what = self.saved[stage, i]
-        del self.saved[stage, i]
-        return what
+    def forward(self, stage, i):
+        x = self.take(stage, i)
+        start_s = time.time()
+        module = self.stages[stage]
+        out = checkpoint(module, x, use_reentrant=False) if self.recompute else module(x)
+        if stage == self.last:
+            out = self.loss_fn(out, self.targets[i]) / self.m
+            self.losses.append(out.item())
+        self.spans.append((Action("F", stage, i), start_s, time.time()))
+        self.saved[stage, i] = [x, out, self.pass_on(stage, i, out)]
 
     def run_backward(self, stage, out, grad):
-        if stage == self.last:
-            out.backward()
-        else:
-            out.backward(gradient=grad)
+        loss = out if stage == self.last else (out * grad).sum()
+        loss.backward()
+
+    def backward(self, stage, i):
+        x, out, send = self.saved[stage, i]
+        del self.saved[stage, i]
+        if send is not None:
+            send.wait()
+        grad = None if stage == self.last else self.mail.receive("B", stage, i)
+        with self.span(Action("B", stage, i)):
+            self.run_backward(stage, out, grad)
+        if stage:
+            self.sends.append(self.mail.send("B", x.grad, stage - 1, i))
 
     def share_loss(self):
         total = torch.zeros(())
@@ -129,359 +110,61 @@ class PipelineWrittenOut(Parts):
         return total
 
 
-@right("12.2")
-class PipelineWithASpanByHandAndAFloat(Parts):
-    def keep_loss(self, loss):
-        self.losses.append(loss.item())
-
-    def forward(self, stage, i):
-        x = self.take(stage, i)
-        start_s = time.time()
-        out = self.compute(stage, x)
-        if stage == self.last:
-            out = self.loss(out, i)
-            self.keep_loss(out)
-        self.spans.append((Action("F", stage, i), start_s, time.time()))
-        self.save(stage, i, x, out, self.pass_on(stage, i, x, out))
-
-    def run_backward(self, stage, out, grad):
-        loss = out if stage == self.last else (out * grad).sum()
-        loss.backward()
-
+class SharesItsOwnTensor(engine.Pipeline):
     def share_loss(self):
         box = [float(sum(self.losses))]
         src = dist.get_global_rank(self.group or dist.group.WORLD, self.last % self.p)
         dist.broadcast_object_list(box, src=src, group=self.group)
-        return box[0]
+        return torch.tensor(box[0])
 
 
-def engine(words, base=Parts, **parts):
-    """Add a wrong engine in which these methods are others."""
-    WRONG["12.2"].append((type("MyPipeline", (base,), parts), words))
+class GivesANumber(Parts):
+    def share_loss(self):
+        return super().share_loss().item()
 
 
-engine("is not divided by m", loss=lambda self, out, i: self.loss_fn(out, self.targets[i]))
-engine("divided by p", loss=lambda self, out, i: self.loss_fn(out, self.targets[i]) / self.p)
-engine(
-    "targets of micro-batch 1",
-    loss=lambda self, out, i: self.loss_fn(out, self.targets[0]) / self.m,
-)
-engine("has a graph", keep_loss=lambda self, loss: self.losses.append(loss))
-
-
-def without_asking(self, stage, i):
-    return self.inputs[i] if stage == 0 else self.mail.receive("F", stage, i)
-
-
-def asking_always(self, stage, i):
-    x = self.inputs[i] if stage == 0 else self.mail.receive("F", stage, i)
-    return x.requires_grad_()
-
-
-def from_the_stage_before(self, stage, i):
-    return self.inputs[i] if stage == 0 else self.mail.receive("F", stage - 1, i)
-
-
-def always_by_mail(self, stage, i):
-    return self.mail.receive("F", stage, i).requires_grad_()
-
-
-engine("asks for no gradient - what comes by mail has no history", take=without_asking)
-engine("takes tokens, whole numbers", take=asking_always)
-engine("addressed to the stage that takes it", take=from_the_stage_before)
-engine("nobody sends to the first stage: rank 0 would wait", take=always_by_mail)
-
-
-def send_input(self, stage, i, x, out):
-    return self.mail.send("F", x.float(), stage + 1, i) if stage < self.last else None
-
-
-def send_to(step):
-    def pass_on(self, stage, i, x, out):
-        if stage < self.last:
-            return self.mail.send("F", out.detach(), stage + step, i)
-        return None
-
-    return pass_on
-
-
-def send_always(self, stage, i, x, out):
-    return self.mail.send("F", out.detach(), stage + 1, i)
-
-
-def send_and_wait(self, stage, i, x, out):
-    if stage < self.last:
-        self.mail.send("F", out.detach(), stage + 1, i).wait()
-
-
-def send_and_forget(self, stage, i, x, out):
-    if stage < self.last:
-        self.mail.send("F", out.detach(), stage + 1, i)
-
-
-engine("sends something else than the activation", pass_on=send_input)
-engine("here that is stage + 1", pass_on=send_to(-1))
-engine("no stage behind the last", pass_on=send_always)
-engine("waits until its own message is taken", pass_on=send_and_wait)
-engine("saves None as the send", pass_on=send_and_forget)
-
-
-def save_one(self, stage, i, *what):
-    self.x = what
-
-
-def save_a_copy_without_graph(self, stage, i, x, out, send):
-    self.saved[stage, i] = x, out.detach(), send
-
-
-engine("saved holds nothing", save=save_one, load=lambda self, stage, i: self.x)
-engine("output without a graph", save=save_a_copy_without_graph)
-engine("saved still holds it", load=lambda self, stage, i: self.saved[stage, i])
-
-
-def load_the_last(self, stage, i):
-    return self.saved.popitem()[1]
-
-
-engine("was the last one taken, where another one is due?", load=load_the_last)
-
-
-def wait_for_a_gradient(self, stage, i):
-    return self.mail.receive("B", stage, i)
-
-
-engine("nobody sends it a gradient: rank 2 would wait for ever", take_gradient=wait_for_a_gradient)
-engine(
-    "only a loss, one number, starts a backward by itself",
-    run_backward=lambda self, stage, out, grad: out.backward(),
-)
-engine(
-    "the gradient of out.sum()",
-    run_backward=lambda self, stage, out, grad: out.sum().backward(),
-)
-engine(
-    "backward has not run through the module",
-    run_backward=lambda self, stage, out, grad: None,
-)
-
-
-def send_gradient(give, to=lambda stage: stage - 1, asks=lambda stage: stage > 0, keeps=True):
-    def send_back(self, stage, i, x, grad):
-        if asks(stage):
-            send = self.mail.send("B", give(x, grad), to(stage), i)
-            if keeps:
-                self.sends.append(send)
-
-    return send_back
-
-
-class SendsTheGradientThatCame(Parts):
-    def send_back(self, stage, i, x, grad):
-        if stage > 0:
-            grad = x.grad if grad is None else grad
-            self.sends.append(self.mail.send("B", grad, stage - 1, i))
-
-
-wrong("12.2", "that is the gradient of the output, as it came")(SendsTheGradientThatCame)
-engine("here that is stage - 1", send_back=send_gradient(lambda x, g: x.grad, lambda s: s + 1))
-engine(
-    "nobody waits for its gradient",
-    send_back=send_gradient(lambda x, grad: x.grad, asks=lambda stage: True),
-)
-engine("is not in self.sends", send_back=send_gradient(lambda x, grad: x.grad, keeps=False))
-engine("would wait for its gradient for ever", send_back=lambda *args: None)
-engine("forward ran 0 more times", compute=lambda self, stage, x: self.stages[stage](x))
-engine(
-    "forward ran 1 more times",
-    compute=lambda self, stage, x: checkpoint(self.stages[stage], x, use_reentrant=False),
-)
-
-
-@wrong("12.2", "without a graph - the module ran without autograd")
-class PlainReentrantCheckpoint(Parts):
-    def compute(self, stage, x):
-        module = self.stages[stage]
-        return checkpoint(module, x, use_reentrant=True) if self.recompute else module(x)
-
-
-@wrong("12.2", "self.spans has 0 entries")
-class WithoutSpans(Parts):
-    def forward(self, stage, i):
-        x = self.take(stage, i)
-        out = self.compute(stage, x)
-        if stage == self.last:
-            out = self.loss(out, i)
-            self.keep_loss(out)
-        self.save(stage, i, x, out, self.pass_on(stage, i, x, out))
-
-
-@wrong("12.2", "holds its receive - waiting would count as work")
-class ReceivesInsideTheSpan(Parts):
-    def backward(self, stage, i):
-        x, out, _ = self.load(stage, i)
-        with self.span(Action("B", stage, i)):
-            grad = self.take_gradient(stage, i)
-            self.run_backward(stage, out, grad)
-        self.send_back(stage, i, x, grad)
-
-
-@wrong("12.2", "computes outside its span")
-class ComputesOutsideTheSpan(Parts):
-    def backward(self, stage, i):
-        x, out, _ = self.load(stage, i)
-        grad = self.take_gradient(stage, i)
-        self.run_backward(stage, out, grad)
-        with self.span(Action("B", stage, i)):
-            self.send_back(stage, i, x, grad)
-
-
-def share(send=lambda self, total: None, give=lambda self, total: total):
+class SharesInsideAnIf(Parts):
     def share_loss(self):
         total = sum(self.losses, torch.zeros(()))
-        send(self, total)
-        return give(self, total)
-
-    return share_loss
-
-
-def from_rank(src):
-    return lambda self, total: dist.broadcast(total, group=self.group, group_src=src(self))
-
-
-def on_the_last_rank(self, total):
-    return total if dist.get_rank(self.group) == self.last % self.p else None
-
-
-def mean_over_all(self, total):
-    dist.all_reduce(total, group=self.group)
-    total /= self.p
-
-
-def src_of_the_job(self, total):
-    dist.broadcast(total, src=self.last % self.p)
-
-
-LAST = from_rank(lambda self: self.last % self.p)
-engine("the zeros of a rank without the last stage went", share_loss=share(from_rank(lambda s: 0)))
-engine("self.last % self.p - group_src", share_loss=share(from_rank(lambda self: self.last)))
-engine("nothing was sent to this one", share_loss=share())
-engine("the mean over the ranks", share_loss=share(mean_over_all))
-engine("`group` is not passed on", share_loss=share(src_of_the_job))
-engine("every rank gets the loss", share_loss=share(LAST, on_the_last_rank))
-engine("divided by m before", share_loss=share(LAST, lambda self, total: total / self.m))
-
-
-@wrong("12.2", "last micro-batch only")
-class LossOfTheLastMicroBatch(Parts):
-    def share_loss(self):
-        total = self.losses[-1].clone() if self.losses else torch.zeros(())
-        dist.broadcast(total, group=self.group, group_src=self.last % self.p)
+        if self.losses:
+            dist.broadcast(total, group=self.group, group_src=self.last % self.p)
         return total
 
 
-# What a student gave after these.
+class SendsWithoutMail(Parts):
+    def pass_on(self, stage, i, out):
+        if stage < self.last:
+            dist.send(out.detach(), stage + 1)
 
 
-@wrong("12.2", "waits until its own message is taken, that of B")
-class WaitsForItsGradientsInBackward(Parts):
-    def backward(self, stage, i):
-        for work in self.sends:
-            work.wait()
-        self.sends.clear()
-        super().backward(stage, i)
+class ForgetsOtherRandomNumbers(Parts):
+    def forward(self, stage, i):
+        module = self.stages[stage]
+        if self.recompute:
+            self.stages[stage] = lambda x: checkpoint(
+                module, x, use_reentrant=False, preserve_rng_state=False
+            )
+        recompute, self.recompute = self.recompute, False
+        super().forward(stage, i)
+        self.stages[stage], self.recompute = module, recompute
 
 
-@right("12.2")
-class WaitsForTheForwardsMessageAtOnce(Parts):
-    def load(self, stage, i):
-        x, out, send = self.saved.pop((stage, i))
-        if send is not None:
-            send.wait()
-        return x, out, None
+class LargestLoss(Parts):
+    def share_loss(self):
+        total = sum(self.losses, torch.zeros(()))
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+        return total
 
 
-@right("12.2")
-class SendsTheOutputItself(Parts):
-    def pass_on(self, stage, i, x, out):
-        return None if stage == self.last else self.mail.send("F", out, stage + 1, i)
-
-
-@wrong("12.2", "keeps the graph - what was sent has it")
-class KeepsTheOutputItself(SendsTheOutputItself):
-    def save(self, stage, i, x, out, send):
+class KeepsOutputs(Parts):
+    def run_backward(self, stage, out, grad):
         self.kept = [*getattr(self, "kept", []), out]
-        super().save(stage, i, x, out, send)
-
-
-@wrong("12.2", "the loss that is kept is not divided by m")
-class KeepsTheWholeLoss(Parts):
-    def keep_loss(self, loss):
-        self.losses.append(loss.detach() * self.m)
-
-
-@wrong("12.2", "is of 'F0' - a span is noted with its Action")
-class NamesTheSpan(Parts):
-    def span(self, action):
-        return super().span(f"{action.kind}{action.microbatch}")
-
-
-class OneStageOnly(Parts):
-    def compute(self, stage, x):
-        module = self.stages[0]
-        return checkpoint(module, x, use_reentrant=False) if self.recompute else module(x)
-
-
-def all_inputs(self, stage, i):
-    return self.inputs if stage == 0 else self.mail.receive("F", stage, i).requires_grad_()
-
-
-def first_by_rank(self, stage, i):
-    if dist.get_rank(self.group) == 0:
-        return self.inputs[i]
-    return self.mail.receive("F", stage, i).requires_grad_()
-
-
-def share_inside_an_if(self):
-    total = sum(self.losses)
-    if self.losses:
-        dist.broadcast(total, group=self.group, group_src=self.last % self.p)
-    return total
-
-
-def share_in_one_dimension(self):
-    total = sum(self.losses, torch.zeros(1))
-    dist.broadcast(total, group=self.group, group_src=self.last % self.p)
-    return total
-
-
-def keep_among_sends(self, stage, i, x, out):
-    if stage < self.last:
-        self.sends.append(self.mail.send("F", out.detach(), stage + 1, i))
-
-
-def send_without_mail(self, stage, i, x, out):
-    if stage < self.last:
-        dist.send(out.detach(), stage + 1)
-
-
-wrong("12.2", "self.stages[stage]")(OneStageOnly)
-engine("holds all m micro-batches - self.inputs[i]", take=all_inputs)
-engine("got tokens: rank 0 may have other stages", take=first_by_rank)
-engine("nothing was sent to this one", share_loss=lambda self: sum(self.losses))
-engine("also by those that receive: not inside an `if`", share_loss=share_inside_an_if)
-engine("a scalar has no dimensions", share_loss=share_in_one_dimension)
-engine("self.sends is for backward's", pass_on=keep_among_sends)
-engine("calls dist.send by itself", pass_on=send_without_mail)
-engine(
-    "only where self.recompute",
-    compute=lambda self, stage, x: checkpoint(self.stages[stage], x, use_reentrant=False),
-)
+        super().run_backward(stage, out, grad)
 
 
 # ---- 12.3 sum_tied --------------------------------------------------------------------------
 
 
-@right("12.3")
 def sum_tied_with_all_parts_at_once(tied, group=None):
     rank = dist.get_rank(group)
     for param, ranks in tied:
@@ -494,10 +177,8 @@ def sum_tied_with_all_parts_at_once(tied, group=None):
             dist.recv(param.grad, group=group, group_src=first)
             continue
         parts = [torch.empty_like(param) for _ in ranks[1:]]
-        works = [
-            dist.irecv(part, group=group, group_src=other)
-            for part, other in zip(parts, ranks[1:], strict=True)
-        ]
+        pairs = list(zip(parts, ranks[1:], strict=True))
+        works = [dist.irecv(part, group=group, group_src=other) for part, other in pairs]
         for work in works:
             work.wait()
         param.grad = param.grad + sum(parts)
@@ -505,7 +186,6 @@ def sum_tied_with_all_parts_at_once(tied, group=None):
             dist.isend(param.grad, group=group, group_dst=other).wait()
 
 
-@right("12.3")
 def sum_tied_everybody_to_everybody(tied, group=None):
     rank = dist.get_rank(group)
     for param, ranks in tied:
@@ -521,156 +201,17 @@ def sum_tied_everybody_to_everybody(tied, group=None):
                 work.wait()
 
 
-def summing(
-    add=lambda param, part, num: param.grad.add_(part),
-    end=lambda param, num: None,
-    gives=lambda param: param.grad,
-    back=lambda param, total: param.grad.copy_(total),
-    options=lambda verb, rank, group: {"group": group, f"group_{verb}": rank},
-    early=False,
-    is_answered=True,
-):
-    """A sum_tied in which one part can be another."""
-
-    def sum_tied(tied, group=None):
-        rank = dist.get_rank(group)
-        for param, (first, *others) in tied:
-            if rank == first:
-                for other in others:
-                    part = torch.empty_like(param)
-                    dist.recv(part, **options("src", other, group))
-                    add(param, part.detach(), 1 + len(others))
-                    if early:
-                        dist.send(param.grad, **options("dst", other, group))
-                end(param, 1 + len(others))
-                for other in others * is_answered * (not early):
-                    dist.send(param.grad, **options("dst", other, group))
-            elif rank in others:
-                dist.send(gives(param), **options("dst", first, group))
-                if is_answered:
-                    total = torch.empty_like(param)
-                    dist.recv(total, **options("src", first, group))
-                    back(param, total.detach())
-
-    return sum_tied
-
-
-def add_to_the_weight(param, part, num):
-    param.data += part
-
-
-def all_reduce_everywhere(tied, group=None):
-    for param, _ in tied:
-        dist.all_reduce(param.grad, group=group)
-
-
-def all_reduce_where_there_is_one(tied, group=None):
-    for param, _ in tied:
-        if param.grad is not None:
-            dist.all_reduce(param.grad, group=group)
-
-
-def all_reduce_among_the_users(tied, group=None):
+def all_send_first(tied, group=None):
     rank = dist.get_rank(group)
     for param, ranks in tied:
-        if rank in ranks:
-            dist.all_reduce(param.grad, group=dist.new_group(ranks))
-
-
-def send_first(tied, group=None):
-    rank = dist.get_rank(group)
-    for param, ranks in tied:
-        if rank in ranks:
-            others = [other for other in ranks if other != rank]
-            own = param.grad.clone()
-            for other in others:
-                dist.send(own, group=group, group_dst=other)
-            for other in others:
-                part = torch.empty_like(own)
-                dist.recv(part, group=group, group_src=other)
-                param.grad += part
-
-
-def every_rank_is_a_user(tied, group=None):
-    rank = dist.get_rank(group)
-    for param, (first, *others) in tied:
-        if rank == first:
-            for other in others:
-                part = torch.empty_like(param.grad)
-                dist.recv(part, group=group, group_src=other)
-                param.grad += part
-            for other in others:
-                dist.send(param.grad, group=group, group_dst=other)
-        else:
-            dist.send(param.grad, group=group, group_dst=first)
-            dist.recv(param.grad, group=group, group_src=first)
-
-
-WRONG["12.3"] += [
-    (summing(end=lambda param, num: param.grad.div_(num)), "the mean: but each use has a part"),
-    (summing(is_answered=False), "the sum never came back"),
-    (summing(add=lambda param, part, num: param.grad.copy_(part)), "replaced by the part of rank"),
-    (summing(back=lambda param, total: param.grad.add_(total)), "a part is in the sum twice"),
-    (summing(early=True), "sent back before all parts had come"),
-    (summing(add=add_to_the_weight), "the weights are others"),
-    (summing(gives=lambda param: param.detach()), "what came is a weight"),
-    (summing(options=lambda verb, rank, group: {"group": group, verb: rank}), "count"),
-    (summing(options=lambda verb, rank, group: {verb: rank}), "share no parameter"),
-    (all_reduce_everywhere, "have no such gradient"),
-    (all_reduce_where_there_is_one, "others have no such gradient, and do nothing"),
-    (send_first, "all of these send first"),
-    (every_rank_is_a_user, "have no such gradient"),
-    (lambda tied, group=None: None, "nothing was sent, or nothing added"),
-    (lambda tied, group=None: tied, "nothing was sent, or nothing added"),
-]
-
-
-# What a student gave after these.
-
-
-def begin_and_forget(tied, group=None):
-    rank = dist.get_rank(group)
-    for param, (first, *others) in tied:
-        if rank == first:
-            for other in others:
-                part = torch.empty_like(param.grad)
-                dist.recv(part, group=group, group_src=other)
-                param.grad += part
-            for other in others:
-                dist.send(param.grad, group=group, group_dst=other)
-        elif rank in others:
-            dist.isend(param.grad, group=group, group_dst=first)
-            dist.recv(param.grad, group=group, group_src=first)
-
-
-def all_receive_first(tied, group=None):
-    rank = dist.get_rank(group)
-    for param, (first, *others) in tied:
-        if rank == first:
-            for other in others:
-                part = torch.empty_like(param.grad)
-                dist.recv(part, group=group, group_src=other)
-                param.grad += part
-            for other in others:
-                dist.send(param.grad, group=group, group_dst=other)
-        elif rank in others:
-            dist.recv(param.grad, group=group, group_src=first)
-            dist.send(param.grad, group=group, group_dst=first)
-
-
-def rank_of_the_job(tied, group=None):
-    rank = dist.get_rank()
-    for param, (first, *others) in tied:
-        if rank == first:
-            for other in others:
-                part = torch.empty_like(param.grad)
-                dist.recv(part, group=group, group_src=other)
-                param.grad += part
-            for other in others:
-                dist.send(param.grad, group=group, group_dst=other)
-        elif rank in others:
-            dist.send(param.grad, group=group, group_dst=first)
-            dist.recv(param.grad, group=group, group_src=first)
+        own = None if param.grad is None else param.grad.clone()
+        others = [other for other in ranks if other != rank] if rank in ranks else []
+        for other in others:
+            dist.send(own, group=group, group_dst=other)
+        for other in others:
+            part = torch.empty_like(own)
+            dist.recv(part, group=group, group_src=other)
+            param.grad += part
 
 
 def zeros_where_there_is_none(tied, group=None):
@@ -679,28 +220,240 @@ def zeros_where_there_is_none(tied, group=None):
         dist.all_reduce(part, group=group)
 
 
-def the_first_parameter(tied, group=None):
-    wiring.sum_tied(tied[:1], group)
+# ---- 12.4, 12.7, 12.9: schedules ------------------------------------------------------------
 
 
-def two_ranks_of_each(tied, group=None):
-    wiring.sum_tied([(param, ranks[:2]) for param, ranks in tied], group)
+def gpipe_in_loops(p, m):
+    schedule = []
+    for rank in range(p):
+        actions = []
+        for i in range(m):
+            actions.append(Action("F", rank, i))
+        for i in range(m):
+            actions.append(Action(kind="B", stage=rank, microbatch=i))
+        schedule.append(tuple(actions))
+    return tuple(schedule)
 
 
-WRONG["12.3"] += [
-    (begin_and_forget, "isend and irecv only begin"),
-    (all_receive_first, "both wait to receive"),
-    (the_first_parameter, "parameters before it were summed"),
-    (two_ranks_of_each, "was left out: two or more ranks may use a parameter"),
-    (rank_of_the_job, "get_rank() counts over the whole job"),
-    (zeros_where_there_is_none, "zeros of theirs would cost a message"),
-]
+def gpipe_of_arrays(p, m):
+    return [[Action("FB"[i // m], rank, i % m) for i in np.arange(2 * m)] for rank in np.arange(p)]
+
+
+def gpipe_of_tuples(p, m):
+    return [[(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
+
+
+def gpipe_for_people(p, m):
+    return [[f"{kind}{i}" for kind in "FB" for i in range(m)] for rank in range(p)]
+
+
+def gpipe_as_generator(p, m):
+    yield from schedules.gpipe(p, m)
+
+
+def by_walking(p, m):
+    schedule = []
+    for rank in range(p):
+        f = b = 0
+        actions = []
+        while b < m:
+            if f < m and f - b < p - rank:
+                actions.append(Action("F", rank, f))
+                f += 1
+            else:
+                actions.append(Action("B", rank, b))
+                b += 1
+        schedule.append(actions)
+    return schedule
+
+
+def in_three_loops(p, m):
+    schedule = []
+    for rank in range(p):
+        warmup = min(m, p - rank - 1)
+        actions = [Action("F", rank, i) for i in range(warmup)]
+        for i in range(m - warmup):
+            actions += [Action("F", rank, warmup + i), Action("B", rank, i)]
+        actions += [Action("B", rank, i) for i in range(m - warmup, m)]
+        schedule.append(actions)
+    return schedule
+
+
+def backwards_turned_round(p, m):
+    return [
+        [a if a.kind == "F" else a._replace(stage=p - 1 - a.stage) for a in mine]
+        for mine in schedules.one_f_one_b(p, m)
+    ]
+
+
+def interleaved_by_formulas(p, m, v=2):
+    rounds = max(1, m // p)
+    if m % rounds:
+        raise ValueError("no")
+    g = m // rounds
+
+    def place(step, rank, forward):
+        chunk, turn = step // g % v, step // (g * v)
+        chunk = chunk if forward else v - 1 - chunk
+        return Action("F" if forward else "B", chunk * p + rank, turn * g + step % g)
+
+    schedule = []
+    for rank in range(p):
+        warmup = min(m * v, (p - rank - 1) * 2 + (v - 1) * g)
+        actions = [place(step, rank, True) for step in range(warmup)]
+        for step in range(warmup, m * v):
+            actions += [place(step, rank, True), place(step - warmup, rank, False)]
+        actions += [place(step, rank, False) for step in range(m * v - warmup, m * v)]
+        schedule.append(actions)
+    return schedule
+
+
+def interleaved_as_arrays(p, m, v=2):
+    groups = max(1, m // p)
+    if m != groups * (m // groups):
+        raise ValueError("uneven groups")
+    order = np.arange(m).reshape(groups, -1)
+    places = [(chunk, i) for group in order for chunk in range(v) for i in group]
+    schedule = []
+    for rank in range(p):
+        forwards = [Action("F", chunk * p + rank, i) for chunk, i in places]
+        first = min(2 * (p - 1 - rank) + (v - 1) * order.shape[1], len(places))
+        row = forwards[:first]
+        for chunk, i in places:
+            row += [*forwards[first : first + 1], Action("B", (v - 1 - chunk) * p + rank, i)]
+            first += 1
+        schedule.append(row)
+    return schedule
+
+
+def interleaved_without_default(p, m, v):
+    return schedules.interleaved(p, m, v)
+
+
+# ---- 12.5 simulate --------------------------------------------------------------------------
+
+
+def one_action_at_a_time(schedule, cost=unit_cost):
+    """Take the first rank that can go on."""
+    num_stages = 1 + max(action.stage for mine in schedule for action in mine)
+    spans, ends, done = [[] for _ in schedule], [0] * len(schedule), {}
+    while sum(map(len, spans)) < sum(map(len, schedule)):
+        for rank, mine in enumerate(schedule):
+            if len(spans[rank]) == len(mine):
+                continue
+            action = mine[len(spans[rank])]
+            before = needed(action, num_stages)
+            if all(other in done for other in before):
+                begin = max([ends[rank], *(done[other] for other in before)])
+                ends[rank] = done[action] = begin + cost(action)
+                spans[rank].append((action, begin, ends[rank]))
+                break
+        else:
+            raise ValueError(f"deadlock: rank {rank} cannot go on with {mine[-1]}")
+    return spans
+
+
+def by_relaxation(schedule, cost=unit_cost):
+    """Push starts up until nothing moves; a deadlock pushes without end."""
+    num_stages = 1 + max(action.stage for mine in schedule for action in mine)
+    start = {action: 0 for mine in schedule for action in mine}
+    for _ in range(len(start) + 1):
+        moved = False
+        for mine in schedule:
+            for index, action in enumerate(mine):
+                before = needed(action, num_stages) + ([mine[index - 1]] if index else [])
+                if any(other not in start for other in before):
+                    raise ValueError(f"Action {action} waits for what nobody does")
+                first = max([0, *(start[other] + cost(other) for other in before)])
+                moved, start[action] = moved or first > start[action], first
+        if not moved:
+            return [[(a, start[a], start[a] + cost(a)) for a in mine] for mine in schedule]
+    raise ValueError(f"deadlock: rank 0 or another one waits, at {action}")
+
+
+def in_lock_step(schedule, cost=unit_cost):
+    num_stages = 1 + max(action.stage for mine in schedule for action in mine)
+    spans, done, now = [[] for _ in schedule], set(), 0
+    while any(len(s) < len(mine) for s, mine in zip(spans, schedule, strict=True)):
+        going = []
+        for s, mine in zip(spans, schedule, strict=True):
+            if len(s) < len(mine) and done.issuperset(needed(mine[len(s)], num_stages)):
+                going.append((s, mine[len(s)]))
+        if not going:
+            raise ValueError("rank 0 is stuck")
+        for s, action in going:
+            s.append((action, now, now + cost(action)))
+            done.add(action)
+        now += max(cost(action) for _, action in going)
+    return spans
+
+
+def names_another_rank(schedule, cost=unit_cost):
+    try:
+        return bubble.simulate(schedule, cost)
+    except ValueError:
+        raise ValueError("deadlock: rank 1 waits at F0") from None
+
+
+def fifty_rounds(schedule, cost=unit_cost):
+    spans = bubble.simulate(schedule, cost)
+    return [mine[:100] for mine in spans]
+
+
+# ---- 12.6 and 12.8 --------------------------------------------------------------------------
+
+
+def own_idle_share(spans):
+    ends = [stop for mine in spans for *_, stop in mine]
+    starts = [start for mine in spans for _, start, _ in mine]
+    total = max(ends) - min(starts)
+    idle = sum(total - sum(stop - start for _, start, stop in mine) for mine in spans)
+    return np.float64(idle / (len(spans) * total))
+
+
+def own_bubble(p, m, v=1):
+    return np.array([(p - 1) / (v * m), (p - 1) / (v * m + p - 1)])
+
+
+def bubble_of_tensors(p, m, v=1):
+    empty = torch.tensor((p - 1) / v, dtype=torch.float64)
+    return empty / m, empty / (m + empty)
+
+
+def only_gaps(spans):
+    gaps = sum(b[1] - a[2] for mine in spans for a, b in itertools.pairwise(mine))
+    starts = [start for mine in spans for _, start, _ in mine]
+    ends = [stop for mine in spans for *_, stop in mine]
+    return gaps / ((max(ends) - min(starts)) * len(spans))
+
+
+def half_a_bubble(p, m, v=1):
+    return (p - 1) / (2 * v * m), (p - 1) / (2 * v * m + p - 1)
+
+
+def in_flight_of_sets(actions):
+    kept, most = set(), 0
+    for kind, stage, i in actions:
+        (kept.add if kind == "F" else kept.discard)((stage, i))
+        most = max(most, len(kept))
+    return most
+
+
+def in_flight_added_up(actions):
+    return np.cumsum([1 if action.kind == "F" else -1 for action in actions]).max()
+
+
+def empties_the_list(actions):
+    num = most = 0
+    while actions:
+        num += 1 if actions.pop(0).kind == "F" else -1
+        most = max(most, num)
+    return most
 
 
 # ---- 12.10 torch_pipeline -------------------------------------------------------------------
 
 
-@right("12.10")
 def torch_pipeline_written_out(stages, num_stages, m, loss_fn, kind, group=None):
     parts = []
     for number in sorted(stages):
@@ -717,48 +470,18 @@ def torch_pipeline_written_out(stages, num_stages, m, loss_fn, kind, group=None)
     return pipelining.ScheduleInterleavedZeroBubble(parts, n_microbatches=m, loss_fn=loss_fn)
 
 
-NAMES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "zero-bubble": "InterleavedZeroBubble",
-}
+def torch_pipeline_on_cpu(stages, num_stages, m, loss_fn, kind, group=None, device="cpu"):
+    names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+    options = {"device": torch.device(device), "group": group}
+    made = [
+        pipelining.PipelineStage(stages[index], index, num_stages, **options) for index in stages
+    ]
+    kind_of = getattr(pipelining, f"Schedule{names.get(kind, 'InterleavedZeroBubble')}")
+    return kind_of(made if kind[0] in "iz" else made[0], m, lambda out, y: loss_fn(out, y))
 
 
-def torch_with(
-    index=lambda number, place, group: number,
-    count=lambda num_stages, group: num_stages,
-    group_of=lambda group: group,
-    name=lambda kind: NAMES[kind],
-    given=lambda kind, parts: parts if kind in ("interleaved", "zero-bubble") else parts[0],
-    m_of=lambda m: m,
-    loss=lambda loss_fn: loss_fn,
-    where="cpu",
-    **options,
-):
-    """A torch_pipeline in which one part can be another."""
-
-    def torch_pipeline(stages, num_stages, m, loss_fn, kind, group=None):
-        parts = [
-            pipelining.PipelineStage(
-                module,
-                index(number, place, group),
-                count(num_stages, group),
-                torch.device(where),
-                group=group_of(group),
-            )
-            for place, (number, module) in enumerate(stages.items())
-        ]
-        schedule = getattr(pipelining, f"Schedule{name(kind)}")
-        return schedule(given(kind, parts), m_of(m), loss_fn=loss(loss_fn), **options)
-
-    return torch_pipeline
-
-
-def without_m(stages, num_stages, m, loss_fn, kind, group=None):
-    number, module = next(iter(stages.items()))
-    stage = pipelining.PipelineStage(module, number, num_stages, "cpu", group=group)
-    return pipelining.ScheduleGPipe(stage, loss_fn=loss_fn)
+def torch_pipeline_on_cuda(stages, num_stages, m, loss_fn, kind, group=None):
+    return torch_pipeline_on_cpu(stages, num_stages, m, loss_fn, kind, group, "cuda")
 
 
 def several_in_one(stages, num_stages, m, loss_fn, kind, group=None):
@@ -767,52 +490,13 @@ def several_in_one(stages, num_stages, m, loss_fn, kind, group=None):
     return pipelining.ScheduleGPipe(stage, m, loss_fn=loss_fn)
 
 
-def number_of_its_own(stages, num_stages, m, loss_fn, kind, group=None):
-    return torch_with(count=lambda n, group: len(stages))(
-        stages, num_stages, m, loss_fn, kind, group
-    )
-
-
 def class_not_called(stages, num_stages, m, loss_fn, kind, group=None):
-    return getattr(pipelining, f"Schedule{NAMES[kind]}")
-
-
-def mean_taken_twice(stages, num_stages, m, loss_fn, kind, group=None):
-    return wiring.torch_pipeline(
-        stages, num_stages, m, lambda out, y: loss_fn(out, y) / m, kind, group
-    )
-
-
-RIGHT["12.10"].append(torch_with())
-WRONG["12.10"] += [
-    (number_of_its_own, "num_stages counts the stages of the whole model"),
-    (torch_with(given=lambda kind, parts: parts), "not a list - the one that was made"),
-    (class_not_called, "that is the class; a schedule is made by calling it"),
-    (mean_taken_twice, "the loss was divided by m twice"),
-    (torch_with(scale_grads=False), "times as large: the sum over micro-batches"),
-    (torch_with(where="cuda"), "the device is that of the parameters"),
-]
-WRONG["12.10"] += [
-    (torch_with(given=lambda kind, parts: parts), "gpipe and 1f1b take one PipelineStage"),
-    (torch_with(given=lambda kind, parts: parts[0]), "zero-bubble take a list"),
-    (torch_with(index=lambda n, place, group: dist.get_rank(group)), "number of the stage"),
-    (torch_with(index=lambda n, place, group: place), "number of the stage"),
-    (torch_with(count=lambda n, group: dist.get_world_size(group)), "not the ranks"),
-    (torch_with(group_of=lambda group: None), "`group` is not passed on"),
-    (torch_with(loss=lambda loss_fn: None), "the schedule has no loss_fn"),
-    (torch_with(name=lambda kind: "1F1B", given=lambda kind, parts: parts[0]), '"gpipe" is Sch'),
-    (torch_with(m_of=lambda m: 1), "hand over m, 5"),
-    (torch_with(m_of=lambda m: 2 * m), "10 micro-batches"),
-    (torch_with(scale_grads=False), "leave scale_grads on"),
-    (without_m, "the number of micro-batches"),
-    (several_in_one, "number of the stage"),
-]
+    return pipelining.ScheduleGPipe
 
 
 # ---- 12.11 make_grid ------------------------------------------------------------------------
 
 
-@right("12.11")
 def grid_of_a_mesh(num_stages):
     world_size = dist.get_world_size()
     if world_size % num_stages != 0:
@@ -821,7 +505,6 @@ def grid_of_a_mesh(num_stages):
     return mesh.get_group(0), mesh.get_group(1)
 
 
-@right("12.11")
 def grid_in_one_loop(num_stages):
     rank, n = dist.get_rank(), dist.get_world_size()
     d, rest = divmod(n, num_stages)
@@ -829,15 +512,13 @@ def grid_in_one_loop(num_stages):
         raise ValueError("uneven")
     grid = torch.arange(n).view(num_stages, d)
     found = []
-    for lists in (grid.t().tolist(), grid.tolist()):
-        for ranks in lists:
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                found.append(group)
+    for ranks in grid.t().tolist() + grid.tolist():
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            found.append(group)
     return found
 
 
-@right("12.11")
 def grid_where_members_meet(num_stages):
     rank, n = dist.get_rank(), dist.get_world_size()
     if n % num_stages:
@@ -845,32 +526,6 @@ def grid_where_members_meet(num_stages):
     d = n // num_stages
     lists = range(rank % d, n, d), range(rank // d * d, rank // d * d + d)
     return tuple(dist.new_group(list(ranks), use_local_synchronization=True) for ranks in lists)
-
-
-def grid_with(
-    asks=True,
-    d_of=lambda n, num_stages: n // num_stages,
-    columns=lambda n, d: [range(first, n, d) for first in range(d)],
-    rows=lambda n, d: [range(first, first + d) for first in range(0, n, d)],
-    make=lambda ranks: dist.new_group(list(ranks)),
-    pick=lambda groups, lists, rank: next(
-        g for g, r in zip(groups, lists, strict=True) if rank in r
-    ),
-    back=lambda pipe, row: (pipe, row),
-):
-    """A make_grid in which one part can be another."""
-
-    def make_grid(num_stages):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        if asks and n % num_stages:
-            raise ValueError("uneven")
-        d = d_of(n, num_stages)
-        columns_, rows_ = columns(n, d), rows(n, d)
-        pipes = [make(ranks) for ranks in columns_]
-        lines = [make(ranks) for ranks in rows_]
-        return back(pick(pipes, columns_, rank), pick(lines, rows_, rank))
-
-    return make_grid
 
 
 def only_its_own(num_stages):
@@ -882,61 +537,66 @@ def only_its_own(num_stages):
     return pipe, dist.new_group(list(range(rank // d * d, rank // d * d + d)))
 
 
-def only_where_it_is_in(ranks):
-    return dist.new_group(list(ranks)) if dist.get_rank() in ranks else None
-
-
 def raised_on_rank_0(num_stages):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    if n % num_stages and rank == 0:
+    if dist.get_world_size() % num_stages and dist.get_rank() == 0:
         raise ValueError("uneven")
-    d = max(1, n // num_stages)
-    pipes = [dist.new_group(list(range(first, n, d))) for first in range(d)]
-    rows = [dist.new_group(list(range(s, min(n, s + d)))) for s in range(0, n, d)]
-    return pipes[rank % d], rows[rank // d]
+    return grid_in_one_loop(num_stages if 4 % num_stages == 0 else 2)
 
 
-def stages_as_replicas(num_stages):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    if n % num_stages:
-        raise ValueError("uneven")
-    d = num_stages
-    pipes = [dist.new_group(list(range(first, n, d))) for first in range(d)]
-    rows = [dist.new_group(list(range(s * d, (s + 1) * d))) for s in range(num_stages)]
-    return pipes[rank % d], rows[rank // d]
+def lists_of_ranks(num_stages):
+    d = 4 // num_stages
+    return list(range(dist.get_rank() % d, 4, d)), [0]
 
 
-RIGHT["12.11"].append(grid_with())
-WRONG["12.11"] += [
-    (raised_on_rank_0, "and only some ranks say so"),
-    (stages_as_replicas, "with d = num_stages too many are listed"),
-    (grid_with(d_of=lambda n, num_stages: n / num_stages), "a / b is a float"),
-]
-WRONG["12.11"] += [
-    (only_its_own, "new_group is called by all ranks"),
-    (grid_with(make=only_where_it_is_in), "new_group is called by all ranks"),
-    (grid_with(back=lambda pipe, row: (row, pipe)), "the two are swapped"),
-    (grid_with(d_of=lambda n, num_stages: num_stages), "d = N // num_stages"),
-    (grid_with(asks=False), "4 is no multiple of 3"),
-    (grid_with(make=list), "these are ranks"),
-    (grid_with(pick=lambda groups, lists, rank: groups[-1]), "gets no group from new_group"),
-    (grid_with(pick=lambda groups, lists, rank: groups[0]), "gets no group from new_group"),
-    (grid_with(back=lambda pipe, row: pipe), "two groups"),
-    (grid_with(back=lambda pipe, row: None), "returns None"),
-    (
-        grid_with(rows=lambda n, d: [range(first, n, d) for first in range(d)]),
-        "rank r has stage r // d of replica r % d",
-    ),
-    (grid_with(rows=lambda n, d: [range(n)]), "row [0, 1, 2, 3]"),
-    (
-        grid_with(
-            columns=lambda n, d: [range(first, first + n // d) for first in range(0, n, n // d)],
-            rows=lambda n, d: [range(first, n, n // d) for first in range(n // d)],
-        ),
-        "or consecutive ranks are a pipeline",
-    ),
-]
-
-
-RIGHT = _schedules.RIGHT | RIGHT
-WRONG = _schedules.WRONG | WRONG
+RIGHT = {
+    "12.1": [partition_by_trying_all, partition_by_recursion],
+    "12.2": [Parts, SharesItsOwnTensor],
+    "12.3": [sum_tied_with_all_parts_at_once, sum_tied_everybody_to_everybody],
+    "12.4": [gpipe_in_loops, gpipe_of_arrays],
+    "12.5": [one_action_at_a_time, by_relaxation],
+    "12.6": [Pair(own_idle_share, own_bubble), Pair(bubble.idle_share, bubble_of_tensors)],
+    "12.7": [by_walking, in_three_loops],
+    "12.8": [in_flight_of_sets, in_flight_added_up],
+    "12.9": [interleaved_by_formulas, interleaved_as_arrays],
+    "12.10": [torch_pipeline_written_out, torch_pipeline_on_cpu],
+    "12.11": [grid_of_a_mesh, grid_in_one_loop, grid_where_members_meet],
+}
+WRONG = {
+    "12.1": [(partition_by_capacity, "Each stage has at least one layer")],
+    "12.2": [
+        (GivesANumber, "asks for the loss as a scalar tensor"),
+        (SharesInsideAnIf, ""),
+        (SendsWithoutMail, "calls dist.send"),
+        (ForgetsOtherRandomNumbers, "the gradients of the stage"),
+        (LargestLoss, "the loss"),
+        (KeepsOutputs, "nobody holds the stage's output"),
+    ],
+    "12.3": [(all_send_first, ""), (zeros_where_there_is_none, "it calls dist.all_reduce")],
+    "12.4": [
+        (gpipe_of_tuples, "a plain tuple - in_words and the engine read action.kind"),
+        (gpipe_for_people, "a text has none"),
+        (gpipe_as_generator, "A generator can be read only once"),
+    ],
+    "12.5": [
+        (in_lock_step, "the rank is free, and all that this action needs is done"),
+        (names_another_rank, "who waits"),
+        (fifty_rounds, "not F0"),
+    ],
+    "12.6": [
+        (Pair(only_gaps, own_bubble), "idle_share: "),
+        (Pair(own_idle_share, half_a_bubble), "bubble: "),
+    ],
+    "12.7": [(backwards_turned_round, "is no action of rank 0")],
+    "12.8": [(empties_the_list, "the caller's `actions` has changed")],
+    "12.9": [(interleaved_without_default, "missing 1 required positional argument")],
+    "12.10": [
+        (torch_pipeline_on_cuda, "is not that of the parameters"),
+        (several_in_one, ""),
+        (class_not_called, "torch's schedule object"),
+    ],
+    "12.11": [
+        (only_its_own, "makes the group"),
+        (raised_on_rank_0, "raises ValueError"),
+        (lists_of_ranks, "a group that this rank is in"),
+    ],
+}

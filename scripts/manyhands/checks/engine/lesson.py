@@ -58,11 +58,14 @@ class Lesson:
 
         return register
 
-    def add(self, spec: object) -> Callable:
-        """Make the check of an exercise that the engine judges; `spec` is an engine's Spec."""
+    def add(self, spec: object, name: str = "") -> Callable:
+        """Make the check of an exercise that the engine judges; `spec` is an engine's Spec.
+
+        Its name is that of the first answer, where no other is given.
+        """
         from manyhands.checks.engine import verdict
 
-        name = spec.names[0]
+        name = name or spec.names[0]
         exercise = Exercise(
             spec.todo,
             name,

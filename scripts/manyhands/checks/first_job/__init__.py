@@ -1,0 +1,15 @@
+"""Checks of lesson 00."""
+
+from manyhands.checks import Lesson
+from manyhands.checks.first_job import files, numbers, ranks
+
+lesson = Lesson("first_job")
+hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+
+days_on_devices = lesson.add(numbers.days_on_devices)
+device_map = lesson.add(ranks.device_map)
+my_share = lesson.add(ranks.my_share)
+fit_power_law = lesson.add(numbers.fit_power_law)
+job_file = lesson.exercise("0.5", *files.JOB_HINTS)(files.job_file)
+site_file = lesson.exercise("0.6", *files.SITE_HINTS)(files.site_file)
+device_hours = lesson.add(numbers.device_hours)

@@ -1,0 +1,665 @@
+"""0.5 and 0.6: files for Slurm and bash, read as sbatch and bash read them.
+
+Many texts are right, and Slurm itself is asked where there is one; so these are checks of their own
+and no Spec.
+"""
+
+import difflib
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from manyhands.checks import Wrong
+from manyhands.checks.shared import Reasons, alone
+from manyhands.first_job import planning
+
+# ---- 0.5 ------------------------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """The arguments of job_file."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    minutes: int
+    command: str
+
+    def __str__(self) -> str:
+        return f"job_file({self.name!r}, {self.nodes}, {self.gpus_per_node}, {self.minutes}, ...)"
+
+
+JOB_HINTS = (
+    "The first line is #!/bin/bash. Then come lines such as #SBATCH --nodes=2, from the very "
+    "beginning of the line. The command is the last line.",
+    "Six of them: --job-name, --nodes, --ntasks-per-node=1, --gpus-per-node, --time, --output.",
+    "Slurm reads --time=90 as minutes, 90:00 as minutes and seconds, and 01:30:00 as hours, "
+    "minutes and seconds.",
+    'Begin with f"""#!/bin/bash and let every line start at the margin: what stands between the '
+    "quotes is the file, spaces and line breaks as well.",
+)
+
+
+def job_file(answer) -> None:
+    """The texts of several jobs, read as sbatch reads them; and by sbatch, where there is one."""
+    torchrun = "srun torchrun --nnodes=$SLURM_NNODES --nproc-per-node=gpu train.py"
+    requests = [
+        Request("first_job", 2, 4, random.randrange(62, 110), torchrun),
+        Request("big-1", random.randrange(3, 9), 8, 60 * random.randrange(25, 30), "bash run.sh"),
+        Request("try", 1, 1, random.randrange(5, 50), "python -c \"print(f'{1 + 1:%}')\""),
+        Request("weekend", 2, 1, 60 * random.randrange(2, 20) + 5, "exec bash launch.sh a.py b"),
+    ]
+    texts = list(alone(answer, requests, lambda *case: str(Request(*case)), {}))
+    for request, text in zip(requests, texts, strict=True):
+        if not isinstance(text, str):
+            smell = "the text was printed or written, not returned" if text is None else ""
+            raise Wrong(f"{request} returns {text!r}"[:200], smell, "return the text of the file")
+        _compare_job(text, request)
+    _ask_slurm(texts[0], requests[0])
+
+
+def _compare_job(text: str, request: Request) -> None:
+    _compare_start(text, request)
+    if left := re.search(r"\{(name|nodes|gpus_per_node|minutes|command)\b[^}\n]*\}", text):
+        raise Wrong(
+            f"{request}: the text still holds {left[0]}",
+            "a text without f in front keeps the braces",
+            'put an f before the quotes: f"""...',
+        )
+    options, ignored = read_directives(text)
+    for wrong in (_of_nodes, _of_gpus, _of_time, _of_names):
+        for name, seen, smell, advice in wrong(options, request):
+            lost = [reason for line, *reason in ignored if name in line]
+            where = f"{request}: {seen}" + (f", though a line holds {name}" if lost else "")
+            raise Wrong(where, *(lost[0] if lost else (smell, advice)))
+    _compare_command(text, request)
+
+
+def _compare_start(text: str, request: Request) -> None:
+    first = text.split("\n")[0]
+    if "\r" in text:
+        raise Wrong(f"{request}: lines end with \\r\\n", "sbatch refuses that", "end them with \\n")
+    if first.startswith("#!") and "SBATCH" in first:
+        seen = f"{request}: all stands in one line, {first[:60]!r}..."
+        raise Wrong(seen, "nothing breaks the lines", "'\\n'.join(lines), with one \\ only")
+    if first.startswith("#!") and "bash" in first:
+        return
+    if first.startswith("#!"):
+        raise Wrong(f"{request}: the first line is {first!r}", "", "bash is asked for: #!/bin/bash")
+    if text.lstrip().startswith("#!"):
+        raise Wrong(
+            f"{request}: the first line is {first!r}, and sbatch refuses the file: 'This does not "
+            "look like a batch script'",
+            "all that stands between the quotes belongs to the file, also the line break and the "
+            "spaces before #!",
+            'start right behind the quotes: """#!/bin/bash',
+        )
+    raise Wrong(
+        f"{request}: the first line is {first!r}, and sbatch refuses the file",
+        "the first line says which program reads the rest",
+        "#!/bin/bash",
+    )
+
+
+# What sbatch takes, in 22.05 and later: options with a value, and those with none or with one that
+# may follow a =.
+VALUED = """account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+constraint container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task
+deadline delay-boot dependency distribution error exclude export export-file extra extra-node-info
+gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input
+job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+mem-per-gpu mincpus network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
+ntasks-per-node ntasks-per-socket open-mode output partition power prefer priority profile qos
+reservation segment signal sockets-per-node switches tasks-per-node thread-spec threads-per-core
+time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey wrap""".split()
+PLAIN = """contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue oom-kill-step
+overcommit oversubscribe parsable propagate quiet reboot requeue spread-job stepmgr test-only
+use-min-nodes verbose wait""".split()
+SHORT = dict(
+    zip(
+        "aAbcCdDeFGiJLmMnNopqStwxBHkOQsvW",
+        "array account begin cpus-per-task constraint dependency chdir error nodefile gpus input "
+        "job-name licenses distribution clusters ntasks nodes output partition qos core-spec time "
+        "nodelist exclude extra-node-info hold no-kill overcommit quiet oversubscribe verbose "
+        "wait".split(),
+        strict=True,
+    )
+)
+
+
+PLACEHOLDER = "<...> stands for something: for Slurm %x is the job's name and %j its number"
+
+
+def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """What sbatch reads in a job file: long names and values of its options, the last one of each.
+
+    Also returns the lines that look like options but are none to sbatch: line, smell, hint.
+
+    Raises:
+        Wrong: sbatch refuses a line.
+    """
+    options: dict[str, str] = {}
+    ignored: list[tuple[str, str, str]] = []
+    command = ""
+    for line in text.split("\n"):
+        if line.startswith("#SBATCH") and not command:
+            options |= _options_of(line)
+        elif re.match(r"[\s#]*SBATCH\b", line, re.IGNORECASE):
+            ignored.append((line, *_why_ignored(line, command)))
+        elif line.strip() and not line.lstrip().startswith("#"):
+            command = command or line.strip()
+    return options, ignored
+
+
+def _why_ignored(line: str, command: str) -> tuple[str, str]:
+    if line.startswith("#SBATCH"):
+        return (
+            f"Slurm stops reading at the first command, which is {command!r}",
+            "put all #SBATCH lines before it",
+        )
+    if line.startswith((" ", "\t")):
+        return (
+            f"{line.split('=')[0]!r} begins with a space, so Slurm takes it for a comment",
+            "#SBATCH begins the line; no indentation inside the quotes",
+        )
+    word = re.match(r"[#\s]*\w+", line)[0]
+    what = "a comment" if "#" in word else "no option"
+    return f"{word!r} is {what} to Slurm", "it is #SBATCH: one #, no space, capital letters"
+
+
+def _options_of(line: str) -> dict[str, str]:
+    """The options on one #SBATCH line, as getopt takes them apart."""
+    try:  # a \\ at the end is nothing to sbatch, and the next line a command
+        words = shlex.split(line.removeprefix("#SBATCH").removesuffix("\\"), comments=True)
+    except ValueError:
+        raise Wrong(f"{line!r}: a quote is not closed", "", "close it, or leave it out") from None
+    options = {}
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = _long_name(name, line)
+        elif word.startswith("-") and word[1:].partition("=")[0] in VALUED:
+            smell = f"after one dash the letter {word[1]} alone is the option"
+            raise Wrong(f"sbatch refuses {line!r}", smell, f"two dashes: -{word}")
+        elif word[:1] == "-" and word[1:2] in SHORT:
+            name, equals, value = SHORT[word[1]], word[2:], word[2:]
+            if name in PLAIN and value:  # several letters behind one -
+                words.insert(0, f"-{value}")
+        else:
+            smell = "spaces around = split an option in two" if "=" in line else ""
+            smell = PLACEHOLDER if "<" in line else smell
+            seen = f"sbatch refuses {line!r}: {word!r} is no option"
+            raise Wrong(seen, smell, "--name=value, in one piece")
+        if name in VALUED and not equals:
+            value = words.pop(0) if words else ""
+        if name in VALUED and value in ("", "="):
+            smell = "an option is one piece, without spaces around ="
+            raise Wrong(f"sbatch refuses {line!r}: --{name} has no value", smell, "--name=value")
+        options[name] = value
+    return options
+
+
+def _long_name(name: str, line: str) -> str:
+    """The option that a long name, or its beginning, stands for."""
+    known = [*VALUED, *PLAIN]
+    meant = [one for one in known if one.startswith(name)]
+    if name in known or len(meant) == 1:
+        name = name if name in known else meant[0]
+        return "ntasks-per-node" if name == "tasks-per-node" else name
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    advice = f"--{near[0]}" if near else "look it up with: man sbatch"
+    raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "a misspelt name", advice)
+
+
+Fault = tuple[str, str, str, str]  # the option, what is seen, what it smells of, what to try
+
+
+def _count(value: str, name: str) -> int:
+    """A whole number, also behind a type such as h100:4."""
+    if "$" in value:
+        raise Wrong(
+            f"sbatch reads --{name}={value} as it stands",
+            "#SBATCH lines are read by Slurm, which knows no variables of the shell",
+            "let Python put the number in",
+        )
+    if not re.fullmatch(r"(?:[\w.-]+:)*\d+", value):
+        raise Wrong(f"sbatch refuses --{name}={value}", "that is no number", "a whole number")
+    return int(value.rpartition(":")[2])
+
+
+def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
+    """Nodes, and tasks on each of them; Slurm's own default is one task a node."""
+    per_node = _count(options.get("ntasks-per-node", "1"), "ntasks-per-node")
+    all_tasks = _count(options["ntasks"], "ntasks") if "ntasks" in options else None
+    nodes = options.get("nodes", str((all_tasks or 1) // max(per_node, 1)))
+    low, dash, high = nodes.partition("-")
+    if dash and low == high:
+        nodes = low
+    if nodes.partition("-")[1] and re.fullmatch(r"\d+-\d+", nodes):
+        yield "--nodes", f"--nodes={nodes}", "Slurm may give any number of these", "one number"
+    elif _count(nodes, "nodes") != request.nodes:
+        said = f"--nodes={nodes}" if "nodes" in options else "--nodes is missing, so 1"
+        yield "--nodes", f"{said}, not {request.nodes}", "", "--nodes={nodes}"
+    if all_tasks is not None and all_tasks < request.nodes:
+        smell = f"a node without a task is not given, so {all_tasks} of {request.nodes} are left"
+        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", smell, "leave it out"
+    if all_tasks is not None and all_tasks != request.nodes:
+        per_node = all_tasks / request.nodes
+    if per_node == 0:
+        yield "--ntasks", "no task a node is asked for", "", "--ntasks-per-node=1"
+    if per_node != 1:
+        yield (
+            "--ntasks",
+            f"Slurm would start {per_node:g} tasks on each of the {request.nodes} nodes, not 1",
+            f"each task is a torchrun, and each torchrun starts a process for each of the "
+            f"{request.gpus_per_node} GPUs: {per_node * request.gpus_per_node:g} processes a node",
+            "--ntasks-per-node=1",
+        )
+
+
+def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
+    wanted, nodes = request.gpus_per_node, request.nodes
+    gres = [part for part in options.get("gres", "").split(",") if part.split(":")[0] == "gpu"]
+    asked = {name: options[name] for name in ("gpus-per-node", "gpus-per-task") if name in options}
+    asked |= {"gres": gres[0]} if gres else {}
+    for name, value in asked.items():
+        number = 1 if value == "gpu" else _count(value, name)
+        smell = (
+            f"{number} is what all {nodes} nodes have together" if number == wanted * nodes else ""
+        )
+        if number != wanted:
+            seen = f"--{name}={value} asks for {number} on each node, not {wanted}"
+            yield f"--{name}", seen, smell, "the GPUs of one node: --gpus-per-node={gpus_per_node}"
+    if not asked and "gpus" in options:
+        yield (
+            "--gpus",
+            f"--gpus={options['gpus']} counts over the whole job",
+            "Slurm may spread them unevenly over the nodes",
+            "--gpus-per-node={gpus_per_node}",
+        )
+    elif not asked:
+        smell = "a job that asks for no GPU gets none"
+        yield "--gpus-per-node", "no GPU is asked for", smell, "--gpus-per-node={gpus_per_node}"
+
+
+def minutes_of(time: str) -> int | None:
+    """Slurm's minutes of a --time; None where sbatch refuses it. Seconds are rounded up."""
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    if not all(re.fullmatch(r"\d+", part) for part in [*parts, *([days] if dash else [])]):
+        return None
+    if len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = numbers
+    else:  # minutes, minutes:seconds
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return math.ceil(int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60)
+
+
+def _of_time(options: dict, request: Request) -> Iterable[Fault]:
+    form = "minutes, or hours:minutes:seconds with minutes // 60 and minutes % 60"
+    if "time" not in options:
+        smell = "without a limit the job gets the queue's own, and waits longer for its turn"
+        yield "--time", "--time is missing", smell, form
+        return
+    time, wanted = options["time"], request.minutes
+    got = minutes_of(time)
+    if got is None:
+        smell = "Slurm knows no letters and no decimals there"
+        smell = smell if "$" not in time else "Slurm knows no variables of the shell there"
+        yield "--time", f"sbatch refuses --time={time}", smell, form
+    elif got != wanted:
+        smell = ""
+        if got == wanted * 60:
+            smell = "that is as many hours"
+            smell = smell if ":" in time else "that is seconds, but one number is minutes"
+        elif got == 0:
+            smell = "0 is no limit at all"
+        elif time.count(":") == 1 and "-" not in time:
+            smell = "two numbers are minutes and seconds"
+        elif got == wanted // 60 * 60:
+            smell = "the minutes beyond whole hours are lost"
+        elif got == wanted % 60:
+            smell = "the whole hours are lost"
+        yield "--time", f"--time={time} is {got:,} minutes to Slurm, not {wanted:,}", smell, form
+
+
+def _of_names(options: dict, request: Request) -> Iterable[Fault]:
+    name, output = options.get("job-name", ""), options.get("output", "slurm-%j.out")
+    if name != request.name:
+        said = f"--job-name={name}" if name else "--job-name is missing"
+        smell = "without it the job has the name of the file" if not name else ""
+        yield "--job-name", f"{said}, not {request.name}", smell, "--job-name={name}"
+    wanted = f"{request.name}-4711.out"
+    if (written := file_name(output, name)) != wanted:
+        smell = ""
+        if "output" not in options:
+            smell = "without --output the file is slurm-<number>.out, whatever job it was"
+        elif "<" in output:
+            smell = PLACEHOLDER
+        elif "$" in output:
+            smell = "Slurm knows no variables of the shell there; %j is the number"
+        elif written.rpartition("/")[2] == wanted:
+            smell = "Slurm makes no folders: where one is missing, the job ends without a word"
+        elif "%%" in output:
+            smell = "%% stands for the sign %; in an f-string % needs no doubling"
+        yield (
+            "--output",
+            f"--output={output} makes job 4711 write to {written}, not {wanted}",
+            smell,
+            "--output=%x-%j.out",
+        )
+    if "error" in options and file_name(options["error"], name) != wanted:
+        smell = "errors would go to another file"
+        yield "--error", f"--error={options['error']}", smell, "leave it out: --output takes both"
+
+
+def file_name(pattern: str, name: str) -> str:
+    """The file that Slurm writes for a pattern, in job 4711."""
+    values = {"x": name, "j": "4711", "A": "4711", "%": "%"}
+    text = re.sub(r"%([xjA%])", lambda found: values[found[1]], pattern)
+    return text.removeprefix("./")
+
+
+def _compare_command(text: str, request: Request) -> None:
+    body = [line.strip() for line in text.split("\n")]
+    body = [line for line in body if line and not line.startswith("#")]
+    command = request.command
+    if body.count(command) == 1 and body[-1] == command:
+        return
+    near = [line for line in body if command in line]
+    if not near:
+        seen = f"no line holds the command {command!r}"
+        raise Wrong(f"{request}: {seen}", "", "the last line is the command, as it is given")
+    if len(near) > 1:
+        raise Wrong(f"{request}: the command stands there {len(near)} times", "", "once")
+    smell = ""
+    if near[0] == command:
+        smell = (
+            "the job ends as its last command does: where training fails, it counts as completed"
+        )
+    elif near[0].endswith("&"):
+        smell = "the job is over when its script ends, and & lets the script go on at once"
+    elif near[0].startswith(("srun", "torchrun", "python", "bash")):
+        smell = "the command is whole: it brings its own srun where it needs one"
+    elif near[0].startswith("exec"):
+        smell = "exec would do no harm, but what to run is for the caller to say"
+    raise Wrong(
+        f"{request}: the script is {'; '.join(body)}, and the command {command!r}"[:300],
+        smell,
+        "the last line is the command, as it is given",
+    )
+
+
+def _ask_slurm(text: str, request: Request) -> None:
+    """Where Slurm answers, hear what it says of the file; a site may refuse any such job."""
+    if not shutil.which("sbatch") or _asked("scontrol", "ping"):
+        return
+    refused = _test_only(text)
+    if refused and not _test_only(planning.job_file(*request)):
+        raise Wrong(
+            f"{request}: sbatch --test-only refuses the file: {refused}",
+            "a line that was not asked for, or one that this site does not know",
+            "leave out what the docstring does not name",
+        )
+
+
+def _test_only(text: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.sbatch"
+        path.write_text(text)
+        return _asked("sbatch", "--test-only", str(path))
+
+
+def _asked(*command: str) -> str:
+    """Empty where Slurm agrees, else the first line of what it says."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return type(problem).__name__
+    lines = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()
+    return lines[0] if done.returncode else ""
+
+
+# ---- 0.6 ------------------------------------------------------------------------------------
+
+TRUTH = {
+    "SBATCH_ACCOUNT": "class",
+    "SBATCH_PARTITION": "gpu",
+    "SBATCH_GPUS_PER_NODE": "4",
+    "NCCL_SOCKET_IFNAME": "ib0",
+    "HEAD_SUFFIX": "-ib",
+}
+MODULES = {"Python": "Python/3.12", "CUDA": "CUDA/12.8"}
+LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values, smell and hint
+    "SBATCH_ACCOUNT": {
+        "home": ("that account may use the partition cpu only", "look at the column Partition"),
+        "student": ("that is your own name; the time is charged to an account", "first column"),
+        "gpu": ("that is a partition", "the account stands in the first column"),
+    },
+    "SBATCH_PARTITION": {
+        "cpu": ("its GRES are (null): it has no GPU", "look at the column GRES"),
+        "cpu*": ("it has no GPU; and the * only marks the default queue", "look at GRES"),
+        "gpu*": ("no partition has a * in its name: sinfo marks the default with it", "gpu"),
+        "gpu-test": ("it ends every job after 30 minutes", "look at the column TIMELIMIT"),
+        "gpu,gpu-test": ("gpu-test ends every job after 30 minutes", "one queue: the longer one"),
+    },
+    "SBATCH_GPUS_PER_NODE": {
+        "48": ("those are the GPUs of all 12 nodes of the partition", "of one node"),
+        "12": ("that is the number of nodes", "the last part of gpu:h100:4"),
+        "2": ("that is what a node of gpu-test has", "the last part of gpu:h100:4"),
+        "gpu:h100:4": ("that is the form of --gres", "the number alone"),
+        "100": ("h100 is the kind of GPU", "the number behind the last colon"),
+        "h100": ("h100 is the kind of GPU", "the number behind the last colon"),
+    },
+    "NCCL_SOCKET_IFNAME": {
+        "eth0": ("10 Gbit/s against 400: training would wait for gradients", "the fastest network"),
+        "lo": ("a node's own loopback leads to no other node", "the fastest between nodes"),
+        "InfiniBand": ("that is the kind of network, not its name on a node", "the first column"),
+        "ib0,eth0": ("one network is asked for, the fastest", "ib0 alone"),
+    },
+    "HEAD_SUFFIX": {
+        "ib": ("g14 and ib make g14ib, which is no node's name", "what stands between g14 and ib"),
+        "ib0": ("that is the network's name on a node, not a name of the node", "see getent"),
+        "i": ("the node is called g14-ib there", "see what getent answers"),
+    },
+}
+
+
+SITE_HINTS = (
+    "Read SITE from above: the queue needs GPUs and a day; the account has to be one that may use "
+    "that queue; the number of GPUs is that of one node.",
+    "A line is export NAME=value, without spaces around =. The last line is module load with two "
+    "names from the list.",
+    "The network is the one with 400 Gbit/s, and getent shows the node g14 by its name there: "
+    "g14-ib.",
+)
+
+
+def site_file(answer) -> None:
+    """The text, read by a bash that knows nothing else; its variables and what it loads."""
+    reasons: Reasons = {
+        "invalid syntax": ("shell lines are no Python", "put them in quotes and return the text"),
+    }
+    (seen,) = alone(
+        answer, [()], lambda: "site_file()", reasons, lambda answer: _site_seen(answer())
+    )
+    if "form" in seen:
+        smell = "a text is asked for, as it would stand in the file"
+        smell = "it was printed or written, not returned" if seen["form"] == "None" else smell
+        raise Wrong(f"site_file() returns {seen['form']}", smell, "return six lines in quotes")
+    _compare_shell(seen)
+    for name, wanted in TRUTH.items():
+        _compare_variable(name, seen["variables"][name], wanted, seen["text"])
+    for name in sorted(set(seen["others"]) - set(TRUTH)):
+        raise Wrong(
+            f"{name} is set as well",
+            "an SBATCH_ variable overrules that line in every job file",
+            "leave it out",
+        )
+    _compare_modules(seen["modules"])
+
+
+READ_SITE = r"""
+names=("$@")
+module() { printf '%s\n' "$*" >>modules; }
+ml() { module load "$@"; }
+. ./site.env >/dev/null
+for name in "${names[@]}"; do
+    printf '%s\0%s\0%s\0%s\0' "$name" "${!name+set}" "${!name-}" "$(printenv "$name")"
+done
+printf 'others\0%s\0\0\0' "${!SBATCH_@}"
+"""
+
+
+def _site_seen(text: object) -> dict:
+    """What a clean bash makes of the text."""
+    if not isinstance(text, str):
+        return {"form": f"{text!r}"[:120]}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "site.env").write_bytes(text.encode(errors="replace"))
+        bash = shutil.which("bash") or "bash"
+        command = [bash, "--noprofile", "--norc", "-c", READ_SITE, "bash", *TRUTH]
+        environ = {"PATH": os.defpath, "USER": "student", "HOME": folder, "LC_ALL": "C"}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=3,
+            )
+        except subprocess.TimeoutExpired:
+            return {"text": text, "ended": False, "said": ""}
+        modules = Path(folder, "modules")
+        loaded = modules.read_text().splitlines() if modules.is_file() else []
+    parts = done.stdout.decode(errors="replace").split("\0")
+    rows = {parts[i]: parts[i + 1 : i + 4] for i in range(0, len(parts) - 3, 4)}
+    return {
+        "text": text,
+        "ended": "others" in rows,
+        "said": done.stderr.decode(errors="replace"),
+        "others": rows.pop("others", [""])[0].split(),
+        "variables": rows,
+        "modules": loaded,
+    }
+
+
+def _compare_shell(seen: dict) -> None:
+    """Was bash content with every line?"""
+    if "\r" in seen["text"]:
+        smell = "bash takes the \\r for a part of the value"
+        raise Wrong("lines end with \\r\\n", smell, "end them with \\n")
+    found = re.search(r"\./site\.env: (?:line (\d+): )?(.*)", seen["said"])
+    if found:
+        number, said = int(found[1] or 0), found[2].strip()
+        line = seen["text"].split("\n")[number - 1].strip() if number else ""
+        raise Wrong(f"bash, in line {number} ({line}): {said}"[:250], *_why_bash(line, said))
+    if not seen["ended"]:
+        smell = "the file ends the shell that reads it (exit?), or never ends"
+        raise Wrong("bash did not come to the end of the file", smell, "only the six lines")
+
+
+def _why_bash(line: str, said: str) -> tuple[str, str]:
+    if re.match(r"(export\s+)?\w+(\s+=|=\s)", line):
+        return "bash wants no space around =", "export NAME=value"
+    if line.startswith(("setenv", "set ")):
+        return "setenv belongs to another shell (csh)", "export NAME=value"
+    if re.match(r"\w+\s*:", line):
+        return "that is the form of a YAML file", "export NAME=value"
+    if line.startswith(("$", ">")):
+        return "the $ before a command is the prompt, not a part of it", "leave it out"
+    if "syntax error" in said or "unexpected" in said:
+        return "a quote or a bracket that is not closed, or one that bash reads", "NAME=value"
+    if "command not found" in said or "No such file" in said:
+        return "bash takes the first word for a program", "export NAME=value; module load NAME"
+    return "", "export NAME=value, one a line"
+
+
+def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None:
+    is_set, value, exported = row
+    if not is_set:
+        near = difflib.get_close_matches(name, re.findall(r"(\w+)=", text), 1, 0.75)
+        smell = f"there is {near[0]}" if near else ""
+        if re.search(rf"^\s*set\s+{name}=", text, re.MULTILINE):
+            smell = "`set` gives bash arguments, no variables"
+        elif "#SBATCH" in text:
+            smell = "#SBATCH lines are for job files; to bash they are comments"
+        raise Wrong(f"{name} is not set", smell, f"export {name}=...")
+    if value != exported:
+        raise Wrong(
+            f"{name} is {value!r} in the shell, but not for a program that it starts",
+            "only exported variables are handed on to sbatch",
+            f"export {name}={value}",
+        )
+    if value == wanted or _is_as_good(name, value):
+        return
+    smell, advice = LURES[name].get(value, ("", "look for it in SITE"))
+    if not value:
+        smell = "nothing stands right behind =: bash wants no space around it"
+        advice = f"export {name}=value"
+    elif name == "HEAD_SUFFIX" and value.endswith(wanted):
+        smell, advice = "that is one node's whole name; it is added to each name", "only the ending"
+    elif "#" in value:
+        smell, advice = "a comment needs a space before #", f"export {name}={value.split('#')[0]}"
+    elif re.search(r"\d+\.\d+\.\d+", value):
+        smell, advice = "an address is another one on every node", "the network's name"
+    elif not value.isascii():
+        smell, advice = "a sign that is not on a keyboard, such as a curly quote", "type it anew"
+    elif value.strip("\"' ") == wanted or value.lower() == wanted:
+        smell, advice = "spaces, quotes and capital letters count", f"export {name}={wanted}"
+    raise Wrong(f"{name} is {value!r}", smell, advice)
+
+
+def _is_as_good(name: str, value: str) -> bool:
+    """Values that Slurm and NCCL take for the same."""
+    if name != "NCCL_SOCKET_IFNAME":
+        return name == "SBATCH_GPUS_PER_NODE" and value == "h100:4"
+    # NCCL takes beginnings of names, with = whole names, and with ^ those that it shall not take.
+    names, whole = value.lstrip("^=").split(","), "=" in value
+    found = {
+        network
+        for network in ("lo", "eth0", "ib0")
+        if any(network == one if whole else one and network.startswith(one) for one in names)
+    }
+    return found == ({"lo", "eth0"} if value.startswith("^") else {"ib0"})
+
+
+def _compare_modules(calls: list[str]) -> None:
+    loaded: list[str] = []
+    for call in calls:
+        verb, *names = call.split()[:1] + call.split()[1:]
+        if verb in ("load", "add", "try-load"):
+            loaded += names
+        elif verb in ("unload", "rm"):
+            loaded = [name for name in loaded if name not in names]
+        elif verb == "purge":
+            loaded = []
+    seen = f"loaded: {', '.join(loaded) or 'nothing'}"
+    if calls and not loaded:
+        verb = calls[-1]
+        raise Wrong(f"`module {verb}` loads nothing", "module needs a verb", "module load NAME")
+    for short, whole in MODULES.items():
+        if not {short, whole} & set(loaded):
+            near = [name for name in loaded if name.lower().startswith(short.lower())]
+            smell = f"{near[0]} is not in the list that SITE shows" if near else ""
+            raise Wrong(f"{seen}; {whole} is missing", smell, f"module load {' '.join(TO_LOAD)}")
+    if strange := set(loaded) - set(MODULES) - set(MODULES.values()):
+        raise Wrong(f"{seen}; there is no {min(strange)}", "", "see `module avail` in SITE")
+
+
+TO_LOAD = tuple(MODULES.values())

@@ -18,6 +18,7 @@ from manyhands.checks.engine.mistakes import NO_GROUP, USE_GROUP
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.instruments.ledger import NAMES, Ledger, _as_group
 
+SINGLE = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 STARTS = (  # calls that may return before their message has arrived
     "all_reduce",
     "all_gather",
@@ -28,8 +29,6 @@ STARTS = (  # calls that may return before their message has arrived
     "barrier",
     "broadcast",
     "gather",
-    "irecv",
-    "isend",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -81,8 +80,7 @@ class Wire(Ledger):
     def _starting(self, call: Callable) -> Callable:
         def start(*args: object, **named: object) -> object:
             work = call(*args, **named)
-            is_on_its_way = named.get("async_op", False) or call.__name__ in ("isend", "irecv")
-            if is_on_its_way and work is not None:
+            if named.get("async_op", False) and work is not None:
                 self.works[id(work)] = work
             return work
 
@@ -101,7 +99,11 @@ class Wire(Ledger):
             group = next(filter(None, map(_as_group, reversed(args))), None)
             if group is not None:
                 self._judge(NAMES.get(name, name), group, args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.name() in SINGLE:  # here, since P2POp takes only torch's own isend and irecv
+            work = dist.Work.unbox(result)
+            self.works[id(work)] = work
+        return result
 
     def _judge(self, op: str, group: dist.ProcessGroup, args: tuple) -> None:
         """Refuse a call before it is made."""

@@ -181,6 +181,11 @@ def matches(
     if part is None and len(indexes) == 1 and trial.spec.independent:
         first = _wrong_part(trial)
         return any(_alike_row(trial.found[i], row, p) for i, row in pairs for p in (None, first))
+    if part is not None and any(
+        _is_right_row(trial, trial.found[i], i) and not _is_right_row(trial, row, i)
+        for i, row in pairs
+    ):
+        return False  # the mistake is seen where the answer is right
     return all(_alike_row(trial.found[index], row, part) for index, row in pairs)
 
 

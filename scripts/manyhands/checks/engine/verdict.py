@@ -183,8 +183,25 @@ def matches(
         return False
     if part is None and len(indexes) == 1 and trial.spec.independent:
         first = _wrong_part(trial)
-        return any(_alike_row(trial, i, row, p) for i, row in pairs for p in (None, first))
+        if any(_alike_row(trial, i, row, None) for i, row in pairs):
+            return True
+        part = first
+    if part is not None and not all(_adds_no_fault(trial, i, row) for i, row in pairs):
+        return False
     return all(_alike_row(trial, index, row, part) for index, row in pairs)
+
+
+def _adds_no_fault(trial: Trial, index: int, shown: Row) -> bool:
+    """Is every part that is wrong by a mistake wrong in the answer, too?"""
+    rows = zip(trial.found[index], shown, trial.wanted[index], strict=True)
+    for found, other, wanted in rows:
+        if not found.kind == other.kind == wanted.kind == "value":
+            return False
+        for part, value in judged(wanted.data).items():
+            by_mistake = not same(other.data.get(part), value)
+            if by_mistake and same(found.data.get(part), value):
+                return False
+    return True
 
 
 def _fits(trial: Trial, mistake: Mistake, index: int) -> bool:
@@ -217,6 +234,8 @@ def alike(one: Sight, other: Sight, wanted: Sight, part: str | None = None) -> b
         other_names, other_message = other.data
         return names[0] == other_names[0] and (wanted.kind == "raised" or message == other_message)
     if part is not None:
+        if one.kind == "value" and part not in one.data and part not in other.data:
+            return True  # this step does not show that part
         if one.kind != "value" or part not in one.data or part not in other.data:
             return False
         return same(one.data[part], other.data[part])

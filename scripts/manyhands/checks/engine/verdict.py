@@ -196,7 +196,9 @@ def _adds_no_fault(trial: Trial, index: int, shown: Row) -> bool:
     rows = zip(trial.found[index], shown, trial.wanted[index], strict=True)
     for found, other, wanted in rows:
         if not found.kind == other.kind == wanted.kind == "value":
-            return False
+            if not alike(found, other, wanted):
+                return False
+            continue
         for part, value in judged(wanted.data).items():
             by_mistake = not same(other.data.get(part), value)
             if by_mistake and same(found.data.get(part), value):

@@ -110,8 +110,7 @@ def _run(
             for rank in ranks:
                 rank.process.wait_started(interrupts.stop_if_any)
                 _give_task(rank, blob, environ, timeout_s, join)
-            clock = Clock({rank.rank: rank.process.pid for rank in ranks}, timeout_s)
-            _wait(ranks, clock, quiet, server, interrupts)
+            clock = _wait(ranks, timeout_s, quiet, server, interrupts)
             _raise_if_failed(ranks, clock)
         return [cloudpickle.loads(rank.value) for rank in ranks]
     finally:
@@ -133,6 +132,7 @@ class _Rank:
     process: forkserver.Forked
     value: bytes | None = None
     failure: Failure | None = None
+    has_begun: bool = False  # to run the function
     is_joined: bool = True
     settled_s: float | None = None  # when it finished or failed
     left: bool = False
@@ -247,7 +247,9 @@ def live(
     try:
         fn, args, kwargs = cloudpickle.loads(blob)
         message = _join(longest_s) if join else None
-        message = message or ("value", _dumps(fn(*args, **kwargs)))
+        if message is None:
+            control.send(("begins", None))
+            message = ("value", _dumps(fn(*args, **kwargs)))
     except SystemExit as error:
         message = ("value", _dumps(None))
         if error.code not in (None, 0):
@@ -301,12 +303,17 @@ def _redirect(output: connection.Connection) -> None:
 
 def _wait(
     ranks: list[_Rank],
-    clock: Clock,
+    timeout_s: float,
     quiet: bool,
     server: forkserver.Server,
     interrupts: _Interrupts,
-) -> None:
-    """Pass on output and collect results until all is settled or the time is up."""
+) -> Clock:
+    """Pass on output and collect results until all is settled or the time is up.
+
+    The time counts from where all ranks have joined: on a busy machine that takes long.
+    """
+    clock = Clock({}, timeout_s)
+    has_begun = False
     while True:
         interrupts.stop_if_any()
         if not server.is_alive():
@@ -314,10 +321,16 @@ def _wait(
         running = [rank for rank in ranks if rank.settled_s is None]
         failed_s = [rank.settled_s for rank in ranks if rank.failure]
         now = time.monotonic()
-        if not running or clock.is_up(rank.rank for rank in running):
-            return
+        if not has_begun and all(rank.has_begun for rank in running):
+            clock = Clock({rank.rank: rank.process.pid for rank in ranks}, timeout_s)
+            has_begun = True
+        if not running or has_begun and clock.is_up(rank.rank for rank in running):
+            return clock
         if failed_s and now > min(failed_s) + GRACE_S:
-            return
+            return clock
+        if not has_begun and clock.wall_s > forkserver.READY_S:
+            told = f"the ranks did not meet within {forkserver.READY_S:g} s"
+            raise MachineFault(told, len(ranks))
         for rank in ranks:
             if rank.value is not None and not rank.left and now > rank.settled_s + GRACE_S:
                 _let_go(rank)
@@ -338,6 +351,9 @@ def _let_go(rank: _Rank) -> None:
 def _read_result(rank: _Rank, quiet: bool) -> None:
     try:
         kind, content = rank.process.control.recv()
+        if kind == "begins":
+            rank.has_begun = True
+            return
     except (EOFError, ConnectionResetError):
         known = rank.process.wait_ended(5)
         _read_output(rank, quiet)

@@ -10,6 +10,7 @@ as much processor time, however busy the machine is, up to a cap by the clock.
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -71,8 +72,9 @@ class Clock:
             self.computed_s += min(passed_s, busiest_s)  # threads count once
             self.still_s = 0.0
         else:
-            self.waited_s += passed_s
-            self.still_s += passed_s
+            # A caller that comes late for its sample is on a machine too busy to tell.
+            self.waited_s += min(passed_s, 2 * SAMPLE_S)
+            self.still_s += min(passed_s, 2 * SAMPLE_S)
 
     def _look_below(self, running: list[int], now: float) -> None:
         """See how much of a processor the children of each rank use, such as loaders of data."""
@@ -95,5 +97,17 @@ class Clock:
         with suppress(psutil.Error, KeyError):
             process = self._processes[rank]
             with process.oneshot():
-                return sum(process.cpu_times()[:2]), process.status() in RUNNABLE
+                return sum(process.cpu_times()[:2]), _can_run(process)
         return 0.0, False  # it has ended
+
+
+def _can_run(process: psutil.Process) -> bool:
+    """Does one of its threads run, or wait only for a processor or a disk?"""
+    if process.status() in RUNNABLE:
+        return True
+    with suppress(OSError, IndexError):  # a thread may have ended; not all systems have /proc
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in ("R", "D"):
+                return True
+    return False

@@ -508,7 +508,8 @@ def test_prepare_data_checks_a_folder_and_learns_its_tokenizer(tmp_path, cache, 
 
 def test_validation_on_some_blocks_spread_evenly(tmp_path):
     (tmp_path / "train.txt").write_text("ab" * 50)
-    (tmp_path / "valid.txt").write_text("ab" * 50 + "b")
+    numbers = "".join(f"{number:03d}" for number in range(34))
+    (tmp_path / "valid.txt").write_text(numbers[:101])  # 10 blocks, all of them different
     whole = corpus.load(str(tmp_path), block=10)
     some = corpus.load(str(tmp_path), block=10, valid_tokens=45)
     assert (len(whole.valid), len(some.valid)) == (10, 4)

@@ -38,7 +38,8 @@ class Training:
         pixels = data.train_inputs[0].numel()
         layers = nn.Linear(pixels, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, data.num_classes)
         self.model = nn.Sequential(nn.Flatten(), *layers).to(data.train_inputs.device)
-        self.data, self.rate = data, rate
+        self.data = data
+        self.rate = rate
         self.parameters = list(self.model.parameters())
         self.batches = self._batches(batch)
 
@@ -91,7 +92,8 @@ def tune(
     for rate in rates:
         steps[rate] = []
         for seed in seeds:
-            training, every = Training(data, batch, rate, seed), max(1, 16 // batch)
+            training = Training(data, batch, rate, seed)
+            every = max(1, 16 // batch)
             ways = (training.step, training.accuracy, target, PATIENCE, every, max_steps)
             steps[rate].append(steps_to_target(*ways))
             if steps[rate][-1] is None:

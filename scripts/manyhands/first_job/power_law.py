@@ -32,7 +32,9 @@ def num_steps(num_images: int) -> int:
 
 def train_on(inputs: Tensor, labels: Tensor, num_classes: int) -> nn.Module:
     """Train a small network on images (N, 1, height, width), in batches of 64, and return it."""
-    pixels, peak_rate, steps = inputs[0].numel(), 0.02, num_steps(len(inputs))
+    pixels = inputs[0].numel()
+    peak_rate = 0.02
+    steps = num_steps(len(inputs))
     layers = (nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, num_classes))
     model = nn.Sequential(*layers).to(inputs.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

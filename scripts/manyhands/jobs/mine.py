@@ -4,6 +4,7 @@
 
 A notebook's functions live in its kernel, where no job can reach them. Their source is copied into
 a file, together with the imports and helpers that they use, so that the job runs the same code.
+`start` is how most training scripts begin: join the ranks, with the learner's functions or without.
 """
 
 import ast

@@ -26,7 +26,9 @@ class Embed(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
+        self.tokens = model.tokens
+        self.positions = model.positions
+        self.dropout = model.dropout
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])
@@ -37,7 +39,8 @@ class Head(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.norm, self.head = model.norm, model.head
+        self.norm = model.norm
+        self.head = model.head
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))

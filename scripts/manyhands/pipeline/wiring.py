@@ -45,7 +45,10 @@ class Mail:
         back: Group = None,
         group: Group = None,
     ) -> None:
-        self.p, self.m, self.shape, self.device = p, m, tuple(shape), device
+        self.p = p
+        self.m = m
+        self.shape = tuple(shape)
+        self.device = device
         self.channel = {"F": group, "B": group if back is None else back}
 
     def send(self, kind: str, tensor: Tensor, stage: int, i: int) -> dist.Work:

@@ -105,7 +105,8 @@ def whole_state(model: TensorParallel, like: nn.Module) -> dict[str, Tensor]:
 
     {} on other ranks. Every rank of the group calls it.
     """
-    state, is_first = {}, dist.get_rank(model.group) == 0
+    state = {}
+    is_first = dist.get_rank(model.group) == 0
     for name, whole in like.named_parameters():
         part = model.get_parameter(name).detach().cpu()
         sizes = zip(part.shape, whole.shape, strict=True)

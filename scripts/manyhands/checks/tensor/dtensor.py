@@ -120,6 +120,7 @@ plan = Spec(
     ),
     guards_group=False,
     max_messages=1000,
+    limit_s=12.0,
     mistake_s=10.0,  # torch works out each operation anew
     tell=lambda case: f"a step with plan({case.num_blocks}, sequence={case.sequence})",
     advice={

@@ -40,13 +40,12 @@ class Batch(NamedTuple):
 
 
 def batches(n: int) -> list[Batch]:
-    """Without and with sequence parallelism; without dropout, with it, and in eval."""
-    seeds = [cases.draw_seed() for _ in range(4)]
+    """Without and with sequence parallelism, with dropout; in eval, where nothing is dropped."""
+    seeds = [cases.draw_seed() for _ in range(3)]
     return [
-        Batch(False, 0.0, True, seeds[0]),
+        Batch(False, 0.5, True, seeds[0]),
         Batch(True, 0.5, False, seeds[1]),
-        Batch(False, 0.5, True, seeds[2]),
-        Batch(True, 0.5, True, seeds[3]),
+        Batch(True, 0.5, True, seeds[2]),
     ]
 
 
@@ -118,6 +117,8 @@ tensor_parallel = Spec(
     cases=batches,
     observe=model_seen,
     same=costs_no_more("messages"),
+    limit_s=12.0,  # a whole model, forward and backward
+    mistake_s=2.0,
     tell=tell_batch,
     advice={"": "In turn: embed, add places, drop, blocks, norm, enter, scores, loss."},
     hints=(

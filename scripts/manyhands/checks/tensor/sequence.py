@@ -305,15 +305,20 @@ def parameters(n: int) -> list[Parameters]:
     return [Parameters(*pair, cases.draw_seed()) for pair in zip(kinds, types, strict=True)]
 
 
+def large(case: Parameters, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Whole numbers that bfloat16 cannot hold."""
+    return 1001 * cases.values(shape, draw, case.dtype)
+
+
 def sums_seen(answer: Callable, case: Parameters, place: Place) -> dict:
     """All gradients, and what else became of the parameters, which can be read once."""
     params = case.make()
     draw = cases.generator(case.seed, place.job_rank)
     for param, kind in zip(params, case.kinds, strict=True):
         if kind == "transposed":
-            param.grad = cases.values((3, 2), draw, case.dtype).t()
+            param.grad = large(case, (3, 2), draw).t()
         elif kind not in ("frozen", "unused"):
-            param.grad = cases.values(param.shape, draw, case.dtype)
+            param.grad = large(case, param.shape, draw)
     before = [param.detach().clone() for param in params]
     gradients = [param.grad for param in params]
     with Ledger() as ledger:
@@ -397,6 +402,10 @@ gradient_sums = Spec(
         "expected a non-empty list": (
             "Nothing was found to pack: no parameter has a gradient, or `params` was at its end.",
             f"Ask `if gradients:`, and read `params` once. {ONE_LIST}",
+        ),
+        "view size is not compatible": (
+            "The elements of a gradient need not lie side by side, and view() needs that.",
+            "Use pack, or reshape(-1).",
         ),
         "has no len()": ("`params` may be an iterator, which has no length.", ONE_LIST),
         "not subscriptable": ("`params` may be an iterator, which has no index.", ONE_LIST),

@@ -79,17 +79,18 @@ def combine_new_memory(total, other, op):
     total.data = result
 
 
-@right("4.1")
-def combine_with_out(total, other, op):
-    table = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum}
-    table[op](total, other, out=total)
-
-
 @wrong("4.1", "runs without ranks")
 def combine_asks_for_the_ranks(total, other, op):
     combine(total, other, op)
     if op == "avg":
         total /= dist.get_world_size()
+
+
+@wrong("4.1", "")
+def combine_maximum_from_zero(total, other, op):
+    combine(total, other, op)
+    if op == "max":
+        total.clamp_(min=0)
 
 
 # ---- 4.2 broadcast_naive --------------------------------------------------------------------
@@ -260,34 +261,6 @@ def reduce_recursive(tensor, op="sum", root=0, group=None):
     tensor.copy_(result)
 
 
-@right("4.4")
-def reduce_receives_posted_early(tensor, op="sum", root=0, group=None):
-    rank, n = me(group)
-    place = (rank - root) % n
-    with flat(tensor) as vector:
-        steps = [1 << k for k in range(n.bit_length())]
-        children = []
-        for step in steps:
-            if place & step or place + step >= n:
-                break
-            children.append(place + step)
-        if place == 0:
-            children = [step for step in steps if step < n]
-        parts = [torch.empty_like(vector) for _ in children]
-        works = [
-            dist.irecv(part, group=group, group_src=(child + root) % n)
-            for part, child in zip(parts, children, strict=True)
-        ]
-        for work, part in zip(works, parts, strict=True):
-            work.wait()
-            combine(vector, part, op)
-        if place:
-            parent = place - (place & -place)
-            dist.send(vector, group=group, group_dst=(parent + root) % n)
-        elif op == "avg":
-            vector /= n
-
-
 def divide(vector, n, op):
     if op == "avg":
         vector /= n
@@ -354,7 +327,7 @@ def gather_by_copies_and_no_empty_ones(chunks, root=0, group=None):
         dist.send(chunks[rank].clone(), group=group, group_dst=root)
 
 
-@wrong("4.5", "differs in its size")
+@wrong("4.5", "")
 def gather_takes_chunks_for_equal(chunks, root=0, group=None):
     rank, n = me(group)
     if rank != root:
@@ -375,6 +348,12 @@ def gather_from_anybody(chunks, root=0, group=None):
                 dist.recv(vector, group=group)
             elif rank == source:
                 dist.send(vector, group=group, group_dst=root)
+
+
+@wrong("4.5", "The list itself was changed")
+def gather_rotates_the_list(chunks, root=0, group=None):
+    trees.gather(chunks, root, group)
+    chunks.append(chunks.pop(0))
 
 
 # ---- 4.6 start_exchange ---------------------------------------------------------------------
@@ -486,6 +465,16 @@ def gather_ring_without_modulo(chunks, group=None):
 
 def pieces_of(tensor, piece_bytes):
     return tensor.split(max(1, piece_bytes // tensor.element_size()))
+
+
+@right("4.7")
+def gather_ring_both_ways(chunks, group=None):
+    rank, n = me(group)
+    after, before = (rank + 1) % n, (rank - 1) % n
+    for step in range(n // 2):
+        exchange(chunks[(rank - step) % n], after, chunks[(rank - step - 1) % n], before, group)
+        if step < (n - 1) // 2:
+            exchange(chunks[(rank + step) % n], before, chunks[(rank + step + 1) % n], after, group)
 
 
 # ---- 4.8 exchange_and_combine ---------------------------------------------------------------

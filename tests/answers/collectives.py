@@ -1,7 +1,6 @@
 """Answers to lesson 04 as students give them: RIGHT ones differ from the course's own, and WRONG
 ones come with words that the verdict must hold. A name is the exercise, then what is done."""
 
-import itertools
 import math
 
 import torch
@@ -70,13 +69,6 @@ def combine_by_index(total, other, op):
 def combine_into_other(total, other, op):
     combine(other, total, op)
     total.copy_(other)
-
-
-@wrong("4.1", "")
-def combine_new_memory(total, other, op):
-    result = total.clone()
-    combine(result, other, op)
-    total.data = result
 
 
 @wrong("4.1", "runs without ranks")
@@ -201,20 +193,6 @@ def tree_in_batches(tensor, root=0, group=None):
                 work.wait()
 
 
-@wrong("4.3", "")
-def tree_everybody_exchanges(tensor, root=0, group=None):
-    rank, n = me(group)
-    step = 1
-    with flat(tensor) as vector:
-        while step < n:
-            place = (rank - root) % n
-            coming = torch.empty_like(vector)
-            exchange(vector, (rank + step) % n, coming, (rank - step) % n, group)
-            if step <= place < 2 * step:
-                vector.copy_(coming)
-            step *= 2
-
-
 # ---- 4.4 reduce_tree ------------------------------------------------------------------------
 
 
@@ -264,19 +242,6 @@ def reduce_recursive(tensor, op="sum", root=0, group=None):
 def divide(vector, n, op):
     if op == "avg":
         vector /= n
-
-
-@wrong("4.4", "")
-def reduce_with_half_ranks(tensor, op="sum", root=0, group=None):
-    rank, n = me(group)
-    step = 2 ** math.ceil(math.log2(n)) / 2
-    with flat(tensor) as vector:
-        while step >= 1:
-            if step <= rank < 2 * step:
-                dist.send(vector, group=group, group_dst=rank - step)
-            elif rank < step and rank + step < n:
-                dist.recv(torch.empty_like(vector), group=group, group_src=rank + step)
-            step /= 2
 
 
 @wrong("4.4", "")
@@ -430,23 +395,6 @@ def gather_ring_without_empty_ones(chunks, group=None):
                 work.wait()
 
 
-@right("4.7")
-def gather_ring_by_odd_and_even(chunks, group=None):
-    rank, n = me(group)
-    for step in range(n - 1):
-
-        def send(step=step):
-            with flat(chunks[(rank - step) % n]) as vector:
-                dist.send(vector, group=group, group_dst=(rank + 1) % n)
-
-        if rank % 2 == 0:
-            send()
-        with flat(chunks[(rank - step - 1) % n]) as vector:
-            dist.recv(vector, group=group, group_src=(rank - 1) % n)
-        if rank % 2:
-            send()
-
-
 @wrong("4.7", "still on its way")
 def gather_ring_waits_for_the_receive_only(chunks, group=None):
     rank, n = me(group)
@@ -520,7 +468,7 @@ def pieces_started(outgoing, to, total, source, group, piece_bytes):
     return arrived, works
 
 
-@wrong("4.8", "before the wait for its message had returned")
+@wrong("4.8", "")
 def pieces_not_waited_for(outgoing, to, total, source, op, group=None, piece_bytes=4 << 20):
     arrived, works = pieces_started(outgoing, to, total, source, group, piece_bytes)
     combine(total, arrived, op)
@@ -528,39 +476,7 @@ def pieces_not_waited_for(outgoing, to, total, source, op, group=None, piece_byt
         work.wait()
 
 
-@wrong("4.8", "has an empty piece")
-def pieces_zipped_to_the_longer(outgoing, to, total, source, op, group=None, piece_bytes=4 << 20):
-    with flat(outgoing) as leaving, flat(total) as sums:
-        outs, ins = pieces_of(leaving, piece_bytes), pieces_of(sums, piece_bytes)
-        buffers = [torch.empty_like(piece) for piece in ins]
-        works = [
-            ring.start_exchange(out, to, buffer, source, group)
-            for out, buffer in itertools.zip_longest(outs, buffers, fillvalue=leaving[:0])
-        ]
-        for pair, buffer, piece in zip(works, buffers, ins, strict=False):
-            for work in pair:
-                work.wait()
-            combine(piece, buffer, op)
-        for pair in works[len(ins) :]:
-            for work in pair:
-                work.wait()
-
-
 # ---- 4.9 reduce_scatter_ring ----------------------------------------------------------------
-
-
-@right("4.9")
-def scatter_ring_by_counting_down(chunks, op="sum", group=None):
-    rank, n = me(group)
-    index = rank
-    for _ in range(n - 1):
-        index -= 1
-        arrived = torch.empty_like(chunks[index - 1])
-        exchange(chunks[index], (rank + 1) % n, arrived, (rank - 1) % n, group)
-        combine(chunks[index - 1], arrived, op)
-    if op == "avg":
-        for chunk in chunks:
-            chunk /= n
 
 
 @right("4.9")
@@ -590,15 +506,6 @@ def scatter_ring_carries_the_sum(chunks, op="sum", group=None):
         combine(arrived, mine, op)
         carried = arrived
     chunks[rank].copy_(carried / n if op == "avg" else carried)
-
-
-def scatter_ring_starts_with_its_own(chunks, op="sum", group=None):
-    rank, n = me(group)
-    for step in range(n - 1):
-        newest, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, op, group)
-    if op == "avg":
-        chunks[(rank + 1) % n].div_(n)
 
 
 @wrong("4.9", "")
@@ -670,15 +577,7 @@ def ring_on(vector, op, group, chunks=None):
     all_gather_ring(chunks, group)
 
 
-@wrong("4.10", "")
-def ring_gathers_from_the_wrong_chunk(tensor, op="sum", group=None):
-    with flat(tensor) as vector:
-        chunks = vector.tensor_split(dist.get_world_size(group))
-        scatter_ring_starts_with_its_own(chunks, op, group)
-        all_gather_ring(chunks, group)
-
-
-@wrong("4.10", "it calls dist.allreduce")
+@wrong("4.10", "it calls dist.all_reduce")
 def ring_calls_all_reduce(tensor, op="sum", group=None):
     dist.all_reduce(tensor, group=group)
 

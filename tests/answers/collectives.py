@@ -1,7 +1,6 @@
 """Answers to lesson 04 as students give them: RIGHT ones differ from the course's own, and WRONG
 ones come with words that the verdict must hold. A name is the exercise, then what is done."""
 
-import itertools
 import math
 
 import torch
@@ -72,24 +71,18 @@ def combine_into_other(total, other, op):
     total.copy_(other)
 
 
-@wrong("4.1", "")
-def combine_new_memory(total, other, op):
-    result = total.clone()
-    combine(result, other, op)
-    total.data = result
-
-
-@right("4.1")
-def combine_with_out(total, other, op):
-    table = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum}
-    table[op](total, other, out=total)
-
-
 @wrong("4.1", "runs without ranks")
 def combine_asks_for_the_ranks(total, other, op):
     combine(total, other, op)
     if op == "avg":
         total /= dist.get_world_size()
+
+
+@wrong("4.1", "")
+def combine_maximum_from_zero(total, other, op):
+    combine(total, other, op)
+    if op == "max":
+        total.clamp_(min=0)
 
 
 # ---- 4.2 broadcast_naive --------------------------------------------------------------------
@@ -200,20 +193,6 @@ def tree_in_batches(tensor, root=0, group=None):
                 work.wait()
 
 
-@wrong("4.3", "")
-def tree_everybody_exchanges(tensor, root=0, group=None):
-    rank, n = me(group)
-    step = 1
-    with flat(tensor) as vector:
-        while step < n:
-            place = (rank - root) % n
-            coming = torch.empty_like(vector)
-            exchange(vector, (rank + step) % n, coming, (rank - step) % n, group)
-            if step <= place < 2 * step:
-                vector.copy_(coming)
-            step *= 2
-
-
 # ---- 4.4 reduce_tree ------------------------------------------------------------------------
 
 
@@ -260,50 +239,9 @@ def reduce_recursive(tensor, op="sum", root=0, group=None):
     tensor.copy_(result)
 
 
-@right("4.4")
-def reduce_receives_posted_early(tensor, op="sum", root=0, group=None):
-    rank, n = me(group)
-    place = (rank - root) % n
-    with flat(tensor) as vector:
-        steps = [1 << k for k in range(n.bit_length())]
-        children = []
-        for step in steps:
-            if place & step or place + step >= n:
-                break
-            children.append(place + step)
-        if place == 0:
-            children = [step for step in steps if step < n]
-        parts = [torch.empty_like(vector) for _ in children]
-        works = [
-            dist.irecv(part, group=group, group_src=(child + root) % n)
-            for part, child in zip(parts, children, strict=True)
-        ]
-        for work, part in zip(works, parts, strict=True):
-            work.wait()
-            combine(vector, part, op)
-        if place:
-            parent = place - (place & -place)
-            dist.send(vector, group=group, group_dst=(parent + root) % n)
-        elif op == "avg":
-            vector /= n
-
-
 def divide(vector, n, op):
     if op == "avg":
         vector /= n
-
-
-@wrong("4.4", "")
-def reduce_with_half_ranks(tensor, op="sum", root=0, group=None):
-    rank, n = me(group)
-    step = 2 ** math.ceil(math.log2(n)) / 2
-    with flat(tensor) as vector:
-        while step >= 1:
-            if step <= rank < 2 * step:
-                dist.send(vector, group=group, group_dst=rank - step)
-            elif rank < step and rank + step < n:
-                dist.recv(torch.empty_like(vector), group=group, group_src=rank + step)
-            step /= 2
 
 
 @wrong("4.4", "")
@@ -354,7 +292,7 @@ def gather_by_copies_and_no_empty_ones(chunks, root=0, group=None):
         dist.send(chunks[rank].clone(), group=group, group_dst=root)
 
 
-@wrong("4.5", "differs in its size")
+@wrong("4.5", "")
 def gather_takes_chunks_for_equal(chunks, root=0, group=None):
     rank, n = me(group)
     if rank != root:
@@ -375,6 +313,12 @@ def gather_from_anybody(chunks, root=0, group=None):
                 dist.recv(vector, group=group)
             elif rank == source:
                 dist.send(vector, group=group, group_dst=root)
+
+
+@wrong("4.5", "The list itself was changed")
+def gather_rotates_the_list(chunks, root=0, group=None):
+    trees.gather(chunks, root, group)
+    chunks.append(chunks.pop(0))
 
 
 # ---- 4.6 start_exchange ---------------------------------------------------------------------
@@ -451,23 +395,6 @@ def gather_ring_without_empty_ones(chunks, group=None):
                 work.wait()
 
 
-@right("4.7")
-def gather_ring_by_odd_and_even(chunks, group=None):
-    rank, n = me(group)
-    for step in range(n - 1):
-
-        def send(step=step):
-            with flat(chunks[(rank - step) % n]) as vector:
-                dist.send(vector, group=group, group_dst=(rank + 1) % n)
-
-        if rank % 2 == 0:
-            send()
-        with flat(chunks[(rank - step - 1) % n]) as vector:
-            dist.recv(vector, group=group, group_src=(rank - 1) % n)
-        if rank % 2:
-            send()
-
-
 @wrong("4.7", "still on its way")
 def gather_ring_waits_for_the_receive_only(chunks, group=None):
     rank, n = me(group)
@@ -486,6 +413,16 @@ def gather_ring_without_modulo(chunks, group=None):
 
 def pieces_of(tensor, piece_bytes):
     return tensor.split(max(1, piece_bytes // tensor.element_size()))
+
+
+@right("4.7")
+def gather_ring_both_ways(chunks, group=None):
+    rank, n = me(group)
+    after, before = (rank + 1) % n, (rank - 1) % n
+    for step in range(n // 2):
+        exchange(chunks[(rank - step) % n], after, chunks[(rank - step - 1) % n], before, group)
+        if step < (n - 1) // 2:
+            exchange(chunks[(rank + step) % n], before, chunks[(rank + step + 1) % n], after, group)
 
 
 # ---- 4.8 exchange_and_combine ---------------------------------------------------------------
@@ -531,7 +468,7 @@ def pieces_started(outgoing, to, total, source, group, piece_bytes):
     return arrived, works
 
 
-@wrong("4.8", "before the wait for its message had returned")
+@wrong("4.8", "")
 def pieces_not_waited_for(outgoing, to, total, source, op, group=None, piece_bytes=4 << 20):
     arrived, works = pieces_started(outgoing, to, total, source, group, piece_bytes)
     combine(total, arrived, op)
@@ -539,39 +476,7 @@ def pieces_not_waited_for(outgoing, to, total, source, op, group=None, piece_byt
         work.wait()
 
 
-@wrong("4.8", "has an empty piece")
-def pieces_zipped_to_the_longer(outgoing, to, total, source, op, group=None, piece_bytes=4 << 20):
-    with flat(outgoing) as leaving, flat(total) as sums:
-        outs, ins = pieces_of(leaving, piece_bytes), pieces_of(sums, piece_bytes)
-        buffers = [torch.empty_like(piece) for piece in ins]
-        works = [
-            ring.start_exchange(out, to, buffer, source, group)
-            for out, buffer in itertools.zip_longest(outs, buffers, fillvalue=leaving[:0])
-        ]
-        for pair, buffer, piece in zip(works, buffers, ins, strict=False):
-            for work in pair:
-                work.wait()
-            combine(piece, buffer, op)
-        for pair in works[len(ins) :]:
-            for work in pair:
-                work.wait()
-
-
 # ---- 4.9 reduce_scatter_ring ----------------------------------------------------------------
-
-
-@right("4.9")
-def scatter_ring_by_counting_down(chunks, op="sum", group=None):
-    rank, n = me(group)
-    index = rank
-    for _ in range(n - 1):
-        index -= 1
-        arrived = torch.empty_like(chunks[index - 1])
-        exchange(chunks[index], (rank + 1) % n, arrived, (rank - 1) % n, group)
-        combine(chunks[index - 1], arrived, op)
-    if op == "avg":
-        for chunk in chunks:
-            chunk /= n
 
 
 @right("4.9")
@@ -601,15 +506,6 @@ def scatter_ring_carries_the_sum(chunks, op="sum", group=None):
         combine(arrived, mine, op)
         carried = arrived
     chunks[rank].copy_(carried / n if op == "avg" else carried)
-
-
-def scatter_ring_starts_with_its_own(chunks, op="sum", group=None):
-    rank, n = me(group)
-    for step in range(n - 1):
-        newest, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, op, group)
-    if op == "avg":
-        chunks[(rank + 1) % n].div_(n)
 
 
 @wrong("4.9", "")
@@ -681,15 +577,7 @@ def ring_on(vector, op, group, chunks=None):
     all_gather_ring(chunks, group)
 
 
-@wrong("4.10", "")
-def ring_gathers_from_the_wrong_chunk(tensor, op="sum", group=None):
-    with flat(tensor) as vector:
-        chunks = vector.tensor_split(dist.get_world_size(group))
-        scatter_ring_starts_with_its_own(chunks, op, group)
-        all_gather_ring(chunks, group)
-
-
-@wrong("4.10", "it calls dist.allreduce")
+@wrong("4.10", "it calls dist.all_reduce")
 def ring_calls_all_reduce(tensor, op="sum", group=None):
     dist.all_reduce(tensor, group=group)
 

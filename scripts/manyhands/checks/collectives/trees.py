@@ -267,11 +267,7 @@ broadcast_tree = Spec(
             {WITH} => {COPY}
                 {IN_A_COPY} | {FLAT}
             while step < n => while 2 * step <= n
-                Where n is no power of 2, the last round is missing. | {STEPS}
-            while step < n => while step < n - 1
-                Where n is a power of 2 plus 1, the last round is missing. | {STEPS}
-            while step < n => while step < min(n, 4)
-                There are two rounds, and no more. | {STEPS}
+                The last round is missing: on 5 ranks there are three. | {STEPS}
             and place + step < n =>
                 ! A rank sends to a place that does not exist. | Send only where place + step < n.
             (rank + step) % n => (place + step) % n

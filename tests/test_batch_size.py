@@ -15,8 +15,6 @@ from manyhands.batch_size.scaling import (
     steps_to_target,
     throughput,
 )
-from manyhands.checks import Wrong
-from manyhands.checks.batch_size import _compare
 from manyhands.ranks.lab import run_ranks
 
 
@@ -155,29 +153,3 @@ def test_the_noise_scale_of_exact_expectations():
     assert noise_scale(at[8], at[72], 8, 72) == pytest.approx(variance / true)
     spread = [at[8][0] - 1, at[8][0] + 1]
     assert noise_scale(spread, at[72] * 3, 8, 72) == pytest.approx(variance / true)
-
-
-# ---- the verdicts --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("found", "smell"),
-    [
-        ([12.0, 24.0], "doubled"),
-        ([12.0, 30.7], ""),  # the first number agrees by chance
-        ([6.4, 24.0], ""),  # a mistake that would have spoilt the first number as well
-        ([6.0, 12.0], "a rounded result"),
-        ([6.0, 30.0], ""),
-    ],
-)
-def test_a_reason_has_to_give_all_that_was_seen(found, smell):
-    with pytest.raises(Wrong) as caught:
-        _compare(
-            found,
-            [(6.4,), (12.3,)],
-            tell=lambda number: f"case {number}",
-            right=lambda number: number,
-            mistakes=lambda number: [(2 * float(int(number)), "doubled", "once")],
-            advice="look again",
-        )
-    assert caught.value.smell == smell

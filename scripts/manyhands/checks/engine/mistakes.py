@@ -157,7 +157,7 @@ USE_GROUP = (
     "group_src= and group_dst= count inside the group."
 )
 AFTER: dict[str, tuple[Callable, ...]] = {  # sentence: what is done to the right value
-    "The order is reversed.": (lambda v: v[::-1],),
+    "The order is reversed.": (lambda v: v[::-1], lambda v: v.flip(0)),
     "The first one is missing.": (lambda v: v[1:],),
     "The last one is missing.": (lambda v: v[:-1],),
     "The result is too large by one.": (lambda v: v + 1,),

@@ -1,0 +1,579 @@
+"""Sweeps over batch sizes: the time of a step, steps to a target, the best rate, and the law."""
+
+import random
+import time
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from types import BuiltinFunctionType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.batch_size import scaling
+from manyhands.checks.engine.mistakes import Mistake, after, instead, mistakes
+from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.values import malformed, number, same, show, whole
+
+# ---- 3.1 ------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """A call of `throughput`, and how long the device works on each step."""
+
+    batch: int
+    warm_up: int
+    repeats: int
+    times_s: tuple[float, ...]
+
+
+SLOW_S = 0.5
+LAUNCH_S = 2**-12  # for which `step` keeps the processor
+LOSS = 0.7321
+CLOCKS = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
+
+
+def timings() -> list[Timing]:
+    """One repeat; an odd and an even number, with one slow step each; no warm-up."""
+    found = []
+    for warm_up, shares in ((1, [4]), (1, [2, 4, 5, 7, 8]), (3, [1, 3, 5]), (0, [2, 3, 7])):
+        times_s = [(64 * share + random.randint(0, 31)) / 2**14 for share in shares]
+        slow = [SLOW_S] * (len(shares) % 2 == 0 or len(shares) == 3)
+        measured = random.sample(times_s + slow, len(times_s + slow))
+        batch = random.randint(20, 90)
+        found.append(Timing(batch, warm_up, len(measured), (SLOW_S,) * warm_up + (*measured,)))
+    return found
+
+
+class Device:
+    """Works on after `step` has returned, as a GPU does. Its time is made up: nobody waits."""
+
+    def __init__(self, times_s: Sequence[float]) -> None:
+        self.times_s = times_s
+        self.now_s = 100.0
+        self.busy_s = 0.0  # of the processor
+        self.free_at_s = 0.0
+        self.num_steps = 0
+        self.num_looks = 0
+        self.num_waits = 0
+
+    def step(self) -> float:
+        """Start work, and return a loss."""
+        took_s = self.times_s[min(self.num_steps, len(self.times_s) - 1)]
+        self.free_at_s = max(self.now_s, self.free_at_s) + took_s
+        self.now_s += LAUNCH_S
+        self.busy_s += LAUNCH_S
+        self.num_steps += 1
+        return LOSS
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+        self.num_waits += 1
+        self.now_s = max(self.now_s, self.free_at_s)
+
+    def clock(self, name: str) -> Callable:
+        """A clock of the module time that shows this device's time."""
+
+        def look() -> float:
+            counts_waiting = not name.startswith(("process", "thread"))
+            self.num_looks += counts_waiting
+            seconds = self.now_s if counts_waiting else self.busy_s
+            return round(seconds * 10**9) if name.endswith("_ns") else seconds
+
+        return look
+
+
+@contextmanager
+def clocks_of(device: Device, answer: object) -> Iterator[None]:
+    """All clocks show the device's time: those of `time`, and those that an answer has imported."""
+    fakes = {
+        getattr(time, name): device.clock(name)
+        for clock in CLOCKS
+        for name in (clock, f"{clock}_ns")
+    }
+    places = [vars(time), vars(timeit), getattr(answer, "__globals__", {})]
+    kept = []
+    for space in places:
+        for name, value in list(space.items()):
+            if isinstance(value, BuiltinFunctionType) and value in fakes:
+                kept.append((space, name, value))
+                space[name] = fakes[value]
+    cells = [cell for cell in getattr(answer, "__closure__", None) or () if _is_clock(cell, fakes)]
+    clocks = [cell.cell_contents for cell in cells]
+    for cell in cells:
+        cell.cell_contents = fakes[cell.cell_contents]
+    try:
+        yield
+    finally:
+        for space, name, value in kept:
+            space[name] = value
+        for cell, clock in zip(cells, clocks, strict=True):
+            cell.cell_contents = clock
+
+
+def _is_clock(cell: object, fakes: dict) -> bool:
+    try:
+        return isinstance(cell.cell_contents, BuiltinFunctionType) and cell.cell_contents in fakes
+    except ValueError:  # an empty cell
+        return False
+
+
+def throughput_seen(answer: Callable, case: Timing) -> dict:
+    """The rate, and how many steps were done; on a device with a clock of its own."""
+    device = Device(case.times_s)
+    with clocks_of(device, answer):
+        rate = answer(device.step, case.batch, case.warm_up, case.repeats, device.synchronize)
+    return {
+        "a clock of the module time that counts waiting is read": device.num_looks > 0,
+        "synchronize is called": device.num_waits > 0,
+        "steps done": device.num_steps,
+        "samples per second": float(number(rate)),
+    }
+
+
+def is_rate(found: dict, wanted: dict, case: Timing) -> bool:
+    """Of an even number of times, any between the two in the middle will do."""
+    times_s = sorted(case.times_s[case.warm_up :])
+    low = case.batch / times_s[case.repeats // 2]
+    high = case.batch / times_s[(case.repeats - 1) // 2]
+    rate = found["samples per second"]
+    return low * 0.9999 <= rate <= high * 1.0001 and same(
+        {**found, "samples per second": 0},
+        {
+            **wanted,
+            "samples per second": 0,
+        },
+    )
+
+
+LOOK = "append(time.perf_counter() - start_s)"
+START = "start_s = time.perf_counter()"
+WAIT = "Call synchronize() before each look at the clock."
+MEDIAN = "Use statistics.median(times)."
+RATE = "The result is batch / median(times)."
+throughput = Spec(
+    todo="3.1",
+    truth=scaling.throughput,
+    cases=timings,
+    observe=throughput_seen,
+    same=is_rate,
+    tell=lambda case: (
+        f"throughput(batch={case.batch}, warm_up={case.warm_up}, repeats={case.repeats}), where "
+        f"the device works for {show([1000 * t for t in case.times_s[case.warm_up :]], 3)} ms,"
+    ),
+    advice={
+        "": RATE,
+        "a clock of the module time that counts waiting is read": "time.perf_counter() is such a clock.",
+        "steps done": "There are warm_up steps, and then repeats steps.",
+    },
+    reasons={
+        words: ("The device need not be CUDA's.", "Call the argument: synchronize().")
+        for words in ("CUDA enabled", "NVIDIA driver", "no CUDA", "device is not available")
+    },
+    hints=(
+        "First come warm_up steps that nobody times. Then comes a loop over repeats, with a list "
+        "of times.",
+        "In the loop: wait, look at the clock, step, wait, look at the clock. The first wait is "
+        "for the work that was started before.",
+        "time.perf_counter() is the clock, and statistics.median(times) is the time in the middle. "
+        "The result is batch divided by it.",
+    ),
+    mistakes=mistakes(
+        r"""
+        range(warm_up) => range(0)
+            The warm-up is missing. | There are warm_up steps, and then repeats steps.
+        range(warm_up) => range(0)
+        in range(repeats) => in range(warm_up + repeats)
+            The warm-up is among the times. | Its steps come before the first look at the clock.
+        step()\n        synchronize()\n => step()\n
+            The clock stops before the device has done the work. | {WAIT}
+        synchronize()\n        {START} => {START}
+            The clock starts while the device still works on earlier steps. | {WAIT}
+        synchronize()\n        {START} => {START}
+        step()\n        synchronize()\n => step()\n
+            `synchronize` is never called, so what is timed is the start of the work. | {WAIT}
+        median(times_s) => fmean(times_s)
+            This is the mean, which one slow step moves. | {MEDIAN}
+        median(times_s) => min(times_s)
+            This is the rate of the fastest step. | {MEDIAN}
+        median(times_s) => max(times_s)
+            This is the rate of the slowest step. | {MEDIAN}
+        batch / median(times_s) => fmean(batch / time_s for time_s in times_s)
+            This is a mean of rates. | {MEDIAN}
+        batch / median(times_s) => median(times_s) / batch
+            These are seconds per sample. | {RATE}
+        batch / median(times_s) => median(times_s)
+            These are the seconds of a step. | {RATE}
+        batch / median(times_s) => 1 / median(times_s)
+            These are steps per second: the batch is left out. | {RATE}
+        batch / median(times_s) => batch / sum(times_s)
+            The samples of one step are divided by the time of all steps. | {RATE}
+        {START} => start_s = time.process_time()
+        {LOOK} => append(time.process_time() - start_s)
+            This clock counts the processor's work, and no waiting. | Use time.perf_counter().
+        """,
+        globals(),
+    ),
+)
+
+# ---- 3.2 ------------------------------------------------------------------------------------
+
+
+class Training(NamedTuple):
+    """A call of `steps_to_target`; the accuracies after 0, 1, 2, ... steps are known."""
+
+    accuracies: tuple[float, ...]
+    target: float
+    patience: int
+    every: int
+    max_steps: int
+
+
+def trainings() -> list[Training]:
+    """By luck once; just below the target, equal to it; no evaluation; a short row at the end."""
+    good, bad, near = 0.9, 0.25, 0.7999
+    at = 0.8
+    by_luck = [good, bad, bad, good, bad, at, good, good, bad, good]
+    by_twos = [good, good, good, bad, bad, good, at, bad, near, good, good, bad, good, good, good]
+    long = [bad] * 40 + [good] * 8 + [bad] * 2 + [good] * 40
+    below = [-3.0, -2.0, -0.5, -1.0, 0.0, 0.0, 0.0, 1.0]
+    return [
+        Training((good, bad, at, bad), 0.8, 1, 1, 3),
+        Training((*by_luck, good), 0.8, 2, 1, 10),
+        Training((*by_twos, good), 0.8, 2, 2, 15),
+        Training((*by_luck[:5], good, good), 0.8, 3, 1, 6),
+        Training((good,) * 4, 0.8, 1, 4, 3),
+        Training((bad, good, bad, good, good, good, 0.7999999, good), 0.8, 2, 3, 7),
+        Training(tuple(below), 0.0, 3, 1, 7),
+        Training(tuple(long), 0.8, 3, 5, 90),
+        Training(tuple([bad] * 6 + [0.79, 0.81, 0.79, 0.81, 0.796, good, good]), 0.8, 2, 1, 10),
+    ]
+
+
+def training_seen(answer: Callable, case: Training) -> dict:
+    """The result, after which steps the model was evaluated, and whether max_steps was kept."""
+    done = 0
+    looks: list[int] = []
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if done > case.max_steps + 60:
+            raise RuntimeError(f"step was called {done} times, and max_steps is {case.max_steps}")
+
+    def evaluate() -> float:
+        looks.append(done)
+        if len(looks) > 3 * case.max_steps + 60:
+            raise RuntimeError(f"evaluate was called {len(looks)} times")
+        return case.accuracies[min(done, len(case.accuracies) - 1)]
+
+    found = answer(step, evaluate, case.target, case.patience, case.every, case.max_steps)
+    return {
+        "the result": found if found is None else whole(found),
+        "the steps after which the model is evaluated": looks,
+        "no more than max_steps steps are done": done <= case.max_steps,
+    }
+
+
+def tell_training(case: Training) -> str:
+    """The call, with the accuracies at the evaluations."""
+    at = range(case.every, case.max_steps + 1, case.every)
+    seen = show([case.accuracies[index] for index in at], 8)
+    return (
+        f"steps_to_target(target={case.target:g}, patience={case.patience}, every={case.every}, "
+        f"max_steps={case.max_steps}), with the accuracies {seen} at the evaluations,"
+    )
+
+
+def of_a_mean(
+    step: Callable, evaluate: Callable, target: float, patience: int, every: int, max_steps: int
+) -> int | None:
+    """The mean of `patience` accuracies is compared."""
+    seen = []
+    for num_steps in range(1, max_steps + 1):
+        step()
+        if num_steps % every == 0:
+            seen.append(evaluate())
+            if len(seen) >= patience and fmean(seen[-patience:]) >= target:
+                return num_steps - (patience - 1) * every
+    return None
+
+
+FIRST = "num_steps - (patience - 1) * every"
+ROW = "in_a_row + 1 if evaluate() >= target else 0"
+FIRST_OF_ROW = f"The first evaluation of the row was after {FIRST} steps."
+steps_to_target = Spec(
+    todo="3.2",
+    truth=scaling.steps_to_target,
+    cases=trainings,
+    observe=training_seen,
+    tell=tell_training,
+    advice={
+        "": "Count the good evaluations in a row, and begin at 0 again after a miss.",
+        "the steps after which the model is evaluated": (
+            "Evaluate after every `every` steps, and return as soon as the row is long enough."
+        ),
+    },
+    reasons={
+        "step was called": ("max_steps limits the number of steps.", "End the loop there."),
+        "evaluate was called": ("The model does not change between steps.", "Call step() first."),
+        "'>=' not supported between instances of 'function'": (
+            "evaluate is a function, and its value is needed.",
+            "Write evaluate(), with brackets.",
+        ),
+    },
+    hints=(
+        "Count how many evaluations in a row were good. A miss sets the count back to 0.",
+        "for num_steps in range(1, max_steps + 1): call step(), and where num_steps % every == 0 "
+        "also evaluate().",
+        f"When the count is `patience`, the first of the row was after {FIRST} steps. Behind the "
+        "loop stands return None.",
+    ),
+    mistakes=[
+        *mistakes(
+            """
+            {ROW} => 1 if evaluate() >= target else 0
+            in_a_row == patience => in_a_row
+            return {FIRST} => return num_steps
+                A single good evaluation is taken for the target. | It has to stay reached.
+            evaluate() >= target => evaluate() > target
+                An accuracy equal to the target is not counted. | "At least" is >=.
+            return {FIRST} => return num_steps
+                This is the last evaluation of the row, and not the first. | {FIRST_OF_ROW}
+            return {FIRST} => return num_steps // every
+                This is a number of evaluations. | Count steps.
+            return {FIRST} => return num_steps - patience * every
+                This is one evaluation before the first of the row. | {FIRST_OF_ROW}
+            return {FIRST} => return num_steps - patience + 1
+                `every` is left out of the way back to the first of the row. | {FIRST_OF_ROW}
+            {ROW} => in_a_row + 1 if evaluate() >= target else in_a_row
+                A miss does not set the row back. | The evaluations have to be good in a row.
+            num_steps % every == 0 => True
+            return {FIRST} => return num_steps - (patience - 1)
+                The model is evaluated after each step, and `every` is not used. | num_steps % every
+            num_steps % every == 0 => num_steps % every == 0 or num_steps == max_steps
+                The model is also evaluated after max_steps. | Only every `every` steps.
+            range(1, max_steps + 1) => range(1, max_steps)
+                The last step that is allowed is not done. | range(1, max_steps + 1)
+            return None => return max_steps
+                max_steps is returned where the target was not reached. | Return None there.
+            return None => return num_steps - (in_a_row - 1) * every if in_a_row else None
+                A row that is shorter than `patience` counts at the end. | Return None there.
+            evaluate() >= target => round(evaluate(), 2) >= target
+                The accuracies are rounded before they are compared. | Compare them as they are.
+            """,
+            globals(),
+        ),
+        Mistake(instead(of_a_mean), "The mean of the row is compared, and not each accuracy."),
+    ],
+)
+
+# ---- 3.3 ------------------------------------------------------------------------------------
+
+
+class Sweep(NamedTuple):
+    """The argument of one call of `best_rate`."""
+
+    steps: dict[float, list]
+
+
+def sweeps() -> list[Sweep]:
+    """One rate; misses; lists of unequal length; a miss with every rate; 0 steps; many seeds."""
+    a, b, c = (random.randint(20, 30) for _ in range(3))
+    return [
+        Sweep({0.5: [a, b + 40, c + 1]}),
+        Sweep({0.1: [90, 110, 131], 0.2: [a, None, b], 0.4: [70, 45, 60], 0.8: [1, 300, 90]}),
+        Sweep({0.05: [None, None], 0.1: [12, None]}),
+        Sweep({0.4: [50, 64], 0.1: [10, 20, 61, 110], 0.2: [57, 58, 57], 0.3: [3, None, 3]}),
+        Sweep({1: [None], 2: [9, 9, 0, 9, 9, 9], 3: [0, 15, 16, 1, 12, 2], 4: [5, 5, None]}),
+        Sweep({4.0: (31, 32), 2.0: (40, 21), 1.0: (70, 71, 72), 8.0: (None, 2)}),
+    ]
+
+
+def rate_and_mean(value: object) -> list | None:
+    """None, or two numbers."""
+    if value is None:
+        return None
+    pair = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or None in pair:
+        raise malformed(value, "a pair (rate, mean number of steps), or None")
+    return [float(number(one)) for one in pair]
+
+
+ITEMS = "{rate: fmean(counts) for rate, counts in steps.items() if None not in counts}"
+HITS = "[n for n in counts if n is not None]"
+ALL_HIT = "A rate counts only if no seed missed the target."
+best_rate = Spec(
+    todo="3.3",
+    truth=scaling.best_rate,
+    cases=sweeps,
+    form=rate_and_mean,
+    advice={"": f"{ALL_HIT} Of those, take the one with the smallest mean."},
+    reasons={
+        "min() iterable argument is empty": (
+            "Where a seed missed the target with every rate, nothing is left to choose from.",
+            "Return None there; min takes default=None.",
+        ),
+        "min() arg is an empty sequence": (
+            "Where a seed missed the target with every rate, nothing is left to choose from.",
+            "Return None there; min takes default=None.",
+        ),
+        "NoneType": ("None, for a seed that missed the target, is among the numbers.", ALL_HIT),
+    },
+    hints=(
+        "Leave out every rate with a None among its seeds.",
+        "{rate: fmean(counts) for rate, counts in steps.items() if None not in counts} are the "
+        "means of the rates that count.",
+        "min(means.items(), key=lambda item: item[1], default=None) is the pair with the smallest "
+        "mean, or None.",
+    ),
+    mistakes=mistakes(
+        """
+        fmean(counts) for rate, counts in steps.items() if None not in counts => \
+fmean({HITS}) for rate, counts in steps.items() if {HITS}
+            The seeds that missed are left out, and the rate still counts. | {ALL_HIT}
+        fmean(counts) for rate, counts in steps.items() if None not in counts => \
+fmean(n or 0 for n in counts) for rate, counts in steps.items()
+            A seed that missed counts as 0 steps. | {ALL_HIT}
+        if None not in counts => if all(counts)
+            A rate with a seed of 0 steps is left out. | Only None is a miss.
+        if None not in counts => if counts[-1] is not None and counts[0] is not None
+            Only the first and the last seed are asked for a miss. | {ALL_HIT}
+        fmean(counts) => min(counts)
+            Each rate is judged by its best seed. | Take the mean over the seeds.
+        fmean(counts) => max(counts)
+            Each rate is judged by its worst seed. | Take the mean over the seeds.
+        fmean(counts) => median(counts)
+            Each rate is judged by a median. | Take the mean over the seeds.
+        fmean(counts) => sum(counts)
+            The steps of all seeds are added up. | Take the mean over the seeds.
+        fmean(counts) => round(fmean(counts))
+            The means are rounded. | Return the mean as it is.
+        return min(means.items() => return max(means.items()
+            This is the rate with the most steps. | Take the fewest.
+        return min(means.items(), key=lambda item: item[1], default=None) => \
+return min(means.items(), default=None)
+            This is the smallest rate, and not that of the fewest steps. | min takes key=.
+        return min(means.items(), key=lambda item: item[1], default=None) => \
+return next(iter(means.items()), None)
+            This is the first rate that no seed missed. | Take the one with the fewest steps.
+        return min(means.items(), key=lambda item: item[1], default=None) => \
+return min(((m, r) for r, m in means.items()), default=None)
+            The mean comes first, and the rate second. | Return (rate, mean).
+        """.replace("\\\n", ""),
+        globals(),
+    ),
+)
+
+# ---- 3.4 ------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The arguments of one call of `fit_steps`."""
+
+    batches: list[int]
+    steps: list[float]
+
+
+def fits() -> list[Sizes]:
+    """Two sizes; some, off the law and in no order; many and large ones."""
+    least, critical = random.randint(30, 60), random.randint(12, 40)
+
+    def steps_of(batches: list[int], off: float) -> list[float]:
+        return [
+            round(least * (1 + critical / batch) * (1 + off * (-1) ** index * (index % 3)), 1)
+            for index, batch in enumerate(batches)
+        ]
+
+    some, many = [16, 2, 64, 4, 32, 8], [2**index for index in range(1, 13)]
+    return [
+        Sizes([4, 64], steps_of([4, 64], 0)),
+        Sizes(some, steps_of(some, 0.1)),
+        Sizes(many, [100 * n for n in steps_of(many, 0.15)]),
+    ]
+
+
+def two_numbers(value: object) -> Tensor:
+    """Two numbers as float32, which is as much as an answer's tensor may keep."""
+    pair = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise malformed(value, "two numbers (least steps, critical batch)")
+    return torch.tensor([float(number(one)) for one in pair])
+
+
+def straight_in_logs(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, float]:
+    """A power law: a straight line through the logarithms."""
+    x, y = (torch.tensor(list(v), dtype=torch.float64).log() for v in (batches, steps))
+    columns = torch.stack([torch.ones_like(x), x], dim=1)
+    constant, slope = torch.linalg.lstsq(columns, y).solution.tolist()
+    return 2.718281828459045**constant, -slope
+
+
+COLUMNS = "[1 / counts, 1 / (sizes * counts)]"
+ONES = "torch.ones_like(counts)"
+RELATIVE = "Divide each equation by its number of steps: least / n + slope / (batch * n) = 1."
+PAIR = "slope is least * critical, so the result is (least, slope / least)."
+fit_steps = Spec(
+    todo="3.4",
+    truth=scaling.fit_steps,
+    cases=fits,
+    form=two_numbers,
+    limit_s=15.0,  # an answer may import torch.optim
+    tell=lambda case: f"fit_steps({show(case.batches)}, {show(case.steps, 5)})",
+    same=lambda found, wanted, case: bool(torch.isclose(found, wanted, rtol=1e-3).all()),
+    say=lambda found, wanted: f"gives {show(found.tolist(), 5)}, not {show(wanted.tolist(), 5)}",
+    advice={"": RELATIVE},
+    reasons={
+        "unsupported operand type(s) for /: 'int' and 'list'": (
+            "A list cannot be divided like a vector.",
+            "Make tensors or arrays of the lists first.",
+        ),
+    },
+    hints=(
+        "steps = least + slope / batch is linear in two unknowns: least, and slope = least * "
+        "critical. So least squares solves it without a search.",
+        RELATIVE,
+        "torch.linalg.lstsq(columns, ones).solution gives least and slope, where the columns are "
+        "1 / n and 1 / (batch * n). The critical batch is slope / least.",
+    ),
+    mistakes=[
+        *mistakes(
+            """
+            {COLUMNS} => [torch.ones_like(counts), 1 / sizes]
+            columns, {ONES} => columns, counts
+                The errors are absolute, so the smallest batches decide. | {RELATIVE}
+            {COLUMNS} => [1 / counts**2, 1 / (sizes * counts**2)]
+            columns, {ONES} => columns, 1 / counts
+                The errors are divided by the steps twice. | {RELATIVE}
+            {COLUMNS} => [1 / counts**0.5, 1 / (sizes * counts**0.5)]
+            columns, {ONES} => columns, counts**0.5
+                The errors are divided by the root of the steps. | {RELATIVE}
+            return least, slope / least => return least, slope
+                The second number is least * critical. | {PAIR}
+            return least, slope / least => return least, least / slope
+                The second number is 1 divided by the critical batch. | {PAIR}
+            return least, slope / least => return slope / least, least
+                The two results have changed places. | {PAIR}
+            return least, slope / least => return slope, least / slope
+                The two unknowns have changed places. | {PAIR}
+            1 / (sizes * counts)] => sizes / counts]
+                The fit is a straight line over the batch. | The steps fall with 1 / batch.
+            for v in (batches, steps)) => for v in (batches[:: len(batches) - 1], \
+steps[:: len(steps) - 1]))
+                Only the first and the last batch size are used. | Use all of them.
+            return least, slope / least => least = counts.min().item()\\n    \
+return least, (sizes * (counts / least - 1)).mean().item()
+                The fewest steps that were measured are taken for the least. | {RELATIVE}
+            """.replace("\\\n", ""),
+            globals(),
+        ),
+        Mistake(
+            instead(straight_in_logs),
+            "This is a power law, a straight line through logarithms.",
+            "The law levels off at the least steps.",
+        ),
+        Mistake(after(lambda pair: tuple(map(round, pair))), "The results are rounded."),
+    ],
+)

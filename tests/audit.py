@@ -4,6 +4,8 @@ The mistakes that a check knows are at the same time its wrong answers, so they 
 Everything that does not end the ranks is tried in one set of ranks.
 """
 
+from dataclasses import replace
+
 from manyhands.checks import NotJudged, Wrong
 from manyhands.checks.engine import trial, verdict
 from manyhands.checks.engine.mistakes import Change, Mistake
@@ -11,6 +13,7 @@ from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Trial
 
 LIMIT_S = 60
+MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 
 
 def audit(spec: Spec) -> list[str]:
@@ -18,6 +21,7 @@ def audit(spec: Spec) -> list[str]:
     complaints = [words for mistake in spec.mistakes if (words := unwritable(spec, mistake))]
     if complaints:
         return complaints
+    spec = replace(spec, mistake_s=max(MISTAKE_S, spec.mistake_s))
     cases = spec.draw()
     steps = spec.steps(cases)
     listed = [mistake for mistake in spec.mistakes if not mistake.ends]

@@ -79,6 +79,7 @@ class Spec:
         guards_group: refuse messages through another group than the one that is given?
         limit_s: how long the ranks may wait for one another.
         max_messages: of one rank in one call, beyond which it is ended.
+        mistake_s: how long one call of a mistake may take; one that takes longer hangs.
     """
 
     todo: str
@@ -102,6 +103,7 @@ class Spec:
     guards_group: bool = True
     limit_s: float = 6.0
     max_messages: int = 200
+    mistake_s: float = 1.0
 
     @property
     def names(self) -> list[str]:

@@ -35,7 +35,6 @@ from manyhands.checks.engine.wire import End, Wire, lost
 from manyhands.ranks.failures import Failure, RankFailed
 from manyhands.ranks.lab import run_ranks
 
-MISTAKE_S = 1.0  # a mistake that takes longer for one call hangs
 PARTED_S = 0.5  # how long all others must have slept before a rank that failed leaves them
 
 
@@ -76,7 +75,7 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
             if made[0] is not answer:  # a Change is carried out once
                 made = answer, _make(spec, answer)
             if isinstance(answer, Change):  # a mistake that hangs ends here, and others go on
-                faulthandler.dump_traceback_later(MISTAKE_S, exit=True, file=nowhere)
+                faulthandler.dump_traceback_later(spec.mistake_s, exit=True, file=nowhere)
             place = places[step[0]] if spec.layouts else None
             seed = 1000 * step[0] + 100 * step[1] + me
             sight, ends, error = _sight(spec, made[1], spec.case(cases, step, me), place, seed)

@@ -470,18 +470,18 @@ def torch_pipeline_written_out(stages, num_stages, m, loss_fn, kind, group=None)
     return pipelining.ScheduleInterleavedZeroBubble(parts, n_microbatches=m, loss_fn=loss_fn)
 
 
-def torch_pipeline_on_cpu(stages, num_stages, m, loss_fn, kind, group=None, device="cpu"):
+def torch_pipeline_by_name(stages, num_stages, m, loss_fn, kind, group=None, device=None):
     names = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
-    options = {"device": torch.device(device), "group": group}
-    made = [
-        pipelining.PipelineStage(stages[index], index, num_stages, **options) for index in stages
-    ]
+    made = []
+    for index, module in stages.items():
+        where = device or next(module.parameters()).device
+        made.append(pipelining.PipelineStage(module, index, num_stages, where, group=group))
     kind_of = getattr(pipelining, f"Schedule{names.get(kind, 'InterleavedZeroBubble')}")
     return kind_of(made if kind[0] in "iz" else made[0], m, lambda out, y: loss_fn(out, y))
 
 
-def torch_pipeline_on_cuda(stages, num_stages, m, loss_fn, kind, group=None):
-    return torch_pipeline_on_cpu(stages, num_stages, m, loss_fn, kind, group, "cuda")
+def torch_pipeline_on_cpu(*args):
+    return torch_pipeline_by_name(*args, device=torch.device("cpu"))
 
 
 def several_in_one(stages, num_stages, m, loss_fn, kind, group=None):
@@ -558,7 +558,7 @@ RIGHT = {
     "12.7": [by_walking, in_three_loops],
     "12.8": [in_flight_of_sets, in_flight_added_up],
     "12.9": [interleaved_by_formulas, interleaved_as_arrays],
-    "12.10": [torch_pipeline_written_out, torch_pipeline_on_cpu],
+    "12.10": [torch_pipeline_written_out, torch_pipeline_by_name],
     "12.11": [grid_of_a_mesh, grid_in_one_loop, grid_where_members_meet],
 }
 WRONG = {
@@ -590,7 +590,7 @@ WRONG = {
     "12.8": [(empties_the_list, "the caller's `actions` has changed")],
     "12.9": [(interleaved_without_default, "missing 1 required positional argument")],
     "12.10": [
-        (torch_pipeline_on_cuda, "is not that of the parameters"),
+        (torch_pipeline_on_cpu, "the devices of the stages"),
         (several_in_one, ""),
         (class_not_called, "torch's schedule object"),
     ],

@@ -5,7 +5,6 @@ no wrong message can hang the others, and the first action that differs is told.
 talks to other ranks.
 """
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -158,13 +157,6 @@ class Probe:
         return torch.randn(SIZE, T, D, generator=cases.generator(*numbers))
 
 
-def is_gone(output: Callable) -> bool:
-    """Has the tensor been freed?"""
-    if output() is not None:
-        gc.collect()
-    return output() is None
-
-
 @contextmanager
 def only_by_mail(action: Action) -> object:
     """Refuse messages that an action sends by itself."""
@@ -269,8 +261,9 @@ def watched(
             outputs[stage, i] = getattr(module, "output", lambda: None)
         else:
             dropped = (stage, i) not in made.saved
-            held = outputs.pop((stage, i))
-            seen[f"{name}: nobody holds the stage's output any longer"] = dropped and is_gone(held)
+            # torch's checkpoint keeps it until Python's next search for garbage.
+            is_gone = outputs.pop((stage, i))() is None or case.recompute
+            seen[f"{name}: nobody holds the stage's output any longer"] = dropped and is_gone
             seen[f"{name}, the gradients of the stage"] = module.flat_grad()
             seen[f"{name} takes its micro-batch out of self.saved"] = dropped
             seen[f"{name} puts its send into self.sends"] = probe.work is None or any(
@@ -337,9 +330,7 @@ Pipeline = Spec(
     layouts=cases.THREE,
     cases=engines,
     observe=steps_seen,
-    tell=lambda case: (
-        f"a step of {case.kind}, {case.m} micro-batches{', recompute' * case.recompute}:"
-    ),
+    tell=lambda case: f"a step of {case.kind} with m = {case.m}{', recompute' * case.recompute}:",
     say=lambda found, wanted: difference(found, wanted),
     advice={"": "Look at that action alone: what comes in, what is computed, what goes out?"},
     hints=(

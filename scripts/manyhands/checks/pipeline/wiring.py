@@ -145,12 +145,13 @@ class Torch(NamedTuple):
     num_stages: int
     m: int
     is_frozen: bool = False
+    device: str = "cpu"
 
 
 def torch_kinds(n: int) -> list[Torch]:
-    """All four kinds; a frozen layer."""
+    """All four kinds; a frozen layer; another device, whose tensors have no numbers."""
     seed = cases.draw_seed()
-    one = [Torch(seed, "gpipe", n, n + 1, True), Torch(seed + 1, "1f1b", n, n + 1)]
+    one = [Torch(seed, "gpipe", n, n + 1, True), Torch(seed + 1, "1f1b", n, n + 1, device="meta")]
     several = [("interleaved", 2 * n), ("zero-bubble", 2 * n)]
     return [*one, *(Torch(seed + 2, kind, 2 * n, m) for kind, m in several)]
 
@@ -166,7 +167,9 @@ def torch_seen(answer: object, case: Torch, place: Place) -> dict:
     layers = [nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(case.num_stages)]
     if case.is_frozen:
         layers[-1][0].bias.requires_grad_(False)
-    mine = dict(list(enumerate(layers))[place.rank :: place.n])
+    mine = {
+        index: layers[index].to(case.device) for index in range(place.rank, len(layers), place.n)
+    }
     schedule = answer(mine, case.num_stages, case.m, lopsided_loss, case.kind, place.group)
     if isinstance(schedule, type) or not hasattr(schedule, "step"):
         raise malformed(schedule, "torch's schedule object", "Make it by calling its class.")
@@ -181,6 +184,7 @@ def torch_seen(answer: object, case: Torch, place: Place) -> dict:
         "the schedule has a loss_fn": schedule._loss_fn is not None,
         "the modules are those of `stages`": all(s.submod in mine.values() for s in stages),
         "the modules are in training mode": all(stage.submod.training for stage in stages),
+        "the devices of the stages": sorted({str(stage.device) for stage in stages}),
     }
     out, targets = torch.randn(2, 3, D, generator=cases.generator(case.seed))
     loss_fn = schedule._loss_fn
@@ -202,7 +206,9 @@ torch_pipeline = Spec(
     cases=torch_kinds,
     observe=torch_seen,
     guards_group=False,
-    tell=lambda case: f'torch_pipeline of "{case.kind}", {case.num_stages} stages, m = {case.m}:',
+    tell=lambda case: (
+        f'torch_pipeline of "{case.kind}", {case.num_stages} stages on {case.device}, m = {case.m}:'
+    ),
     say=lambda found, wanted: difference(found, wanted),
     advice={"": PARTS},
     hints=(

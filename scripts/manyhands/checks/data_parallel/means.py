@@ -208,7 +208,7 @@ broadcast_state = Spec(
         group_src=0 => group_src=dist.get_world_size(group) - 1
             The values are those of the last rank. | group_src=0 names the first rank of the group.
         group_src=0 => src=0
-            ! The root is counted over the whole job, and that rank need not be in the group.
+            The root is counted over the whole job, and that rank need not be in the group.
             | group_src=0 names the first rank of the group.
         """,
         globals(),

@@ -252,6 +252,14 @@ bucketed_ddp = Spec(
             "Without async_op=True a collective returns None, since it has waited itself.",
             "Pass async_op=True where you keep the work.",
         ),
+        "zip() argument": (
+            "What is zipped has different lengths, as where a bucket has no work yet.",
+            "Call _finish when len(self.in_flight) == len(self.buckets).",
+        ),
+        "'NoneType' object has no attribute 'detach'": (
+            "A gradient that is packed is not there yet: its .grad is None.",
+            "Start a bucket when num_ready[index] == len(buckets[index]).",
+        ),
         "Boolean value of Tensor": (
             "`in` compares the numbers in tensors.",
             "self.bucket_of[param] is the number of its bucket.",

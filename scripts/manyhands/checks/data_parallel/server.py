@@ -454,6 +454,8 @@ server_step = Spec(
         group_src=worker => src=worker
         group_dst=worker => dst=worker
             The workers are counted over the whole job, not inside the group. | {BY_GROUP}
+        {OTHERS} => list(range(world_size))
+            The server is counted among the workers. | Leave out dist.get_rank(group).
         {OTHERS} => list(range(1, world_size))
             The workers are taken to be ranks 1 and up, and the server need not be rank 0.
             | Leave out dist.get_rank(group).

@@ -181,11 +181,8 @@ def matches(
     if part is None and len(indexes) == 1 and trial.spec.independent:
         first = _wrong_part(trial)
         return any(_alike_row(trial.found[i], row, p) for i, row in pairs for p in (None, first))
-    if part is not None and any(
-        _is_right_row(trial, trial.found[i], i) and not _is_right_row(trial, row, i)
-        for i, row in pairs
-    ):
-        return False  # the mistake is seen where the answer is right
+    if part is not None and any(_spoils_more(trial, index, row) for index, row in pairs):
+        return False
     return all(_alike_row(trial.found[index], row, part) for index, row in pairs)
 
 
@@ -195,6 +192,20 @@ def _fits(trial: Trial, mistake: Mistake, index: int) -> bool:
         if not is_of_this_way and not trial.is_right(sight, index, rank):
             return False
     return True
+
+
+def _spoils_more(trial: Trial, index: int, shown: Row) -> bool:
+    """Is a part wrong in what the mistake shows that the answer has right? Then it is another."""
+    for found, other, wanted in zip(trial.found[index], shown, trial.wanted[index], strict=True):
+        if not found.kind == wanted.kind == "value":
+            continue
+        if other.kind != "value":
+            return True
+        for name, value in judged(wanted.data).items():
+            is_right = same(found.data.get(name), value)
+            if is_right and not same(other.data.get(name), value):
+                return True
+    return False
 
 
 def _is_right_row(trial: Trial, row: Row, index: int) -> bool:

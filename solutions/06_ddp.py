@@ -727,8 +727,8 @@ if check.ready("6.3", "6.4", "6.5"):
 #
 # ![The torchrun agents of two nodes, gpu07 and gpu08, meet at port 24711 of gpu07 for job 4711; a table says what each of the six arguments of torchrun tells them](figures/ddp_rendezvous.svg)
 #
-# The check starts two agents with your arguments, on this machine, and looks at the ranks that
-# come out.
+# The check asks for the arguments of several jobs, on head nodes and on others, with small job ids
+# and very large ones.
 
 # %% exercise="rendezvous_arguments" todo="6.7" minutes=15 difficulty=2 points=2
 from manyhands.ranks.runtime import rendezvous_arguments

@@ -51,13 +51,9 @@ TOO_LARGE = {
     "scripts/manyhands/checks/_flat.py",
     "scripts/manyhands/checks/_savings.py",
     "scripts/manyhands/checks/_wrapping.py",
-    "scripts/manyhands/checks/data_parallel.py",
-    "scripts/manyhands/checks/ddp.py",
     "scripts/manyhands/checks/memory.py",
     "tests/answers/_flat.py",
     "tests/answers/_savings.py",
-    "tests/answers/data_parallel.py",
-    "tests/answers/ddp.py",
 }
 MACHINE = re.compile(
     r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",

@@ -1,0 +1,395 @@
+"""Exercises 5.5, 5.6 and 5.8: replicas that start equal, and gradients that are averaged."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.checks.engine import cases
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Place, Spec
+from manyhands.data_parallel import replicas
+from manyhands.instruments.ledger import Ledger
+
+REASONS = {
+    "two ranks called the same collective with tensors of different": (
+        "Two ranks send tensors of different size in the same call, so they do not go through the "
+        "same tensors in the same order.",
+        "Go through one list, in the same order on every rank. A set has no order.",
+    ),
+    "requires grad is being used in an in-place": (
+        "Autograd does not let a parameter be changed in place while it records.",
+        "Write into param.detach(), or inside `with torch.no_grad():`.",
+    ),
+    "can't be cast to the desired output type": (
+        "pack puts tensors of one type into a vector, and here are several types.",
+        "Use one message for each tensor, or one vector for each type.",
+    ),
+    "'NoneType' object has no attribute 'split'": (
+        "A collective works in place and returns None.",
+        "Use the tensor that was given to it.",
+    ),
+}
+
+
+class Mixed(nn.Module):
+    """Parameters of several types and forms, each drawn anew, and buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randint(-99, 100, shape).to(dtype))
+
+        self.matrix = drawn(3, 4)
+        self.turned = nn.Parameter(torch.randint(-99, 100, (4, 2)).float().t())
+        self.number = drawn()
+        self.wide = drawn(5, dtype=torch.float64)
+        self.small = drawn(3, dtype=torch.bfloat16)
+        self.frozen = drawn(6)
+        self.frozen.requires_grad_(False)
+        self.unused = drawn(2)
+        self.tied = self.matrix
+        self.register_buffer("mean", torch.rand(3))
+        self.register_buffer("count", torch.randint(1000, ()))
+        self.register_buffer("mask", torch.randint(2, (4,)) == 1)
+        self.register_buffer("scratch", torch.rand(7), persistent=False)
+
+
+class Replica(NamedTuple):
+    """One call on models that differ by rank. `part`: which of their tensors are there."""
+
+    seed: int
+    part: str = "all"
+
+
+class Autograd(Ledger):
+    """Notes whether a message carries a tensor that autograd watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # torch's own signature
+        if func.namespace == "c10d" and torch.is_grad_enabled():
+            tensors = [t for arg in args if isinstance(arg, list) for t in arg]
+            self.watched |= any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def replica(seed: int, part: str) -> nn.Module:
+    """A model with all kinds of tensors, or with some of them."""
+    model = cases.build(seed, Mixed)
+    if part == "one type":
+        model = model.double()
+    if part == "small":
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, seed % 1000)
+    if part == "buffers":
+        for name, _ in list(model.named_parameters(remove_duplicate=False)):
+            delattr(model, name)
+    return model
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, also those that state_dict() leaves out."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def copies(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """What they hold now."""
+    return {name: t if t is None else t.detach().clone() for name, t in tensors.items()}
+
+
+def _order_of_a_set(model: nn.Module, rank: int):
+    """A set's order is by chance; here it is another one on each rank."""
+    places = {id(tensor): i for i, tensor in enumerate(tensors_of(model).values())}
+    order = lambda t: abs(places.get(id(t), id(t)) - 15 * (rank % 2))  # noqa: E731
+    return mock.patch.object(Tensor, "__hash__", order)
+
+
+# ---- 5.5 ------------------------------------------------------------------------------------
+
+ALL = "Go through module.parameters() and module.buffers()."
+DETACHED = "Broadcast tensor.detach(): it shares the memory, and autograd does not watch it."
+LIST = "[*module.parameters(), *module.buffers()]"
+SEND = "dist.broadcast(whole, group=group, group_src=0)"
+COPY = "tensor.detach().copy_(whole)"
+
+
+def starts(n: int) -> list[Replica]:
+    """A small model, one of all kinds of tensors, and one of buffers alone."""
+    return [Replica(cases.draw_seed(), part) for part in ("small", "all", "buffers")]
+
+
+def started(answer, case: Replica, place: Place) -> dict:
+    """The tensors after the call, and whether they are still the same objects in one memory."""
+    model = replica(case.seed + 1 + place.job_rank, case.part)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    before = {name: (id(t), t.data_ptr(), t.requires_grad) for name, t in tensors_of(model).items()}
+    with Autograd() as wire, _order_of_a_set(model, place.rank):
+        answer(model, **place.options)
+    after = tensors_of(model)
+    return {
+        **{f"the value of {name}": tensor for name, tensor in copies(after).items()},
+        "the model holds the same tensors, in the same memory": all(
+            before[name][:2] == (id(t), t.data_ptr()) for name, t in after.items()
+        ),
+        "requires_grad is as it was": all(
+            before[n][2] == t.requires_grad for n, t in after.items()
+        ),
+        "the gradients are as they were": all(
+            param.grad is None or bool((param.grad == 1).all()) for param in model.parameters()
+        ),
+        "no message carries a tensor that autograd watches": not wire.watched,
+    }
+
+
+def say_replica(name: str) -> Callable:
+    """The words for a case."""
+    words = {
+        "small": "a small model",
+        "all": "a model of all kinds of tensors",
+        "one type": "a model of all kinds of tensors in float64",
+        "buffers": "a model without parameters",
+        "none": "a model without gradients",
+    }
+    return lambda case: f"{name} of {words[case.part]}"
+
+
+broadcast_state = Spec(
+    todo="5.5",
+    truth=replicas.broadcast_state,
+    layouts=cases.THREE,
+    cases=starts,
+    observe=started,
+    tell=say_replica("broadcast_state"),
+    reasons=REASONS,
+    advice={"no message carries a tensor that autograd watches": DETACHED, "": ALL},
+    hints=(
+        "A model's state is its parameters and its buffers.",
+        "dist.broadcast(tensor, src=0) overwrites `tensor` on every rank with rank 0's. In a group "
+        "the first rank is group_src=0.",
+        "Autograd watches a parameter, and a message must not go past it: broadcast "
+        "tensor.detach(), which shares the parameter's memory.",
+    ),
+    mistakes=mistakes(
+        """
+        {LIST} => [*module.parameters()]
+            The buffers stay different, such as the running statistics of batch norm. | {ALL}
+        {LIST} => [*module.buffers()]
+            The parameters stay different. | {ALL}
+        {LIST} => [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]
+            The frozen parameters stay different. They need no gradient, but they are part of the
+            model. | Do not filter by requires_grad.
+        {LIST} => module.state_dict().values()
+            Buffers that were registered with persistent=False stay different, and state_dict()
+            leaves those out. | {ALL}
+        {LIST} => [tensor for tensor in {LIST} if tensor.is_floating_point()]
+            Only tensors of floating-point numbers are sent. | {ALL}
+        {COPY} => pass
+            A tensor whose elements do not lie side by side keeps its own values: the message went
+            into a copy. | Copy the result back: {COPY}.
+        whole = tensor.detach().contiguous() => whole = tensor.detach().clone()
+        {COPY} => pass
+            Every rank still has its own values: the message went into a copy.
+            | Copy the result back: {COPY}.
+        whole = tensor.detach().contiguous() => whole = tensor.contiguous()
+            Autograd watches the tensor that is sent, and torch warns of that later. | {DETACHED}
+        {COPY} => tensor.data = whole
+            The tensors are in another memory than before, and what shared the old one is cut off.
+            | Overwrite in place, with copy_().
+        {SEND} => dist.all_reduce(whole, group=group)
+            The ranks' values are added up, and rank 0's were asked for.
+            | dist.broadcast sends them.
+        group_src=0 => group_src=dist.get_world_size(group) - 1
+            The values are those of the last rank. | group_src=0 names the first rank of the group.
+        group_src=0 => src=0
+            The root is counted over the whole job, and that rank need not be in the group.
+            | group_src=0 names the first rank of the group.
+        """,
+        globals(),
+    ),
+)
+
+# ---- 5.6 ------------------------------------------------------------------------------------
+
+SUMS = "dist.all_reduce(param.grad, group=group)"
+DIVIDES = "param.grad /= dist.get_world_size(group)"
+SKIPS = "if param.grad is not None:"
+ZEROS = "torch.zeros_like(param)"
+IN_PLACE = "Change param.grad in place, or assign the mean to it."
+DIVIDE = "Divide the sum by dist.get_world_size(group), on every rank."
+ONCE = "Go through module.parameters(): it names each parameter once."
+
+
+def gradients(n: int) -> list[Replica]:
+    """A small model, and models of all kinds of tensors in one type."""
+    return [Replica(cases.draw_seed(), part) for part in ("small", "one type", "one type")]
+
+
+def with_gradients(case: Replica, rank: int) -> nn.Module:
+    """A model with whole numbers as gradients, which differ by rank; an unused one has none."""
+    model = replica(case.seed, "one type" if case.part == "none" else case.part)
+    for number, (name, param) in enumerate(model.named_parameters()):
+        if param.requires_grad and name != "unused" and case.part != "none":
+            draw = cases.generator(case.seed, rank, number)
+            grad = cases.values(param.numel() or 1, draw, param.dtype).view(param.shape)
+            param.grad = grad.t().contiguous().t() if name == "matrix" else grad
+    return model
+
+
+def averaged(answer, case: Replica, place: Place) -> dict:
+    """The gradients after the call, the weights, and how much was sent."""
+    model = with_gradients(case, place.job_rank)
+    before = copies(tensors_of(model))
+    num_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    with Autograd() as wire, _order_of_a_set(model, place.rank):
+        answer(model, **place.options)
+    sent = sum(entry.nbytes for entry in wire.entries if entry.op == "all_reduce")
+    return {
+        **_gradients_seen(model),
+        "the weights and buffers are as they were": _are_same(tensors_of(model), before),
+        "no gradient is all-reduced twice": sent <= num_bytes,
+        "no message carries a tensor that autograd watches": not wire.watched,
+    }
+
+
+def _gradients_seen(model: nn.Module) -> dict:
+    return {f"the gradient of {n}": grad for n, grad in cases.gradients_of(model).items()}
+
+
+def _are_same(now: dict[str, Tensor], before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, before[name]) for name, tensor in now.items())
+
+
+average_gradients = Spec(
+    todo="5.6",
+    truth=replicas.average_gradients,
+    layouts=cases.THREE,
+    cases=gradients,
+    observe=averaged,
+    tell=say_replica("average_gradients"),
+    advice={"": "all_reduce each param.grad that is not None, and divide it."},
+    hints=(
+        "dist.all_reduce(tensor) leaves the sum over all ranks in `tensor`, on every rank.",
+        "The mean is the sum divided by dist.get_world_size(group).",
+        "Frozen and unused parameters have .grad None: skip those.",
+    ),
+    mistakes=mistakes(
+        """
+        {DIVIDES} => pass
+            The gradients are sums over the ranks, not means. | {DIVIDE}
+        {DIVIDES} => {DIVIDES} ** 2
+            The sum is divided by the number of ranks twice. | {DIVIDE}
+        {DIVIDES} => param.grad //= dist.get_world_size(group)
+            The means are rounded down to whole numbers. | Divide with /.
+        {DIVIDES} => {DIVIDES} if dist.get_rank(group) == 0 else 1
+            Rank 0 holds the mean, and the others hold the sum. | {DIVIDE}
+        {SUMS} => dist.reduce(param.grad, group=group, group_dst=0)
+            Rank 0 holds the mean, and the others do not: dist.reduce gives the sum to one rank.
+            | all_reduce gives it to all.
+        {SUMS} => dist.all_reduce(param.grad.clone(), group=group)
+            The sum never reaches param.grad: it went into a copy. | {IN_PLACE}
+        {SUMS} => dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
+            The largest of the gradients is taken, not the sum. | The default operation is SUM.
+        {SUMS} => dist.all_reduce(param.detach(), group=group)
+            The weights are summed up, not the gradients. | all_reduce param.grad.
+        {SKIPS} => if param.requires_grad:
+            A parameter that is frozen, or that was not used, has no gradient: its .grad is None.
+            | {SKIPS}
+        module.parameters() => [p for _, p in module.named_parameters(remove_duplicate=False)]
+            The gradient of a tied parameter is averaged twice, which costs a message. | {ONCE}
+        {SKIPS} => param.grad = {ZEROS} if param.grad is None else param.grad\\n        if True:
+            Parameters that had no gradient have one now. | {SKIPS}
+        """,
+        globals(),
+    ),
+    reasons=REASONS,
+)
+
+# ---- 5.8 ------------------------------------------------------------------------------------
+
+PACK = "vector = pack(gradients)"
+REDUCE = "dist.all_reduce(vector, group=group)"
+TO_ONE = "dist.reduce(vector, group=group, group_dst=0)"
+FROM_ONE = "dist.broadcast(vector, group=group, group_src=0)"
+PARTS = "vector.split([gradient.numel() for gradient in gradients])"
+UNPACK = "unpack(vector, gradients, dist.get_world_size(group))"
+GRADS = "gradients = [param.grad for param in bucket]"
+BUCKET = "Pack a bucket's gradients, all-reduce the vector, and unpack the mean."
+
+
+def bucket_cases(n: int) -> list[Replica]:
+    """A small model, gradients of several types, no bucket at all, and once again."""
+    return [Replica(cases.draw_seed(), part) for part in ("small", "all", "none", "all")]
+
+
+def averaged_in_buckets(answer, case: Replica, place: Place) -> dict:
+    """The same, from an iterable of buckets that can be read once; and the messages."""
+    model = with_gradients(case, place.job_rank)
+    before = copies(tensors_of(model))
+    params = [param for param in model.parameters() if param.grad is not None]
+    buckets = replicas.make_buckets(params, 60)
+    kept = [list(map(id, bucket)) for bucket in buckets]
+    with Autograd() as wire:
+        answer(cases.read_once(buckets), **place.options)
+    return {
+        **_gradients_seen(model),
+        "messages": sorted(f"{entry.op} of {entry.nbytes} bytes" for entry in wire.entries),
+        "the weights and buffers are as they were": _are_same(tensors_of(model), before),
+        "the buckets hold what they held": kept == [list(map(id, b)) for b in buckets],
+    }
+
+
+average_buckets = Spec(
+    todo="5.8",
+    truth=replicas.average_buckets,
+    layouts=cases.THREE,
+    cases=bucket_cases,
+    observe=averaged_in_buckets,
+    tell=say_replica("average_buckets"),
+    advice={"messages": "Send one all-reduce for each bucket, in the bucket's own type."},
+    hints=(
+        "For each bucket: pack its gradients, all-reduce the vector, unpack the mean.",
+        "gradients = [param.grad for param in bucket] is packed, and the mean goes into it.",
+        "unpack(vector, gradients, dist.get_world_size(group)) divides and writes back.",
+    ),
+    mistakes=mistakes(
+        """
+        {PACK} => vector = pack(bucket)
+            The weights are packed, not the gradients. | {GRADS}
+        {UNPACK} => unpack(vector, bucket, dist.get_world_size(group))
+            The means are written into the weights. | {GRADS}
+        {UNPACK} => unpack(vector, gradients)
+            The gradients are sums over the ranks, not means. | {DIVIDE}
+        {UNPACK} => unpack(vector, gradients, len(bucket))
+            The sum is divided by the number of parameters in the bucket. | {DIVIDE}
+        {UNPACK} => unpack(vector, gradients[::-1], dist.get_world_size(group))
+            The means are unpacked in another order than that in which they were packed. | {GRADS}
+        {UNPACK} => pass
+            The sum never reaches the gradients. | {BUCKET}
+        {PACK} => vector = pack(gradients).double()
+            A bucket is sent in another type than its own. | {BUCKET}
+        {REDUCE} => {TO_ONE}; {FROM_ONE}
+            Each bucket takes two messages, one after the other, where one all_reduce does both.
+            | {BUCKET}
+        {REDUCE} => [dist.all_reduce(part, group=group) for part in {PARTS}]
+            Each parameter has a message of its own, and each message has its own waiting time.
+            | {BUCKET}
+        {UNPACK} => {UNPACK}\\n        return
+            Only the first bucket is averaged. | The loop goes through all buckets.
+        """,
+        globals(),
+    ),
+    reasons={
+        "object of type 'generator' has no len()": (
+            "The buckets may come from a generator, which has no len().",
+            "Go through them once: for bucket in buckets.",
+        ),
+        **REASONS,
+    },
+)

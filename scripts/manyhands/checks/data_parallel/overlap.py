@@ -1,0 +1,276 @@
+"""Exercise 5.9: buckets that are sent during backward. Judged by the order of what happens.
+
+A message arrives when it is waited for, and never before: what is read too early is always wrong.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.checks.engine import cases
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.values import difference, malformed
+from manyhands.data_parallel import replicas
+from manyhands.instruments.ledger import Ledger
+
+
+class Crossed(nn.Module):
+    """Uses its layers in another order than it defines them, so gradients come in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used_last, self.used_first = nn.Linear(6, 11), nn.Embedding(11, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token numbers (B) to scores (B, 11)."""
+        return self.used_last(self.used_first(tokens))
+
+
+class Backwards(NamedTuple):
+    """Some backwards of one wrapped model; the last but one may be inside no_sync()."""
+
+    kind: type[nn.Module]
+    bucket_mb: float
+    seed: int
+    no_sync: bool = False
+
+
+class Late(dist.Work):
+    """An all_reduce whose result is there once somebody has waited for it."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, result: Tensor, log: list[str]) -> None:
+        super().__init__()
+        self.work, self.tensor, self.result, self.log = work, tensor, result, log
+
+    def wait(self, *args: object) -> bool:
+        """Bring the result."""
+        self.log.append("wait")
+        if self.work is not None:
+            self.work.wait()
+            self.tensor.copy_(self.result)
+            self.work = None
+        return True
+
+
+class Log(Ledger):
+    """Writes each message into a list, in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # torch's own signature
+        before = len(self.entries)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for entry in self.entries[before:]:
+            self.events.append(f"{entry.op} of {entry.nbytes} bytes")
+        return result
+
+
+@contextmanager
+def late_messages(log: list[str]) -> Iterator[None]:
+    """Let each all_reduce arrive when it is waited for; one without async_op waits at once."""
+    real = dist.all_reduce
+    signature = inspect.signature(inspect.unwrap(dist.distributed_c10d.all_reduce))
+
+    def all_reduce(*args: object, **named: object) -> Late | None:
+        given = signature.bind(*args, **named)
+        given.apply_defaults()
+        tensor = given.arguments["tensor"]
+        if not given.arguments["async_op"]:
+            log_length = len(log)
+            real(*args, **named)
+            if len(log) > log_length:
+                log.append("wait")
+            return None
+        result = tensor.detach().clone()
+        given.arguments["tensor"] = result
+        return Late(real(*given.args, **given.kwargs), tensor.detach(), result, log)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield
+
+
+def backwards(n: int) -> list[Backwards]:
+    """One bucket, many, and gradients that come in another order; with and without no_sync."""
+    return [
+        Backwards(cases.Probe, 25, cases.draw_seed()),
+        Backwards(cases.Probe, 1e-4, cases.draw_seed()),
+        Backwards(Crossed, 1e-4, cases.draw_seed()),
+        Backwards(Crossed, 1e-4, cases.draw_seed(), no_sync=True),
+    ]
+
+
+def overlapped(answer, case: Backwards, place: Place) -> dict:
+    """What happens in three backwards, in order, and the gradients after each."""
+    torch_s = nn.parallel.DistributedDataParallel
+    if not isinstance(answer, type) or issubclass(answer, torch_s):
+        raise malformed(answer, "a class of your own", "Write its three methods.")
+    inner = cases.build(case.seed + place.job_rank, case.kind)
+    with Log() as wire, late_messages(wire.events):
+        for param in inner.parameters():  # before the wrapper's own hooks, so these run first
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(
+                    lambda _: wire.events.append("a gradient is ready")
+                )
+        model = answer(inner, case.bucket_mb, **place.options)
+        weights = [param.detach().clone() for param in inner.parameters()]
+        seen = {}
+        for step, name in enumerate(("first", "second", "third")):
+            if step != 1:  # the second one adds to the gradients of the first
+                inner.zero_grad(set_to_none=step == 0)
+            batch = cases.token_batch(case.seed + 10 * step + place.job_rank)
+            wire.events.clear()
+            if case.no_sync and step == 0:
+                name = "first backward, inside no_sync()"
+                with model.no_sync():
+                    cases.run_backward(model, batch)
+            else:
+                name = f"{name} backward"
+                cases.run_backward(model, batch)
+            seen.update(_seen(wire.events, inner, name))
+    same = all(map(torch.equal, weights, inner.parameters()))
+    return {**seen, "the weights are as they were": same}
+
+
+def _seen(events: list[str], inner: nn.Module, name: str) -> dict:
+    sent = [what for what in events if what != "wait"]
+    first_wait = events.index("wait") if "wait" in events else len(events)
+    return {
+        f"in order, the {name}": sent,
+        f"it waits for no message while one is still to be sent, in the {name}": (
+            not set(events[first_wait:]) - {"wait"}
+        ),
+        f"the gradients after the {name}": cases.gradients_of(inner),
+    }
+
+
+def say_events(found: dict, wanted: dict) -> str:
+    """The first difference; of events the place where they part."""
+    for name, value in wanted.items():
+        mine = found[name]
+        if not name.startswith("in order") or mine == value:
+            continue
+        at = next(i for i in range(len(mine) + 1) if mine[: i + 1] != value[: i + 1])
+        said = [what[at] if at < len(what) else "nothing more" for what in (mine, value)]
+        before = f"after {at} event(s)" if at else "at first"
+        where = name.removeprefix("in order, the ")
+        return f"shows in the {where}, {before}: {said[0]}, not {said[1]}"
+    return f"gives {difference(found, wanted)}"
+
+
+SYNC = "if not self.sync:\n            return"
+COUNT = "self.num_ready[self.bucket_of[param]] += 1"
+BOUND = "while len(self.in_flight) < len(self.buckets):"
+ALL_AT_ONCE = """if sum(self.num_ready) < len(self.bucket_of):
+            return
+        for index in range(len(self.buckets)):
+            self._start(index)
+        self._finish()
+        return"""
+WHEN_FULL = """index = self.bucket_of[param]
+        if self.num_ready[index] == len(self.buckets[index]):
+            self._start(index)
+        if len(self.in_flight) == len(self.buckets):
+            self._finish()
+        return"""
+DONE = "type('Done', (), {'wait': lambda self: True})()"
+SYNCED = f"dist.all_reduce(flat, group=self.group)\n        self.in_flight.append({DONE})"
+SENT = "self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))"
+PACKED = "flat = pack([param.grad for param in self.buckets[index]], out=self.flats[index])"
+WAITS = "work.wait()"
+BACK = "unpack(flat, [param.grad for param in bucket], world_size)"
+LATER = "Keep the work in self.in_flight, and wait for it in _finish."
+COUNTS = "Return from _on_grad_ready before anything is counted when self.sync is False."
+IN_ORDER = "Each time, start buckets in order as long as the next one is full."
+DIVIDE = "unpack(flat, gradients, world_size) divides by the number of ranks."
+AGAIN = "At the end clear in_flight, and set the counts to 0."
+
+bucketed_ddp = Spec(
+    todo="5.9",
+    truth=replicas.BucketedDDP,
+    layouts=cases.THREE,
+    cases=backwards,
+    observe=overlapped,
+    independent=True,
+    tell=lambda case: (
+        f"{case.kind.__name__} in buckets of {case.bucket_mb:g} MB"
+        f"{' with no_sync()' if case.no_sync else ''}"
+    ),
+    say=say_events,
+    advice={"": "Write down which gradient comes when, and which bucket is full then."},
+    hints=(
+        "_on_grad_ready: count the parameter in. As long as the next bucket in order is full, "
+        "start it. When all have started, finish.",
+        "_start: pack(the bucket's gradients, out=self.flats[index]), then all-reduce that with "
+        "async_op=True, and keep the work in self.in_flight.",
+        "_finish: for each bucket work.wait() first, then unpack(flat, its gradients, world size). "
+        "At the end clear in_flight, and set the counts to 0.",
+    ),
+    mistakes=mistakes(
+        """
+        {SYNC} => pass
+            Inside no_sync() gradients are counted and sent. | {COUNTS}
+        {SYNC} => if not self.sync:\\n            {COUNT}\\n            return
+            ! Inside no_sync() gradients are counted. | {COUNTS}
+        {SENT} => {SENT}\\n        self.in_flight[-1].wait()
+            Each bucket is waited for at once, so nothing is hidden behind the computation.
+            | {LATER}
+        {SENT} => {SYNCED}
+            Each bucket is waited for at once, so nothing is hidden behind the computation.
+            | Pass async_op=True. {LATER}
+        {WAITS} => pass
+            A message is not waited for before its flat is read. | {LATER}
+        {WAITS} => work.wait() if work is self.in_flight[-1] else None
+            Only the last message is waited for. | {LATER}
+        {BACK} => unpack(flat, [param.grad for param in bucket])
+            The gradients are sums over the ranks, not means. | {DIVIDE}
+        {BACK} => pass
+            The means never reach the gradients. | unpack(flat, gradients, world_size)
+        {BACK} => unpack(flat, bucket, world_size)
+            The means are written into the weights. | unpack into [param.grad for param in bucket].
+        {PACKED} => flat = pack(self.buckets[index], out=self.flats[index])
+            The weights are packed, not the gradients. | {PACKED}
+        {BOUND} => {ALL_AT_ONCE}\\n        {BOUND}
+            The first bucket is sent after the last gradient is ready, so no message travels while
+            backward still computes. | Start a bucket as soon as its own last gradient is ready.
+        {BOUND} => {WHEN_FULL}\\n        {BOUND}
+            The buckets are started in the order in which they are full, which is not 0, 1, 2, ...
+            | {IN_ORDER}
+        """,
+        globals(),
+    ),
+    reasons={
+        "'NoneType' object has no attribute 'wait'": (
+            "Without async_op=True a collective returns None, since it has waited itself.",
+            "Pass async_op=True where you keep the work.",
+        ),
+        "zip() argument": (
+            "What is zipped has different lengths, as where a bucket has no work yet.",
+            "Call _finish when len(self.in_flight) == len(self.buckets).",
+        ),
+        "'NoneType' object has no attribute 'detach'": (
+            "A gradient that is packed is not there yet: its .grad is None.",
+            "Start a bucket when num_ready[index] == len(buckets[index]).",
+        ),
+        "Boolean value of Tensor": (
+            "`in` compares the numbers in tensors.",
+            "self.bucket_of[param] is the number of its bucket.",
+        ),
+        "converted to an index": (
+            "num_ready counts by bucket, not by parameter.",
+            "self.num_ready[self.bucket_of[param]]",
+        ),
+        "the last backward gave no gradient to": (
+            "After a backward counts still stand, as if gradients were missing.",
+            AGAIN,
+        ),
+    },
+)

@@ -1,0 +1,21 @@
+"""Checks of lesson 06: a job around data parallelism, on one process and on ranks.
+
+job.py       a process's place, joining and leaving, and how nodes find each other
+samples.py   which rank reads which samples
+training.py  PyTorch's DDP, and a mean over uneven ranks
+saving.py    one file, written by one rank
+"""
+
+from manyhands.checks import Lesson
+from manyhands.checks.ddp import job, samples, saving, training
+
+lesson = Lesson("ddp")
+hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+
+place = lesson.add(job.place)
+process_group = lesson.add(job.process_group)
+ShardedSampler = lesson.add(samples.sampler)
+torch_ddp = lesson.add(training.torch_ddp)
+mean_over_ranks = lesson.add(training.mean_over_ranks)
+save_once = lesson.add(saving.save_once)
+rendezvous_arguments = lesson.add(job.rendezvous_arguments)

@@ -49,11 +49,8 @@ LONG_FUNCTION_LINES = 40
 TOO_LARGE = {
     "scripts/draw_diagrams.py",
     "scripts/manyhands/checks/_flat.py",
-    "scripts/manyhands/checks/_savings.py",
     "scripts/manyhands/checks/_wrapping.py",
-    "scripts/manyhands/checks/memory.py",
     "tests/answers/_flat.py",
-    "tests/answers/_savings.py",
 }
 MACHINE = re.compile(
     r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",

@@ -18,7 +18,8 @@ import pickle
 import random
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -295,21 +296,39 @@ def look(
     with tempfile.TemporaryDirectory() as folder:
         Meeting.prepare(folder, spec.size)
         try:
-            run_ranks(
-                _work,
-                spec.size,
-                spec,
-                jobs,
-                cases,
-                folder,
-                timeout_s=limit_s,
-                quiet=quiet,
-                join=bool(spec.layouts),
-            )
+            with sendable(answers):
+                run_ranks(
+                    _work,
+                    spec.size,
+                    spec,
+                    jobs,
+                    cases,
+                    folder,
+                    timeout_s=limit_s,
+                    quiet=quiet,
+                    join=bool(spec.layouts),
+                )
         except RankFailed as error:
             failed = error
         logs = [_kept(Path(folder, str(rank))) for rank in range(spec.size)]
     return [list(row) for row in zip(*logs, strict=False)], failed
+
+
+@contextmanager
+def sendable(answers: list) -> Iterator[None]:
+    """Take off @once_differentiable: it holds a module of C, which cannot be sent to a rank."""
+    wrapped = {}
+    for answer in answers:
+        backward = getattr(answer, "backward", None)
+        is_torch_s = getattr(backward, "__globals__", None) is vars(torch.autograd.function)
+        if isinstance(answer, type) and is_torch_s and hasattr(backward, "__wrapped__"):
+            wrapped[answer] = backward
+            answer.backward = staticmethod(backward.__wrapped__)
+    try:
+        yield
+    finally:
+        for answer, backward in wrapped.items():
+            answer.backward = staticmethod(backward)
 
 
 def _kept(path: Path) -> list[Sight]:

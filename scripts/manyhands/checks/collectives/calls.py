@@ -132,7 +132,6 @@ def messages_seen(tape: Tape, counted: dict[str, bool], nbytes: int) -> dict:
     """
     numbers = {op: len(tape.messages(op)) if counts else None for op, counts in counted.items()}
     return {
-        UNTOUCHED: not tape.is_touched,
         "messages sent": numbers["send"],
         "messages received": numbers["recv"],
         WHOLE: all(entry.nbytes == nbytes for entry in tape.messages("send")),
@@ -159,6 +158,7 @@ def tensor_seen(
     }
     num_rounds = rounds_up(taped, place, case.root) if only_root else rounds_down(taped)
     return {
+        UNTOUCHED: not tape.is_touched,  # first: what a message has left there is luck
         RESULT: case.of(memory).clone() if is_root or not only_root else None,
         BESIDE: is_beside_unchanged(case, memory, before),
         **messages_seen(tape, counted, tensor.nbytes),

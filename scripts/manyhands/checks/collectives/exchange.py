@@ -206,10 +206,10 @@ def pieces_seen(answer, case: Call, place: Place) -> dict:
     sent = tape.messages("send")
     can_overlap = case.form == "vector" and min(outgoing.numel(), total.numel()) > size
     return {
+        UNTOUCHED: not tape.is_touched,
         "total": case.of(memory).clone(),
         OUTGOING: torch.equal(outgoing, before[0]),
         BESIDE: is_beside_unchanged(case, memory, before[1]),
-        UNTOUCHED: not tape.is_touched,
         "pieces sent": len(sent),
         "pieces received": len(tape.messages("recv")),
         SMALL: all(entry.nbytes <= size * total.element_size() for entry in sent),

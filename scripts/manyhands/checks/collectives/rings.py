@@ -71,7 +71,6 @@ def ring_seen(tape: Tape, place: Place, counted: tuple[str, ...], num_messages: 
         "bytes sent": tape.nbytes("send") if "send" in counted else None,
         "bytes received": tape.nbytes("recv") if "recv" in counted else None,
         FEW: max(map(len, map(tape.messages, OPERATIONS))) <= 2 * num_messages,
-        UNTOUCHED: not tape.is_touched,
     }
 
 
@@ -91,6 +90,7 @@ def chunks_seen(answer, case: Call, place: Place, only_own: bool = False) -> dic
     left = [chunk.clone() for chunk in case.chunks(case.of(memory))]
     name, value = ("its own chunk", left[place.rank]) if only_own else ("its chunks", left)
     return {
+        UNTOUCHED: not tape.is_touched,
         name: value,
         SAME_LIST: len(given) == len(chunks) and all(map(operator.is_, given, chunks)),
         BESIDE: is_beside_unchanged(case, memory, before),
@@ -329,6 +329,7 @@ def tensor_seen(answer, case: Call, place: Place) -> dict:
     divides = sum(case.sizes) % place.n == 0 and case.form == "vector"
     counted = ("send",) if divides and case.dtype is torch.float32 else ()
     return {
+        UNTOUCHED: not tape.is_touched,
         RESULT: case.of(memory).clone(),
         BESIDE: is_beside_unchanged(case, memory, before),
         **ring_seen(tape, place, counted, 2 * (place.n - 1)),

@@ -20,6 +20,7 @@ from manyhands.checks.collectives.calls import (
     REASONS,
     ROUNDS,
     SAME_LIST,
+    UNTOUCHED,
     Call,
     call_of,
     in_chunks,
@@ -418,6 +419,7 @@ def chunks_seen(answer, case: Call, place: Place) -> dict:
     own = case.chunks(case.of(before))[place.rank]
     is_sent = all(case.sizes)
     return {
+        UNTOUCHED: not tape.is_touched,
         OWN: torch.equal(chunks[place.rank], own),
         FILLED: [c.clone() for c in case.chunks(case.of(memory))] if is_root else [],
         SAME_LIST: len(given) == len(chunks) and all(map(operator.is_, given, chunks)),

@@ -545,7 +545,7 @@ WRONG = {
     ],
     "13.8": [(read_twice, "the gradients"), (weights_summed, "the gradients")],
     "13.9": [(WithoutDecorator, "has lost its decorator"), (DrawsByRank, "after __init__")],
-    "13.10": [(ReturnsScores, "the loss: shape"), (InEval, "in train or eval as before")],
+    "13.10": [(ReturnsScores, "the loss: shape"), (InEval, "the loss: ")],
     "13.11": [(lambda rank, size, group: rank // group, "two whole numbers")],
     "13.12": [(lambda num_blocks, sequence=False: {}, "also where its value is 0")],
     "13.13": [

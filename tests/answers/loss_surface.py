@@ -313,7 +313,7 @@ WRONG = {
         (slice_left_at_the_last_share, "the parameters are where they were"),
     ],
     "2.3": [
-        (direction_of_matrices_only, "the shapes"),
+        (direction_of_matrices_only, "the shapes of the parameters"),
         (direction_by_signs, "whole filters are scaled, and no smaller pieces"),
     ],
     "2.4": [

@@ -152,7 +152,7 @@ class Descent(NamedTuple):
 
 
 def descents() -> list[Descent]:
-    """No step needed; the end by max_steps and by the tolerance; a rising loss; no step allowed."""
+    """No step needed; ended by max_steps and by the tolerance; a rising loss; none allowed."""
     draw = cases.generator(cases.draw_seed())
     x = torch.randn(13, generator=draw)
     x = 0.4 + 0.9 * (x - x.mean()) / x.std(correction=0)  # the valley lies at 45 degrees

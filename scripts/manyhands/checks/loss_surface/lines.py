@@ -54,11 +54,12 @@ def point_seen(answer: Callable, case: Point) -> dict:
         value = 0.0
         seen["the error of `loss` comes out of loss_at"] = True
     else:
+        wants = isinstance(value, Tensor) and value.requires_grad
         if case.fails:
             seen["the error of `loss` comes out of loss_at"] = False
-        seen["the loss"] = loss_number(value)
-        wants = isinstance(value, Tensor) and value.requires_grad
-        seen["the result is a number without a graph"] = not wants
+        else:
+            seen["the loss"] = loss_number(value)
+            seen["the result is a number without a graph"] = not wants
     unchanged = all(equal(*both) for both in zip(directions, copies, strict=True))
     return {**seen, **hill.left_behind(), "the directions are unchanged": unchanged}
 
@@ -320,10 +321,12 @@ def direction_seen(answer: Callable, case: Net) -> dict:
 
     first = draw_with(numbers)
     shapes = [list(part.shape) for part in first]
-    seen = {"the shapes": shapes, "the parameters are unchanged": equal(parameters, copies)}
-    seen["no tensor of the direction wants a gradient"] = not any(p.requires_grad for p in first)
     if shapes != [list(shape) for shape in case.shapes]:
-        return seen
+        raise Malformed(
+            f"tensors of the shapes {shapes}", "The direction has the shapes of the parameters."
+        )
+    seen = {"the parameters are unchanged": equal(parameters, copies)}
+    seen["no tensor of the direction wants a gradient"] = not any(p.requires_grad for p in first)
     for index, part in enumerate(first):
         if part.dim() > 1:
             seen[f"the lengths of the filters of tensor {index}"] = filters(part).float()

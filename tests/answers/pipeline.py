@@ -123,14 +123,6 @@ class GivesANumber(Parts):
         return super().share_loss().item()
 
 
-class SharesInsideAnIf(Parts):
-    def share_loss(self):
-        total = sum(self.losses, torch.zeros(()))
-        if self.losses:
-            dist.broadcast(total, group=self.group, group_src=self.last % self.p)
-        return total
-
-
 class SendsWithoutMail(Parts):
     def pass_on(self, stage, i, out):
         if stage < self.last:
@@ -565,7 +557,6 @@ WRONG = {
     "12.1": [(partition_by_capacity, "Each stage has at least one layer")],
     "12.2": [
         (GivesANumber, "asks for the loss as a scalar tensor"),
-        (SharesInsideAnIf, ""),
         (SendsWithoutMail, "calls dist.send"),
         (ForgetsOtherRandomNumbers, "the gradients of the stage"),
         (LargestLoss, "the loss"),

@@ -350,7 +350,7 @@ in_flight = Spec(
     todo="12.8",
     truth=bubble.in_flight,
     cases=walks,
-    tell=lambda case: f"in_flight of {row(case.actions, 99 if one_stage(case) else 2)}",
+    tell=lambda case: f"in_flight of {shortened(case)}",
     form=whole,
     advice={"": "The answer is the largest number of F minus B on the way."},
     hints=(
@@ -407,9 +407,11 @@ in_flight = Spec(
 )
 
 
-def one_stage(case: Walk) -> bool:
-    """Are all actions of one stage?"""
-    return len({action.stage for action in case.actions}) == 1
+def shortened(case: Walk) -> str:
+    """The actions, or the first ones of many."""
+    has_one_stage = len({action.stage for action in case.actions}) == 1
+    words = row(case.actions, 99 if has_one_stage else 2)
+    return words if len(words) < 80 else f"{words[:60]}... ({len(case.actions)} actions)"
 
 
 # ---- 12.9 -----------------------------------------------------------------------------------

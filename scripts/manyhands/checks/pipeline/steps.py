@@ -20,7 +20,7 @@ from manyhands.checks import Wrong
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.values import difference, malformed
+from manyhands.checks.engine.values import difference, malformed, same
 from manyhands.pipeline import engine, schedules
 from manyhands.pipeline.schedules import Action, Schedule
 
@@ -310,6 +310,20 @@ def of_a_span(name: str, action: Action, spans: list, probe: Probe, times: list)
     }
 
 
+def facts_of_messages(found: dict, wanted: dict, case: Step) -> str:
+    """What a wrong message would do to the other ranks."""
+    name = next((name for name in wanted if not same(found.get(name), wanted[name])), "")
+    if name.endswith(" sends"):
+        if len(found[name]) < len(wanted[name]):
+            return "The stage that needs this message would wait for it for ever."
+        return "No stage receives a message with that address."
+    if name.endswith(" receives"):
+        if len(found[name]) < len(wanted[name]):
+            return "What was sent to this stage is not received."
+        return "No stage sends a message with that address, so this rank would wait for ever."
+    return ""
+
+
 LOSS = "self.loss_fn(out, self.targets[i]) / self.m"
 CAME = 'self.mail.receive("F", stage, i).requires_grad_()'
 SEND_F = 'self.mail.send("F", out.detach(), stage + 1, i)'
@@ -332,6 +346,7 @@ Pipeline = Spec(
     observe=steps_seen,
     tell=lambda case: f"a step of {case.kind} with m = {case.m}{', recompute' * case.recompute}:",
     say=lambda found, wanted: difference(found, wanted),
+    facts=facts_of_messages,
     advice={"": "Look at that action alone: what comes in, what is computed, what goes out?"},
     hints=(
         "forward: the input is self.inputs[i] on stage 0, else self.mail.receive('F', stage, i), "

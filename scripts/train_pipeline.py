@@ -292,6 +292,8 @@ def idle_words(
         return f"{formula}; no times are taken by PyTorch's schedules, and none on GPUs"
     if config.schedule == "naive":
         formula = f"naive stages idle {1 - 1 / place.ranks:.0%} of the time"
+    if not engine.spans:  # a run that went on after its last step, to validate
+        return f"{formula}; no step was left to measure"
     spans: list = [None] * place.ranks
     dist.all_gather_object(spans, engine.spans, group=place.pipe)
     return f"in the last step the ranks waited {bubble.idle_share(spans):.0%}; {formula}"

@@ -296,7 +296,7 @@ RIGHT = {
 WRONG = {
     "1.1": [(gradient_in_place, "the caller's `parameters` has changed")],
     "1.2": [
-        (descend_without_end, "in descend_without_end"),
+        (descend_without_end, "never ended"),
         (descend_by_the_stub, "calls your `stub`, TODO 1.1, which is not written yet"),
         (descend_until_the_path_stands, ""),
     ],

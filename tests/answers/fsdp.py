@@ -1,306 +1,488 @@
-"""Answers to lesson 10 as students give them: RIGHT ones differ from the course's own, and WRONG
-ones come with words that the verdict must hold. Here is 10.5; the others stand in _flat.py and
-_wrapping.py."""
+"""Answers to lesson 10: RIGHT ones differ in shape from the course's own; WRONG ones are no slip of
+it, and come with words that the verdict must hold."""
 
+import copy
+from collections import Counter
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from manyhands.data_parallel.replicas import broadcast_state
+from manyhands.fsdp import flat, zero
+from manyhands.fsdp import fully_shard as wrapping
 from manyhands.fsdp import units as fsdp
+from manyhands.fsdp.flat import all_gather, reduce_scatter
 
-from . import _flat, _wrapping
-
-RIGHT: dict[str, list] = {"10.5": [fsdp.FSDP]}
-WRONG: dict[str, list] = {"10.5": []}
-
-
-def right(answer):
-    RIGHT["10.5"].append(answer)
-    return answer
+RIGHT: dict[str, list] = {f"10.{number}": [] for number in range(1, 11)}
+WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
 
-def wrong(words):
-    return lambda answer: WRONG["10.5"].append((answer, words)) or answer
+def right(todo):
+    return lambda answer: RIGHT[todo].append(answer) or answer
+
+
+def wrong(todo, words=""):
+    return lambda answer: WRONG[todo].append((answer, words)) or answer
+
+
+# ---- 10.1 Flat ------------------------------------------------------------------------------
+
+
+@right("10.1")
+class FlatByHand(flat.Flat):
+    def __init__(self, params, group=None):
+        self.params = [param for param in params]
+        self.group, self.replicas = group, None
+        self.n = n = dist.get_world_size(group)
+        numbers = sum(param.numel() for param in self.params)
+        size = (numbers + n - 1) // n
+        first = self.params[0]
+        self.whole = torch.zeros(n * size, dtype=first.dtype, device=first.device)
+        self.padding = self.whole[numbers:].clone()
+        torch.cat([p.data.reshape(-1) for p in self.params], out=self.whole[:numbers])
+        self.show(self.whole)
+        start = dist.get_rank(group) * size
+        self.shard = nn.Parameter(self.whole[start : start + size], first.requires_grad)
+
+    def reduce(self):
+        whole = torch.zeros(self.whole.shape, dtype=self.shard.dtype)
+        start = 0
+        for param in self.params:
+            if param.grad is not None:
+                whole[start : start + param.numel()] = param.grad.flatten()
+            param.grad = None
+            start += param.numel()
+        mine = self.shard.new_empty(self.shard.shape)
+        reduce_scatter(mine, whole / self.n, self.group)
+        if self.replicas is not None:
+            dist.all_reduce(mine, group=self.replicas)
+            mine /= dist.get_world_size(self.replicas)
+        if self.shard.grad is None:
+            self.shard.grad = torch.zeros_like(self.shard)
+        self.shard.grad += mine
+
+
+@right("10.1")
+class FlatOfRows(flat.Flat):
+    def reduce(self):
+        rows = torch.zeros(self.num_ranks, *self.shard.shape, dtype=self.shard.dtype)
+        for view, param in zip(self.views(rows.view(-1)), self.params, strict=True):
+            if param.grad is not None:
+                view.copy_(param.grad)
+            param.grad = None
+        mine = torch.empty_like(self.shard)
+        reduce_scatter(mine, rows.flatten(), self.group)
+        copies = 1
+        if self.replicas is not None:
+            copies = dist.get_world_size(self.replicas)
+            dist.all_reduce(mine, group=self.replicas)
+        mine.div_(self.num_ranks * copies)
+        self.shard.grad = mine.add_(0 if self.shard.grad is None else self.shard.grad)
+
+
+@wrong("10.1", "fills the whole that is there")
+class FlatThatGathersIntoAnother(flat.Flat):
+    def gather(self):
+        self.whole = torch.empty_like(self.whole)
+        return all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+
+
+@wrong("10.1", "keeps no memory but its own")
+class FlatThatKeepsAll(flat.Flat):
+    def reduce(self):
+        super().reduce()
+        whole = self.shard.grad.repeat(self.num_ranks + 1)
+        self.shard.grad = whole[: len(self.shard)]
+
+
+# ---- 10.2 ShardedOptimizer ------------------------------------------------------------------
+
+
+@right("10.2")
+class OptimizerByHand(zero.ShardedOptimizer):
+    def step(self):
+        for one in self.flats:
+            if any(param.grad is not None for param in one.params):
+                one.reduce()
+        self.optimizer.step()
+        for one in self.flats:
+            one.shard.grad = None
+            one.gather().wait()
+
+
+@right("10.2")
+class OptimizerWithMap(zero.ShardedOptimizer):
+    def step(self):
+        whole = [one for one in self.flats if any(p.grad is not None for p in one.params)]
+        list(map(flat.Flat.reduce, whole))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for work in list(map(flat.Flat.gather, self.flats)):
+            work.wait()
+
+
+@wrong("10.2", "messages")
+class OptimizerThatBroadcasts(zero.ShardedOptimizer):
+    def step(self):
+        for one in self.flats:
+            if any(param.grad is not None for param in one.params):
+                one.reduce()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for one in self.flats:
+            for rank, part in enumerate(one.whole.chunk(one.num_ranks)):
+                dist.broadcast(part, group_src=rank, group=one.group)
+
+
+# ---- 10.3 reduce_during_backward ------------------------------------------------------------
+
+
+@right("10.3")
+def reduce_when_all_are_there(flats):
+    def register(one):
+        def hook(_):
+            if all(param.grad is not None for param in one.params):
+                one.reduce()
+
+        for param in one.params:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(hook)
+
+    for one in flats:
+        register(one)
+
+
+@right("10.3")
+def reduce_with_a_dict(flats):
+    counts = {}
+
+    def hook(param):
+        one = owner[param]
+        counts[id(one)] = (counts.get(id(one), 0) + 1) % len(one.params)
+        if counts[id(one)] == 0:
+            one.reduce()
+
+    owner = {param: one for one in flats for param in one.params if param.requires_grad}
+    for param in owner:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+@wrong("10.3", "in the first backward")
+def reduce_at_the_end(flats):
+    def register(one):
+        def hook(_):
+            if all(param.grad is not None for param in one.params):
+                Variable._execution_engine.queue_callback(one.reduce)
+
+        for param in one.params:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(hook)
+
+    for one in flats:
+        register(one)
+
+
+# ---- 10.4 ShardedFlat -----------------------------------------------------------------------
+
+
+@right("10.4")
+class ShardedFlatByStorage(flat.ShardedFlat):
+    def start(self):
+        if self.is_whole:
+            return
+        size = self.whole.numel() * self.whole.element_size()
+        self.whole.untyped_storage().resize_(size)
+        self.coming = self.gather()
+
+    def wait(self):
+        if not self.is_whole:
+            self.start()
+        if self.coming:
+            self.coming.wait()  # waiting twice is no harm
+
+    def free(self):
+        if self.coming:
+            self.coming.wait()
+        self.whole.untyped_storage().resize_(0)
+
+
+@right("10.4")
+class ShardedFlatThroughAParameter(flat.ShardedFlat):
+    def free(self):
+        if self.coming:
+            self.coming.wait()
+        self.params[0].untyped_storage().resize_(0)
+        self.coming = None
+
+
+@wrong("10.4", "makes a new tensor of `whole`")
+class ShardedFlatOfNewTensors(flat.ShardedFlat):
+    def start(self):
+        if self.coming is None and not self.is_whole:
+            self.show(torch.empty(self.whole.shape, dtype=self.whole.dtype))
+            self.coming = self.gather()
 
 
 # ---- 10.5 FSDP ------------------------------------------------------------------------------
 
 
-@right
+@right("10.5")
 class InAnotherOrder(fsdp.FSDP):
     """Starts before it waits, frees before it reduces, and gathers what it does in lists."""
 
     def before_forward(self, index):
         if index == 0:
-            [flat.free() for unit in self.units for flat in unit]
+            [one.free() for unit in self.units for one in unit]
             self.is_backward = False
         coming = [] if self.is_backward else self.units[index + 1 : index + 2]
-        for flat in chain(self.units[index], *coming):
-            flat.start()
-        [flat.wait() for flat in self.units[index]]
+        for one in chain(self.units[index], *coming):
+            one.start()
+        [one.wait() for one in self.units[index]]
 
     def after_forward(self, index):
         if self.is_backward or index == 0 or not self.reshard:
             return
-        [flat.free() for flat in self.units[index]]
+        [one.free() for one in self.units[index]]
 
     def before_backward(self, index):
         self.is_backward = True
         if 0 < index < len(self.units) - 1:
-            [flat.free() for flat in self.units[index + 1] if not flat.shard.requires_grad]
-        for flat in self.units[index] + self.units[index - 1]:
-            flat.start()
-        [flat.wait() for flat in self.units[index]]
+            [one.free() for one in self.units[index + 1] if not one.shard.requires_grad]
+        for one in self.units[index] + self.units[index - 1]:
+            one.start()
+        [one.wait() for one in self.units[index]]
 
     def after_backward(self, index):
-        trainable = [flat for flat in self.units[index] if flat.shard.requires_grad]
-        [flat.free() for flat in trainable]
-        [flat.reduce() for flat in trainable]
+        trainable = [one for one in self.units[index] if one.shard.requires_grad]
+        [one.free() for one in trainable]
+        [one.reduce() for one in trainable]
 
 
-@right
+@right("10.5")
 class WithAPhaseOfItsOwn(fsdp.FSDP):
     def before_forward(self, index):
         if index == 0:
             self.phase = "forward"
-            for flat in sum(self.units, []):
-                flat.free()
-        for flat in self.units[index]:
-            flat.start()
-            flat.wait()
+            for one in sum(self.units, []):
+                one.free()
+        for one in self.units[index]:
+            one.start()
+            one.wait()
         if self.phase == "forward" and index != len(self.units) - 1:
-            for flat in self.units[index + 1]:
-                flat.start()
+            for one in self.units[index + 1]:
+                one.start()
 
     def after_forward(self, index):
         if self.phase == "forward" and self.reshard and index:
-            for flat in self.units[index]:
-                flat.free()
+            for one in self.units[index]:
+                one.free()
 
     def before_backward(self, index):
         self.phase = "backward"
         super().before_backward(index)
 
 
-def free(unit, trains=(True, False)):
-    for flat in unit:
-        if flat.shard.requires_grad in trains:
-            flat.free()
-
-
-def start(unit):
-    for flat in unit:
-        flat.start()
-
-
-def wait(unit):
-    for flat in unit:
-        flat.wait()
-
-
-def forward(reset=True, frees=chain, waits=wait, starts=None, asks=True, free_last=False):
-    """An FSDP with another before_forward. `frees` and `starts` choose units, or flats of them."""
-    starts = starts or (lambda units, index: chain(*units[index + 1 : index + 2]))
-
-    class WithAnotherForward(fsdp.FSDP):
-        def before_forward(self, index):
-            if index == 0 and reset:
-                self.is_backward = False
-            if free_last:
-                start(starts(self.units, index) if not self.is_backward else [])
-            free(frees(*self.units) if index == 0 else [])
-            waits(self.units[index])
-            if not free_last and not (asks and self.is_backward):
-                start(starts(self.units, index))
-
-    return WithAnotherForward
-
-
-def backward(starts=lambda units, index: units[index - 1]):
-    """An FSDP with another before_backward, which never frees."""
-
-    class WithAnotherBackward(fsdp.FSDP):
-        def before_backward(self, index):
-            self.is_backward = True
-            wait(self.units[index])
-            start(starts(self.units, index))
-
-    return WithAnotherBackward
-
-
-def nothing(*_):
-    return []
-
-
-WRONG["10.5"] += [
-    (forward(waits=nothing, starts=nothing), "this unit computes now, with memory that is not"),
-    (forward(starts=nothing), "while this one computes - start() the flats of unit index + 1"),
-    (forward(starts=lambda units, index: units[index + 1]), "the last unit has no next one"),
-    (forward(starts=lambda units, index: chain(*units[index:])), "5 units are whole at once"),
-    (forward(reset=False, asks=False), "self.is_backward still stands from the last backward"),
-    (forward(asks=False), "start none while self.is_backward is True"),
-    (forward(reset=False), "self.is_backward still stands from the last backward"),
-    (forward(frees=nothing), "those from before the optimizer's last step"),
-    (forward(waits=start), "returns before the unit has come"),
-    (forward(frees=lambda root, *_: root), "for index 0 free every flat of every unit"),
-    (forward(free_last=True), "began to bring unit 1, and then freed it again"),
-    (backward(nothing), "after the root comes the last unit, and nothing brings it"),
-    (backward(lambda units, i: [] if i else units[-1]), "start() the flats of unit index - 1"),
-    (backward(lambda units, i: units[(i + 1) % 5 if i else -1]), "goes from the last to the first"),
-    (backward(lambda units, i: units[min(i + 1, 4)]), "goes from the last unit to the first"),
-    (backward(lambda units, i: units[i + 1 if i else -1]), "the last unit has no next one"),
-    (backward(), "nothing else frees them"),
-    (
-        backward(lambda units, i: units[i - 1] if dist.get_rank() == 0 else []),
-        "step 1, rank 1: before_backward(0) leaves",
-    ),
-]
-
-
-@wrong("free all only before the root")
-class FreesAllEachTime(fsdp.FSDP):
+@wrong("10.5", "nobody has waited for it")
+class OnlyStarts(fsdp.FSDP):
     def before_forward(self, index):
-        free(chain(*self.units) if not self.is_backward else [])
         super().before_forward(index)
+        for one in self.units[index]:
+            one.free()
+            one.start()
 
 
-@wrong("each forward adds one: memory as without shards")
-class NeverFreesInForward(fsdp.FSDP):
-    def after_forward(self, index):
-        pass
-
-
-@wrong("after backward all weights would be there again")
-class ReducesOnly(fsdp.FSDP):
-    def after_backward(self, index):
-        for flat in self.units[index]:
-            if flat.shard.requires_grad:
-                flat.reduce()
-
-
-@wrong("after_backward(4) leaves the shard without a gradient")
-class FreesOnly(fsdp.FSDP):
-    def after_backward(self, index):
-        free(self.units[index])
-
-
-@wrong("zeros travel for nothing")
-class ReducesAll(fsdp.FSDP):
-    def after_backward(self, index):
-        for flat in self.units[index]:
-            flat.reduce()
-        free(self.units[index], (True,))
-
-
-@wrong("may still need the frozen weights")
-class FreesFrozenToo(fsdp.FSDP):
-    def after_backward(self, index):
-        for flat in self.units[index]:
-            if flat.shard.requires_grad:
-                flat.reduce()
-            flat.free()
-
-
-@wrong("backward begins with the root")
-class FreesTheRoot(fsdp.FSDP):
-    def after_forward(self, index):
-        if self.reshard and not self.is_backward:
-            free(self.units[index])
-
-
-@wrong("reshard=False keeps a unit whole until its backward")
-class IgnoresReshard(fsdp.FSDP):
-    def after_forward(self, index):
-        if index > 0 and not self.is_backward:
-            free(self.units[index])
-
-
-@wrong("free nothing while self.is_backward")
-class FreesInBackward(fsdp.FSDP):
-    def after_forward(self, index):
-        if index > 0 and self.reshard:
-            free(self.units[index])
-
-
-@wrong("backward of this unit begins now, with memory that is not there")
-class FreesBeforeItIsUsed(fsdp.FSDP):
-    def before_backward(self, index):
-        super().before_backward(index)
-        if index > 0:
-            free(self.units[index])
-
-
-@wrong("units are whole at once: memory as without shards - start() only unit index - 1")
-class StartsAllInBackward(fsdp.FSDP):
-    def before_backward(self, index):
-        super().before_backward(index)
-        start(chain(*self.units[:index] if index else self.units))
-
-
-@wrong("but self.is_backward is False - set it to True in before_backward")
-class NeverSets(fsdp.FSDP):
-    def before_backward(self, index):
-        super().before_backward(index)
-        self.is_backward = False
-
-
-@wrong("nothing is hidden")
+@wrong("10.5", "on their way")
 class WaitsForTheNextToo(fsdp.FSDP):
     def before_forward(self, index):
         super().before_forward(index)
-        if index + 1 < len(self.units) and not self.is_backward:
-            wait(self.units[index + 1])
+        for one in chain(*self.units[index + 1 : index + 2]):
+            one.wait()
 
 
-@wrong("what is there already is sent once more")
-class GathersTwice(fsdp.FSDP):
-    def before_forward(self, index):
-        super().before_forward(index)
-        free(self.units[index])
-        wait(self.units[index])
-
-
-@wrong("a unit is a list of flats")
-class TakesAUnitForAFlat(fsdp.FSDP):
-    def before_forward(self, index):
-        self.units[index].wait()
-
-
-@wrong("the root's backward is the first: all the other units are still needed")
-class FreesBehindTheRoot(fsdp.FSDP):
-    def before_backward(self, index):
-        super().before_backward(index)
-        free(chain(*self.units[index + 1 :]) if index < len(self.units) - 1 else [], (False,))
-
-
-@wrong("where self.reshard is True, free()")
-class TurnsReshardRound(fsdp.FSDP):
-    def after_forward(self, index):
-        if index and not self.reshard and not self.is_backward:
-            free(self.units[index])
-
-
-@wrong("after_forward(1) calls reduce() - gradients of a unit are all there when after_backward")
-class ReducesInForward(fsdp.FSDP):
-    def after_forward(self, index):
-        super().after_forward(index)
-        for flat in self.units[index]:
-            flat.reduce()
-
-
-@wrong("but self.is_backward is False")
-class SetsBackTooEarly(fsdp.FSDP):
+@wrong("10.5", "a layer of it computes next")
+class FreesFrozenToo(fsdp.FSDP):
     def after_backward(self, index):
-        super().after_backward(index)
-        self.is_backward = False
+        for one in self.units[index]:
+            if one.shard.requires_grad:
+                one.reduce()
+            one.free()
 
 
-@wrong("that is no FSDP")
-class PassesTheModuleOn(nn.Module):
-    def __init__(self, module, units, **options):
-        super().__init__()
+# ---- 10.6 calls_per_step --------------------------------------------------------------------
 
 
-RIGHT = _flat.RIGHT | RIGHT | _wrapping.RIGHT
-WRONG = _flat.WRONG | WRONG | _wrapping.WRONG
+@right("10.6")
+def calls_counted_one_by_one(num_blocks, reshard=True, replicas=1):
+    found = Counter()
+    for unit in range(num_blocks + 1):
+        found["all_gather"] += 2 if reshard and unit > 0 else 1
+        found["reduce_scatter"] += 1
+        if replicas > 1:
+            found["all_reduce"] += 1
+    return found
+
+
+@right("10.6")
+def calls_in_closed_form(num_blocks, reshard=True, replicas=1):
+    gathers = 2 * num_blocks + 1 if reshard else num_blocks + 1
+    averages = (num_blocks + 1) * (replicas > 1)
+    return {
+        "all_reduce": averages,
+        "reduce_scatter": num_blocks + 1,
+        "all_gather": gathers,
+    }
+
+
+@wrong("10.6", "all_gather: 4")
+def calls_of_parameters(num_blocks, reshard=True, replicas=1):
+    found = calls_in_closed_form(num_blocks, reshard, replicas)
+    return found | {"all_gather": 12 * num_blocks + 4}
+
+
+# ---- 10.7 torch_fsdp ------------------------------------------------------------------------
+
+
+@right("10.7")
+def fsdp_written_out(module, units, mesh=None, reshard=None, dtype=None, offload=False):
+    broadcast_state(module)
+    mp = MixedPrecisionPolicy(dtype, torch.float32) if dtype else MixedPrecisionPolicy()
+    where = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+    for unit in reversed(units):
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=mp, offload_policy=where
+        )
+    fully_shard(module, mesh=mesh, mp_policy=mp, offload_policy=where)
+    return module
+
+
+@right("10.7")
+def fsdp_with_a_root_that_is_kept(
+    module, units, mesh=None, reshard=None, dtype=None, offload=False
+):
+    for param in module.parameters():
+        dist.broadcast(param.detach(), src=0)
+    options = {} if mesh is None else {"mesh": mesh}
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for unit in units:
+        if reshard is None:
+            fully_shard(unit, **options)
+        else:
+            fully_shard(unit, reshard_after_forward=reshard, **options)
+    return fully_shard(module, reshard_after_forward=False, **options)
+
+
+@wrong("10.7", "cannot be broadcast like this")
+def fsdp_broadcast_late(module, units, mesh=None, reshard=None, dtype=None, offload=False):
+    for part in [*units, module]:
+        fully_shard(part, mesh=mesh)
+    broadcast_state(module)
+    return module
+
+
+@wrong("10.7", "is not the module that it was given")
+def fsdp_of_a_copy(module, units, mesh=None, reshard=None, dtype=None, offload=False):
+    return wrapping.torch_fsdp(copy.deepcopy(module), [], mesh)
+
+
+@wrong("10.7", "units: ")
+def fsdp_of_every_linear(module, units, mesh=None, reshard=None, dtype=None, offload=False):
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return wrapping.torch_fsdp(module, linear, mesh, reshard, dtype, offload)
+
+
+# ---- 10.8 make_mesh -------------------------------------------------------------------------
+
+
+@right("10.8")
+def mesh_from_a_table(replicas, shards, device_type="cpu"):
+    table = torch.arange(replicas * shards).reshape(replicas, shards)
+    return DeviceMesh(device_type, table, mesh_dim_names=("replicate", "shard"))
+
+
+@right("10.8")
+def mesh_with_a_list_of_names(replicas, shards, device_type="cpu"):
+    return init_device_mesh(device_type, [replicas, shards], mesh_dim_names=["replicate", "shard"])
+
+
+@wrong("10.8", "is not the number of ranks")
+def mesh_that_is_too_large(replicas, shards, device_type="cpu"):
+    return init_device_mesh(device_type, (replicas, 2 * shards))
+
+
+# ---- 10.9 options_of ------------------------------------------------------------------------
+
+ALL = {
+    "FULL_SHARD": {"reshard": True, "mesh_dims": 1},
+    "SHARD_GRAD_OP": {"reshard": False, "mesh_dims": 1},
+    "HYBRID_SHARD": {"reshard": True, "mesh_dims": 2},
+    "_HYBRID_SHARD_ZERO2": {"reshard": False, "mesh_dims": 2},
+}
+
+
+@right("10.9")
+def options_from_a_table(strategy):
+    return ALL[strategy]
+
+
+@right("10.9")
+def options_from_words(strategy):
+    dims = 1.0 + (strategy.count("HYBRID") > 0)
+    return {"mesh_dims": dims, "reshard": not strategy.endswith(("GRAD_OP", "ZERO2"))}
+
+
+@wrong("10.9", "gives None")
+def options_with_none(strategy):
+    return ALL[strategy] | {"reshard": None}
+
+
+# ---- 10.10 train_sharded --------------------------------------------------------------------
+
+
+def train_with(share, model, units, batches, rate, collect=wrapping.full_state, **options):
+    sharded = wrapping.torch_fsdp(model, units)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=rate, **options)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        sharded(share(inputs), share(targets)).backward()
+        optimizer.step()
+    return collect(sharded)
+
+
+def strided(part):
+    return part[dist.get_rank() :: dist.get_world_size()]
+
+
+@right("10.10")
+def train_on_blocks(model, units, batches, learning_rate):
+    def share(part):
+        return part.chunk(dist.get_world_size())[dist.get_rank()]
+
+    return train_with(share, model, units, batches, learning_rate)
+
+
+@right("10.10")
+def train_on_every_nth(model, units, batches, learning_rate):
+    return train_with(strided, model, units, batches, learning_rate)
+
+
+@wrong("10.10", "the values returned")
+def train_with_amsgrad(model, units, batches, learning_rate):
+    return train_with(strided, model, units, batches, learning_rate, amsgrad=True)
+
+
+@wrong("10.10", "in train mode")
+def train_in_eval(model, units, batches, learning_rate):
+    return train_with(strided, model.eval(), units, batches, learning_rate)

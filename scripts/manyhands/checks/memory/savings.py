@@ -563,7 +563,6 @@ COPY = "After the optimizer's step, param.copy_(master) rounds into the paramete
 FROM = "master.grad = None if param.grad is None else param.grad.to(master.dtype)"
 STEP = "self.optimizer.step()"
 ZERO = "self.optimizer.zero_grad()"
-LOOP = "for param, master in zip(self.params, self.masters, strict=True)"
 CLEAR = "param.grad = None\n"
 TO = "param.grad.to(master.dtype)"
 master_weights = Spec(

@@ -6,8 +6,8 @@ Everything that does not end the ranks is tried in one set of ranks.
 
 from dataclasses import replace
 
-from manyhands.checks import NotJudged, Wrong
 from manyhands.checks.engine import trial, verdict
+from manyhands.checks.engine.card import NotJudged, Wrong
 from manyhands.checks.engine.mistakes import Change, Mistake
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Trial

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 
 from audit import audit, refused
-from manyhands.checks import Lesson, NotYet, Pair, Verdict, as_written, judge, score
+from manyhands.checks import score
+from manyhands.checks.engine.answer import Pair, as_written
+from manyhands.checks.engine.card import NotYet, Verdict
+from manyhands.checks.engine.lesson import Lesson, judge
 from manyhands.data_parallel import replicas as data_parallel
 from manyhands.ddp import wrapping
 from manyhands.fsdp import flat

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from answers.first_job import job_with
-from manyhands.checks import Wrong, judge
 from manyhands.checks import first_job as check
+from manyhands.checks.engine.card import Wrong
+from manyhands.checks.engine.lesson import judge
 from manyhands.checks.first_job import files
 from manyhands.data import images
 from manyhands.first_job.planning import (

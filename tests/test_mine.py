@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from manyhands.checks import as_written
+from manyhands.checks.engine.answer import as_written
 from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput
 

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.checks import Pair
+from manyhands.checks.engine.answer import Pair
 from manyhands.pipeline import bubble, engine, schedules
 from manyhands.pipeline.bubble import needed, unit_cost
 from manyhands.pipeline.schedules import Action

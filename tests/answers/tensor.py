@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from manyhands.checks import Pair
+from manyhands.checks.engine.answer import Pair
 from manyhands.fsdp.flat import all_gather, reduce_scatter
 from manyhands.memory.savings import rng_states, set_rng_states
 from manyhands.tensor import dtensor, model, sequence

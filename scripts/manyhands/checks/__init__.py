@@ -8,9 +8,6 @@ mistakes readers make.
 
 from collections.abc import Callable
 
-from manyhands.checks.engine.answer import Pair, as_written, parts_of  # noqa: F401
-from manyhands.checks.engine.card import NotJudged, NotYet, Verdict, Wrong  # noqa: F401
-from manyhands.checks.engine.lesson import Lesson, judge  # noqa: F401
 from manyhands.checks.engine.words import place, raised
 from manyhands.ranks.failures import RankFailed, RanksHung, is_echo, name_ranks, where
 from manyhands.ranks.lab import run_ranks

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.checks import Wrong, place, raised, ranks
+from manyhands.checks import ranks
+from manyhands.checks.engine.card import Wrong
+from manyhands.checks.engine.words import place, raised
 from manyhands.ranks.failures import Failure, RankFailed, RanksHung
 
 # ---- calls without ranks, and why they fail -------------------------------------------------

@@ -4,8 +4,8 @@ sweeps.py  time of a step, steps to the target, the best rate, the law of the st
 noise.py   the average of gradients, and the noise scale
 """
 
-from manyhands.checks import Lesson
 from manyhands.checks.batch_size import noise, sweeps
+from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("batch_size")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

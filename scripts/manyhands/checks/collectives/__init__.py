@@ -8,8 +8,8 @@ calls.py      what a call is given, what is seen of it, and words that several e
 tape.py       what a rank does in one call: messages, waits, uses of tensors
 """
 
-from manyhands.checks import Lesson
 from manyhands.checks.collectives import cost, exchange, rings, trees
+from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("collectives")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

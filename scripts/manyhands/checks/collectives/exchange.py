@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from manyhands.checks import Wrong
 from manyhands.checks.collectives import calls
 from manyhands.checks.collectives.calls import (
     ADVICE,
@@ -19,6 +18,7 @@ from manyhands.checks.collectives.calls import (
 )
 from manyhands.checks.collectives.tape import Tape
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, malformed

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checks import Wrong
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Place
 from manyhands.instruments.ledger import Entry, Ledger, rounds
 

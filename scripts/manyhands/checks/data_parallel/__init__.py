@@ -7,9 +7,9 @@ training.py  a whole training loop
 overlap.py   buckets that are sent during backward
 """
 
-from manyhands.checks import Lesson
 from manyhands.checks.data_parallel import means, order, overlap, server, training
 from manyhands.checks.data_parallel.order import LURES  # noqa: F401
+from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("data_parallel")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from manyhands.checks import Wrong
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.data_parallel import loops

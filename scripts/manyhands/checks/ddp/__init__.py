@@ -6,8 +6,8 @@ training.py  PyTorch's DDP, and a mean over uneven ranks
 saving.py    one file, written by one rank
 """
 
-from manyhands.checks import Lesson
 from manyhands.checks.ddp import job, samples, saving, training
+from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("ddp")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep

@@ -1,6 +1,6 @@
 """Checks of lesson 00."""
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.first_job import files, numbers, ranks
 
 lesson = Lesson("first_job")

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from manyhands.checks import Wrong
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.shared import Reasons, alone
 from manyhands.first_job import planning
 

@@ -1,6 +1,6 @@
 """Checks of lesson 10: vectors in shards, ZeRO, FSDP, and PyTorch's own."""
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.fsdp import flat, fully_shard, units, zero
 
 lesson = Lesson("fsdp")

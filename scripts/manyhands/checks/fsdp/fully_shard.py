@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from manyhands.checks import Wrong
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind, malformed, record, whole

@@ -4,7 +4,7 @@ line.py     the gradient, descent with all samples, the largest learning rate
 batches.py  batches, descent with them, the variance of their gradients, momentum
 """
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.gradient_descent import batches, line
 
 lesson = Lesson("gradient_descent")

@@ -5,7 +5,7 @@ lines.py     the loss some way off, on a line, and random directions
 surfaces.py  a surface computed by many ranks, its roughness, and the sharpness
 """
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.loss_surface import lines, surfaces
 
 lesson = Lesson("loss_surface")

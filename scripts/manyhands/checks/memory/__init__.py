@@ -1,6 +1,6 @@
 """Checks of lesson 09: memory by formulas and by counting, and ways to need less of it."""
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.memory import accounting, savings
 
 lesson = Lesson("memory")

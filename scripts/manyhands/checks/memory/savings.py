@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from manyhands.checks import Wrong
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, number, tensor

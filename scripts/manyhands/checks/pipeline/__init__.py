@@ -1,6 +1,6 @@
 """Checks of lesson 12."""
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.pipeline import bubbles, schedules, stages, steps, wiring
 
 lesson = Lesson("pipeline")

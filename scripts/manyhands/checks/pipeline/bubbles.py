@@ -5,7 +5,7 @@ import random
 import re
 from typing import NamedTuple
 
-from manyhands.checks import Pair
+from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.mistakes import Mistake, around, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show

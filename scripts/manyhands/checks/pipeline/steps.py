@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.checks import Wrong
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import difference, malformed, same

@@ -1,6 +1,6 @@
 """Checks of lesson 13, each a Spec: the layers, the vocabulary, the sequence, the whole model."""
 
-from manyhands.checks import Lesson
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.tensor import dtensor, layers, model, sequence, vocabulary
 
 lesson = Lesson("tensor")

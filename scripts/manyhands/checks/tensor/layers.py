@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from manyhands.checks import Pair
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.mistakes import Mistake, after, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, tensor

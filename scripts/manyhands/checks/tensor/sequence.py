@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.checks import Pair
 from manyhands.checks.engine import cases
+from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.mistakes import (
     Change,
     Mistake,

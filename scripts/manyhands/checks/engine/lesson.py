@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.checks.engine import verdict as verdicts
 from manyhands.checks.engine.answer import (
     Pair,
     as_written,
@@ -19,6 +20,7 @@ from manyhands.checks.engine.answer import (
     unwritten,
 )
 from manyhands.checks.engine.card import NotJudged, NotYet, Verdict, Wrong
+from manyhands.checks.engine.spec import Spec
 from manyhands.jobs import mine
 from manyhands.ranks.failures import RankFailed
 
@@ -35,7 +37,7 @@ class Exercise:
     num_answers: int = 1  # or 2, which are handed over together
     answer: object = None
     hints_shown: int = 0
-    spec: object = None  # of the engine; the check itself where there is none yet
+    spec: Spec | None = None
 
 
 @dataclass
@@ -45,31 +47,13 @@ class Lesson:
     module: str
     exercises: dict[str, Exercise] = field(default_factory=dict)
 
-    def exercise(self, todo: str, *hints: str, num_answers: int = 1) -> Callable:
-        """Make a check of the function below: it takes the learner's answer and raises Wrong.
-
-        With two answers it takes a Pair.
-        """
-
-        def register(check: Callable) -> Callable:
-            name = check.__name__
-            verdict = Verdict(todo, name, "not started")
-            return self._add(Exercise(todo, name, check, hints, verdict, num_answers))
-
-        return register
-
-    def add(self, spec: object, name: str = "") -> Callable:
-        """Make the check of an exercise that the engine judges; `spec` is an engine's Spec.
-
-        Its name is that of the first answer, where no other is given.
-        """
-        from manyhands.checks.engine import verdict
-
+    def add(self, spec: Spec, name: str = "") -> Callable:
+        """Make the check of an exercise; its name is that of the first answer, if none is given."""
         name = name or spec.names[0]
         exercise = Exercise(
             spec.todo,
             name,
-            check=lambda answer: verdict.check(spec, answer),
+            check=lambda answer: verdicts.check(spec, answer),
             hints=spec.hints,
             verdict=Verdict(spec.todo, name, "not started"),
             num_answers=len(spec.names),
@@ -209,9 +193,7 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
                     todo, name, "not yet", f"`{name}` calls {other}", "", "do that first"
                 )
             return Verdict(todo, name, "not started", unwritten(answer))
-        from manyhands.checks import told  # until the last old check is gone
-
-        return Verdict(todo, name, "not yet", *told(failed, answer))
+        return Verdict(todo, name, "not judged", " ".join(str(failed).split()))
     except Exception as error:  # an answer of a form that the check did not think of
         seen = f"the check cannot use what {name} gives: {type(error).__name__}: {error}"
         return Verdict(

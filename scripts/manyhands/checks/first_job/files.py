@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.shared import Reasons, alone
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.values import malformed
 from manyhands.first_job import planning
 
 # ---- 0.5 ------------------------------------------------------------------------------------
@@ -48,22 +50,29 @@ JOB_HINTS = (
 )
 
 
-def job_file(answer) -> None:
-    """The texts of several jobs, read as sbatch reads them; and by sbatch, where there is one."""
+def requests() -> list[Request]:
+    """One node, two, several; minutes, hours and days; commands with quotes, braces and signs."""
     torchrun = "srun torchrun --nnodes=$SLURM_NNODES --nproc-per-node=gpu train.py"
-    requests = [
+    return [
         Request("first_job", 2, 4, random.randrange(62, 110), torchrun),
         Request("big-1", random.randrange(3, 9), 8, 60 * random.randrange(25, 30), "bash run.sh"),
         Request("try", 1, 1, random.randrange(5, 50), "python -c \"print(f'{1 + 1:%}')\""),
         Request("weekend", 2, 1, 60 * random.randrange(2, 20) + 5, "exec bash launch.sh a.py b"),
     ]
-    texts = list(alone(answer, requests, lambda *case: str(Request(*case)), {}))
-    for request, text in zip(requests, texts, strict=True):
-        if not isinstance(text, str):
-            smell = "the text was printed or written, not returned" if text is None else ""
-            raise Wrong(f"{request} returns {text!r}"[:200], smell, "return the text of the file")
+
+
+def job_seen(answer, request: Request) -> str:
+    """The text of a job, read as sbatch reads it; and by sbatch, where there is one."""
+    text = answer(*request)
+    if not isinstance(text, str):
+        raise malformed(text, "the text of the file", "Return the text; do not print or write it.")
+    try:
         _compare_job(text, request)
-    _ask_slurm(texts[0], requests[0])
+        if request.name == "first_job":  # one question to Slurm is enough
+            _ask_slurm(text, request)
+    except Wrong as wrong:
+        raise Wrong(wrong.seen.removeprefix(f"{request}: "), wrong.smell, wrong.hint) from None
+    return "accepted"
 
 
 def _compare_job(text: str, request: Request) -> None:
@@ -489,28 +498,20 @@ SITE_HINTS = (
 )
 
 
-def site_file(answer) -> None:
+def site_seen(answer, case: tuple) -> str:
     """The text, read by a bash that knows nothing else; its variables and what it loads."""
-    reasons: Reasons = {
-        "invalid syntax": ("shell lines are no Python", "put them in quotes and return the text"),
-    }
-    (seen,) = alone(
-        answer, [()], lambda: "site_file()", reasons, lambda answer: _site_seen(answer())
-    )
-    if "form" in seen:
-        smell = "a text is asked for, as it would stand in the file"
-        smell = "it was printed or written, not returned" if seen["form"] == "None" else smell
-        raise Wrong(f"site_file() returns {seen['form']}", smell, "return six lines in quotes")
+    seen = _site_seen(answer())
     _compare_shell(seen)
     for name, wanted in TRUTH.items():
         _compare_variable(name, seen["variables"][name], wanted, seen["text"])
     for name in sorted(set(seen["others"]) - set(TRUTH)):
         raise Wrong(
             f"{name} is set as well",
-            "an SBATCH_ variable overrules that line in every job file",
-            "leave it out",
+            "An SBATCH_ variable overrules that line in every job file.",
+            "Leave it out.",
         )
     _compare_modules(seen["modules"])
+    return "accepted"
 
 
 READ_SITE = r"""
@@ -528,7 +529,7 @@ printf 'others\0%s\0\0\0' "${!SBATCH_@}"
 def _site_seen(text: object) -> dict:
     """What a clean bash makes of the text."""
     if not isinstance(text, str):
-        return {"form": f"{text!r}"[:120]}
+        raise malformed(text, "the text of the file", "Return six lines as one text.")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "site.env").write_bytes(text.encode(errors="replace"))
         bash = shutil.which("bash") or "bash"
@@ -663,3 +664,53 @@ def _compare_modules(calls: list[str]) -> None:
 
 
 TO_LOAD = tuple(MODULES.values())
+
+
+# ---- the two specs --------------------------------------------------------------------------
+
+job_file = Spec(
+    todo="0.5",
+    truth=planning.job_file,
+    cases=requests,
+    observe=job_seen,
+    tell=str,
+    limit_s=15.0,  # Slurm may take its time, and both texts are asked about
+    hints=JOB_HINTS,
+    mistakes=mistakes(
+        r"""
+        #SBATCH --ntasks-per-node=1 => #SBATCH --ntasks-per-node={gpus_per_node}
+            A task is started for each GPU, and torchrun starts the processes itself.
+        {minutes // 60:02}:{minutes % 60:02}:00 => {minutes}:00:00
+            The minutes are written where Slurm reads hours.
+        #SBATCH --nodes={nodes} => # SBATCH --nodes={nodes}
+            Slurm reads a line only if it begins with #SBATCH.
+        --gpus-per-node={gpus_per_node} => --gpus-per-node={nodes * gpus_per_node}
+            These are the GPUs of all nodes.
+        --output=%x-%j.out => --output={name}.out
+            Two jobs of that name would write into one file.
+        """,
+        {},
+    ),
+)
+site_file = Spec(
+    todo="0.6",
+    truth=planning.site_file,
+    cases=lambda: [()],
+    observe=site_seen,
+    tell=lambda case: "site_file()",
+    hints=SITE_HINTS,
+    reasons={
+        "invalid syntax": ("Shell lines are no Python.", "Put them in quotes and return the text.")
+    },
+    mistakes=mistakes(
+        r"""
+        HEAD_SUFFIX=-ib => HEAD_SUFFIX=ib
+            The suffix lacks its hyphen.
+        SBATCH_GPUS_PER_NODE=4 => SBATCH_GPUS_PER_NODE=8
+            That is not the number of GPUs of one node.
+        export SBATCH_PARTITION=gpu => SBATCH_PARTITION=gpu
+            Without `export` the variable is not seen by sbatch.
+        """,
+        {},
+    ),
+)

@@ -110,7 +110,7 @@ def backwards(n: int) -> list[Backwards]:
 def overlapped(answer, case: Backwards, place: Place) -> dict:
     """What happens in three backwards, in order, and the gradients after each."""
     torch_s = nn.parallel.DistributedDataParallel
-    if not isinstance(answer, type) or issubclass(answer, torch_s):
+    if isinstance(answer, type) and issubclass(answer, torch_s):
         raise malformed(answer, "a class of your own", "Write its three methods.")
     inner = cases.build(case.seed + place.job_rank, case.kind)
     with Log() as wire, late_messages(wire.events):

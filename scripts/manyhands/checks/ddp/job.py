@@ -57,7 +57,7 @@ def processes() -> list[Process]:
         Process({}, 8),
         Process(one_node, here),
         Process(started(0, 0, here), here - 1),
-        Process(one_node, here - 1),
+        Process(started(here - 1, here - 1, here), here - 1),
         Process(first_here, here + 1),
         Process(later_here, here),
         Process(later_here, 0),

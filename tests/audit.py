@@ -29,6 +29,8 @@ def audit(spec: Spec) -> list[str]:
     wanted, *shown = trial.faces(spec, changes, steps, cases, LIMIT_S)
     if len(wanted) < len(steps):
         return ["the truth does not end"]
+    if all(sight.kind == "raised" for row in wanted for sight in row):
+        return [f"the truth raises in every case: {wanted[0][0].data}"]
     for mistake, face in zip(listed, shown, strict=True):
         tried = Trial(spec, None, cases, steps, wanted, face, None)
         if words := _complaint(tried, mistake, listed, shown):

@@ -92,3 +92,20 @@ def refused(spec: Spec, answers: list) -> list[str]:
                 name = getattr(answer, "__name__", answer)
                 complaints.append(f"{name} is refused: {error}")
     return complaints
+
+
+def unseen(spec: Spec, answers: list) -> list:
+    """Those of these wrong answers that do not differ from the truth when all are tried at once.
+
+    An answer behind one that ends the ranks is among them: it has to be tried by itself.
+    """
+    cases = spec.draw()
+    steps = spec.steps(cases)
+    rows, failed = trial.look(spec, [spec.truth, *answers], steps, cases, LIMIT_S)
+    n = len(steps)
+    left = []
+    for number, answer in enumerate(answers, 1):
+        tried = Trial(spec, answer, cases, steps, rows[:n], rows[number * n :][:n], failed)
+        if tried.first_wrong(tried.found) is None:
+            left.append(answer)
+    return left

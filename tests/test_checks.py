@@ -34,6 +34,7 @@ LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*
 
 MOST_MISTAKES = 15  # of an exercise; the slips that any function can have come by themselves
 MOST_WRONG = 6  # answers that are no slip of the truth
+TEXTS = ("0.5", "0.6")  # read by rules of their own, and each rule needs a text that breaks it
 
 
 def exercises_of(word: str) -> dict:
@@ -100,7 +101,7 @@ def test_every_exercise_has_answers_mistakes_and_hints_and_no_list_regrows(word)
             assert len(wrongs[todo]) >= 4, todo
         else:
             assert 3 <= len(exercise.spec.mistakes) <= MOST_MISTAKES, todo
-            assert len(wrongs.get(todo, ())) <= MOST_WRONG, todo
+            assert todo in TEXTS or len(wrongs.get(todo, ())) <= MOST_WRONG, todo
 
 
 @pytest.mark.parametrize(("word", "spec"), specs())

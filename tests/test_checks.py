@@ -257,7 +257,7 @@ def test_an_endless_loop_without_ranks_is_told_without_words_of_messages(monkeyp
         while True:
             pass
 
-    monkeypatch.setattr("manyhands.checks.LIMIT_S", 1.0)
+    monkeypatch.setattr(exercises_of("first_job")["0.3"].spec, "limit_s", 1.0)
     told = repr(verdict("first_job", "0.3", forever))
     assert "never ended: it is still in line" in told and "What ends the loop" in told
     assert "rank" not in told and "message" not in told
@@ -362,7 +362,7 @@ def test_hints_come_one_at_a_time(capsys):
 
 def test_keep_writes_what_passed_and_nothing_else(tmp_path, capsys):
     lesson = Lesson("demo")
-    lesson.exercise("6.5")(mean_of_ones_own)
+    lesson.add(exercises_of("ddp")["6.5"].spec)
     lesson.keep(tmp_path / "mine")
     assert "nothing to write" in capsys.readouterr().out and not (tmp_path / "mine").exists()
 

@@ -303,7 +303,7 @@ WRONG["0.5"] += [
     (command_with(lambda command: ""), "no line holds the command"),
     (command_with(lambda command: f"srun {command}"), "it brings its own srun"),
     (command_with(lambda command: f"{command}\necho done"), "it counts as completed"),
-    (job_after(print), "not returned"),
+    (job_after(print), "Return the text; do not print or write it."),
 ]
 
 
@@ -372,8 +372,8 @@ WRONG["0.6"] += [
     (site_with("\n", "\r\n"), "lines end with \\r\\n"),
     (site_with("export ", "exit 1; export "), "the file ends the shell"),
     (site_with(LOAD, LOAD + "\nexport SBATCH_TIMELIMIT=1-0"), "overrules that line"),
-    (lambda: {"SBATCH_ACCOUNT": "class"}, "return six lines in quotes"),
-    (lambda: print(planning.site_file()), "printed or written, not returned"),
+    (lambda: {"SBATCH_ACCOUNT": "class"}, "Return six lines as one text."),
+    (lambda: print(planning.site_file()), "Return six lines as one text."),
 ]
 
 

@@ -288,7 +288,7 @@ WRONG = {
         (throughput_without_a_clock, "a clock of the module time that counts waiting is read"),
     ],
     "3.2": [
-        (steps_that_begin_with_a_look, "the steps after which the model is evaluated"),
+        (steps_that_begin_with_a_look, "gives the result: 0, not 2"),
         (steps_never_done, "The model does not change between steps"),
         (steps_nearly_there, ""),
         (steps_given_up, ""),

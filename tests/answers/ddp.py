@@ -342,7 +342,7 @@ WRONG: dict[str, list] = {
         (mean_of_all_calls, "the mean of a second call"),
     ],
     "6.6": [
-        (save_and_poll, "No message tells the other ranks"),
+        (save_and_poll, "meet in a message once the file is there"),
         (save_whatever_happens, "when the disk is full"),
         (save_zeros, "the file"),
         (save_only_with_others, "how often torch.save is called: 0"),

@@ -317,7 +317,7 @@ WRONG = {
         (direction_by_signs, "whole filters are scaled, and no smaller pieces"),
     ],
     "2.4": [
-        (surface_with_an_early_return, "Not all ranks"),
+        (surface_with_an_early_return, "All ranks that are left wait."),
         (surface_that_stays_away, "the parameters are where they were"),
         (surface_before_its_loss_at, "calls your `not_written_yet`, TODO 2.1"),
     ],
@@ -325,6 +325,6 @@ WRONG = {
     "2.6": [
         (sharpness_of_the_whole_hessian, "one step does not reach the largest eigenvalue"),
         (sharpness_without_create_graph, "create_graph=True"),
-        (sharpness_by_backward, "no .grad is changed"),
+        (sharpness_by_backward, ""),
     ],
 }

@@ -46,6 +46,10 @@ def hold(folder: Path) -> None:
                     f"--out {folder} is in use by {who}: wait until it has ended, or name a new "
                     "folder"
                 ) from None
+    if not _is_same_file(file, path):  # who held it has deleted it meanwhile
+        file.close()
+        hold(folder)
+        return
     with suppress(OSError):  # on a full disk the lock holds, too
         file.truncate(0)
         file.write(
@@ -56,9 +60,12 @@ def hold(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Let other processes write into `folder`."""
-    file = _held.pop(folder.resolve() / NAME, None)
+    """Let other processes write into `folder`, and leave no file of the lock in it."""
+    path = folder.resolve() / NAME
+    file = _held.pop(path, None)
     if file is not None:
+        if _is_same_file(file, path):
+            path.unlink()
         file.close()
 
 

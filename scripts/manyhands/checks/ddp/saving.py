@@ -355,7 +355,7 @@ save_once = Spec(
             A whole model is pickled, which torch.load reads only with weights_only=False. | {STATE}
         {MODULE} => {n: v for n, v in getattr(model, "module", model).named_parameters()}
             The buffers are missing from the file. | {STATE}
-        {REPLACE} => shutil.copy(partial, path); os.remove(partial)
+        {REPLACE} => path.write_bytes(partial.read_bytes()); os.remove(partial)
             {HALF} | {SWAP}
         {SECOND} => partial = path
         {REPLACE} => pass

@@ -21,6 +21,7 @@ from manyhands.checks import first_job as check
 from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.lesson import judge
 from manyhands.checks.first_job import files
+from manyhands.checks.first_job import site as site_rules
 from manyhands.data import images
 from manyhands.first_job.planning import (
     SITE,
@@ -351,19 +352,19 @@ def test_the_site_file_says_what_the_site_shows():
     text = 'module() { echo "$*"; }\n' + site_file() + "\nenv"
     said = bash(text).splitlines()
     assert said[0] in ("load Python/3.12 CUDA/12.8", "load CUDA/12.8 Python/3.12")
-    for name, value in files.TRUTH.items():
+    for name, value in site_rules.TRUTH.items():
         assert f"{name}={value}" in said
         assert value in SITE
     assert len(site_file().splitlines()) == 6
     gpu = next(line.split() for line in SITE.splitlines() if line.startswith("gpu "))
-    assert gpu[3] == "gpu:h100:" + files.TRUTH["SBATCH_GPUS_PER_NODE"]
+    assert gpu[3] == "gpu:h100:" + site_rules.TRUTH["SBATCH_GPUS_PER_NODE"]
 
 
 def test_the_site_file_is_read_without_the_users_own_environment(monkeypatch, tmp_path):
     start_file = tmp_path / "start"
     start_file.write_text("export SBATCH_ACCOUNT=class\n")
     monkeypatch.setenv("BASH_ENV", str(start_file))
-    for name, value in files.TRUTH.items():
+    for name, value in site_rules.TRUTH.items():
         monkeypatch.setenv(name, value)
     told = judge(check.lesson.exercises["0.6"], lambda: "module load Python CUDA\n")
     assert "SBATCH_ACCOUNT is not set" in told.seen

@@ -199,8 +199,13 @@ def start_kernel(tmp_path, first="pass"):
             print(run_ranks(lambda: 5, 2), flush=True)
         """)
     )
+    search = os.pathsep.join(sys.path)  # for a rank that imports this file
     kernel = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": search},
     )
     assert "waiting" in kernel.stdout.readline()
     assert "waiting" in kernel.stdout.readline()

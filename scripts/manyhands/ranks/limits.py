@@ -8,6 +8,7 @@ as much processor time, however busy the machine is, up to a cap by the clock.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 
 SAMPLE_S = 0.25
 LOOK_BELOW_S = 1.0  # from one look at the ranks' own children to the next: it reads all of /proc
+RECENT = 4  # samples by which a rank is said to compute or to wait
 CAP = 10  # times the limit, by the clock: then it is up, whatever the ranks do
 COMPUTING = 0.05  # share of a processor above which a process does more than wait
 RUNNABLE = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # also where it gets no processor
@@ -30,7 +32,7 @@ class Clock:
         self.waited_s = 0.0  # in which no rank computed
         self.still_s = 0.0  # the part of it since some rank last computed
         self.computed_s = 0.0  # processor time of the rank that was busiest in each sample
-        self.computing: set[int] = set()  # ranks, in the last sample
+        self._recent = {rank: deque(maxlen=RECENT) for rank in pids}  # did it compute?
         self._processes: dict[int, psutil.Process] = {}
         for rank, pid in pids.items():
             with suppress(psutil.Error):
@@ -47,6 +49,11 @@ class Clock:
         """Seconds since the start, by the clock."""
         return time.monotonic() - self._start_s
 
+    @property
+    def computing(self) -> set[int]:
+        """Ranks that computed in most of the last samples; a thread of one that waits may wake."""
+        return {rank for rank, seen in self._recent.items() if 2 * sum(seen) > len(seen)}
+
     def is_up(self, running: Iterable[int]) -> bool:
         """Have the ranks in `running` had their time? Takes a sample when one is due."""
         now = time.monotonic()
@@ -59,16 +66,18 @@ class Clock:
         self._sampled_s = now
         if now - self._looked_s >= LOOK_BELOW_S:
             self._look_below(running, now)
-        self.computing = set()
+        does_any = False
         busiest_s = 0.0
         for rank in running:
             used_s, is_runnable = self._use(rank)
             spent_s = used_s - self._used_s[rank] + self._below_share[rank] * passed_s
             self._used_s[rank] = used_s
-            if is_runnable or spent_s > COMPUTING * passed_s:
-                self.computing.add(rank)
+            does = is_runnable or spent_s > COMPUTING * passed_s
+            self._recent[rank].append(does)
+            if does:
+                does_any = True
                 busiest_s = max(busiest_s, spent_s)
-        if self.computing:
+        if does_any:
             self.computed_s += min(passed_s, busiest_s)  # threads count once
             self.still_s = 0.0
         else:

@@ -368,8 +368,8 @@ def test_keep_writes_what_passed_and_nothing_else(tmp_path, capsys):
 
 
 def test_the_card_says_the_same_and_escapes(capsys):
-    told = Verdict("6.5", "mean", "not yet", "<b>seen</b>", "smell", "hint")
-    assert repr(told) == "TODO 6.5 not yet: <b>seen</b> - smell - hint"
+    told = Verdict("6.5", "mean", "not yet", "<b>seen</b>", "why", "hint")
+    assert repr(told) == "TODO 6.5 not yet: <b>seen</b> - why - hint"
     assert "&lt;b&gt;seen&lt;/b&gt;" in told._repr_html_()
     score("bytes", "many", 8, 8.0, "bytes")
     score("bytes", None, 8, 2.5)

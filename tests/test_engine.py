@@ -125,7 +125,7 @@ def told(spec: Spec, answer: object) -> str:
     try:
         verdict.check(spec, answer)
     except Wrong as wrong:
-        return " - ".join((wrong.seen, wrong.smell, wrong.hint))
+        return " - ".join((wrong.seen, wrong.why, wrong.hint))
     return "done"
 
 
@@ -308,6 +308,19 @@ def test_what_ranks_do_is_told(answer, words):
     start_s = time.monotonic()
     assert words in told(TOTAL, answer)
     assert time.monotonic() - start_s < 60
+
+
+def waits_for_none(x, group=None):
+    result = x.clone()
+    dist.all_reduce(result, group=group).wait()
+    return result
+
+
+def test_of_two_reasons_the_one_that_quotes_more_of_the_error_counts(monkeypatch):
+    monkeypatch.setattr(TOTAL, "reasons", {"'NoneType' object": ("A gradient is None.", "")})
+    assert "Without async_op=True a collective waits itself" in told(TOTAL, waits_for_none)
+    monkeypatch.setattr(TOTAL, "reasons", {"has no attribute 'wait'": ("Short.", "")})
+    assert "Short." not in told(TOTAL, waits_for_none)
 
 
 def test_no_word_of_a_hang_accuses():

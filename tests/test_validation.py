@@ -58,7 +58,8 @@ def test_each_rank_validates_on_its_own_batches(config, num_batches, capfd):
     assert f"validation batch 1 of {most}: " in said and said.count("validation batch") == most
     end = status(Path(config.out))
     assert end["state"] == "finished" and end["valid_loss"] == 1.5
-    assert 0.02 * most < end["valid_s"] < 60
+    # Rank 0 measures, which may start while the others are at work.
+    assert 0.02 * num_batches[0] < end["valid_s"] < 60
 
 
 def test_a_quick_validation_says_nothing(config, capfd):

@@ -100,7 +100,10 @@ def write_state(state: dict, path: Path) -> None:
             torch.save(state, file)
         except RuntimeError as problem:
             # torch hides the disk's own words behind an error about its zip writer.
-            raise OSError(first_line(problem.__context__ or problem)) from None
+            disk = problem.__context__
+            if not isinstance(disk, OSError):
+                raise
+            raise OSError(disk.errno, disk.strerror) from None
         file.flush()
         os.fsync(file.fileno())
 

@@ -14,11 +14,11 @@ COLOURS = {
 
 
 class Wrong(Exception):
-    """What a check saw, the misconception it smells of, and a hint."""
+    """What a check saw, why that is wrong or what it comes from, and what to try."""
 
-    def __init__(self, seen: str, smell: str = "", hint: str = "") -> None:
+    def __init__(self, seen: str, why: str = "", hint: str = "") -> None:
         super().__init__(seen)
-        self.seen, self.smell, self.hint = seen, smell, hint
+        self.seen, self.why, self.hint = seen, why, hint
 
 
 class NotJudged(Exception):
@@ -37,11 +37,11 @@ class Verdict:
     name: str
     state: str  # done, not started, not yet, not judged
     seen: str = ""
-    smell: str = ""
+    why: str = ""
     hint: str = ""
 
     def __repr__(self) -> str:
-        reasons = " - ".join(part for part in (self.seen, self.smell, self.hint) if part)
+        reasons = " - ".join(part for part in (self.seen, self.why, self.hint) if part)
         return f"TODO {self.todo} {self.state}" + (f": {reasons}" if reasons else "")
 
     def _repr_html_(self) -> str:
@@ -51,7 +51,7 @@ class Verdict:
             parts.append(
                 f"Write it in the cell above. Stuck? <code>check.hint('{self.todo}')</code>"
             )
-        for label, text in (("Seen", self.seen), ("Why", self.smell), ("Try", self.hint)):
+        for label, text in (("Seen", self.seen), ("Why", self.why), ("Try", self.hint)):
             if text:
                 parts.append(f"<b>{label}:</b> {html.escape(text)}")
         style = f"border-left:6px solid rgb({colour});background:rgba({colour},.14)"

@@ -180,7 +180,7 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
                     refuse_the_course_s_own(part, known)
         exercise.check(answer)
     except Wrong as wrong:
-        words = [" ".join(text.split()) for text in (wrong.seen, wrong.smell, wrong.hint)]
+        words = [" ".join(text.split()) for text in (wrong.seen, wrong.why, wrong.hint)]
         return Verdict(todo, name, "not yet", *words)
     except NotJudged as fault:
         why = "This says nothing about your answer."

@@ -142,7 +142,7 @@ def _sight(
         sight = Sight("told", (f"gives {seen}", why, hint))
     except Wrong as wrong:
         error = wrong
-        sight = Sight("told", (wrong.seen, wrong.smell, wrong.hint))
+        sight = Sight("told", (wrong.seen, wrong.why, wrong.hint))
     except Exception as raised:
         if type(raised) is NotImplementedError and re.match(r"TODO|$", str(raised)):
             raise  # the learner's own stub; torch raises this error, too, and says why

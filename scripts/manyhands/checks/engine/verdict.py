@@ -343,14 +343,12 @@ def _words_of_a_change(said: str, changed: set[str]) -> Words:
 
 
 def _words_of_an_error(spec, said, sight, wanted, answer, cause) -> Words:
-    names, message = sight.data
-    seen, *known = raised(said, sight.failure, answer)
-    reason = next((w for words, w in spec.reasons.items() if words in f"{names[0]}: {message}"), ())
+    seen, *known = raised(said, sight.failure, answer, spec.reasons)
     if wanted.kind == "raised":
         right = wanted.data[0][0]
         other = f"The docstring asks for a {right} here, and callers catch only that."
         return seen, *(cause or (other, f"raise {right}(...)"))
-    return seen, *(cause or reason or known)
+    return seen, *(cause or known)
 
 
 def _words_of_an_end(trial: Trial) -> Words:
@@ -365,10 +363,7 @@ def _words_of_an_end(trial: Trial) -> Words:
     if is_echo(failed.failure):
         at = place(failed.failure, trial.answer)
         return f"{said}: rank {failed.rank} waited{at} for a partner that had left", *PARTED
-    error = f"{failed.failure.error}: {failed.failure.message}"
-    reason = next((w for words, w in trial.spec.reasons.items() if words in error), ())
-    seen, *known = raised(said, failed.failure, trial.answer)
-    return seen, *(reason or known)
+    return raised(said, failed.failure, trial.answer, trial.spec.reasons)
 
 
 def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:

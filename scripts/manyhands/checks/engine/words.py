@@ -1,6 +1,7 @@
 """Where an answer failed, in the learner's own lines, and what some errors are known to mean."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from manyhands.checks.engine.answer import lines_of
@@ -41,10 +42,19 @@ def place(failure: Failure, answer: object = None) -> str:
     return f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
 
 
-def raised(who: str, failure: Failure, answer: object = None) -> tuple[str, str, str]:
-    """An exception, or a death, of a rank or of a call as what was seen, why, and a hint."""
+def raised(
+    who: str, failure: Failure, answer: object, reasons: Mapping[str, tuple[str, str]]
+) -> tuple[str, str, str]:
+    """An exception, or a death, of a rank or of a call as what was seen, why, and a hint.
+
+    Args:
+        reasons: of the exercise; of these and of the errors that are known anyway, the one that
+            quotes most of the message counts.
+    """
     message = re.sub(r" <\S+ object at 0x\w+>", "", " ".join(failure.message.split()))[:300]
     said = f"{failure.error}: {message}"
-    smell, hint = next((known for words, known in KNOWN_ERRORS.items() if words in said), ("", ""))
+    known = KNOWN_ERRORS | dict(reasons)
+    quoted = [words for words in known if words in said]
+    why, hint = known[max(quoted, key=len)] if quoted else ("", "")
     did = "died" if failure.error == "died" else f"raised {failure.error}"
-    return f"{who} {did}: {message}{place(failure, answer)}", smell, hint
+    return f"{who} {did}: {message}{place(failure, answer)}", why, hint

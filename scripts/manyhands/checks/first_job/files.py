@@ -69,7 +69,7 @@ def job_seen(answer, request: Request) -> str:
         if request.name == "first_job":  # one question to Slurm is enough
             _ask_slurm(text, request)
     except Wrong as wrong:
-        raise Wrong(wrong.seen.removeprefix(f"{request}: "), wrong.smell, wrong.hint) from None
+        raise Wrong(wrong.seen.removeprefix(f"{request}: "), wrong.why, wrong.hint) from None
     return "accepted"
 
 
@@ -83,10 +83,10 @@ def _compare_job(text: str, request: Request) -> None:
         )
     options, ignored = read_directives(text)
     for wrong in (_of_nodes, _of_gpus, _of_time, _of_names):
-        for name, seen, smell, advice in wrong(options, request):
+        for name, seen, why, advice in wrong(options, request):
             lost = [reason for line, *reason in ignored if name in line]
             where = f"{request}: {seen}" + (f", though a line holds {name}" if lost else "")
-            raise Wrong(where, *(lost[0] if lost else (smell, advice)))
+            raise Wrong(where, *(lost[0] if lost else (why, advice)))
     _compare_command(text, request)
 
 
@@ -148,7 +148,7 @@ PLACEHOLDER = "<...> stands for something: for Slurm %x is the job's name and %j
 def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
     """What sbatch reads in a job file: long names and values of its options, the last one of each.
 
-    Also returns the lines that look like options but are none to sbatch: line, smell, hint.
+    Also returns the lines that look like options but are none to sbatch: line, why, hint.
 
     Raises:
         Wrong: sbatch refuses a line.
@@ -195,22 +195,22 @@ def _options_of(line: str) -> dict[str, str]:
             name, equals, value = word[2:].partition("=")
             name = _long_name(name, line)
         elif word.startswith("-") and word[1:].partition("=")[0] in VALUED:
-            smell = f"after one dash the letter {word[1]} alone is the option"
-            raise Wrong(f"sbatch refuses {line!r}", smell, f"two dashes: -{word}")
+            why = f"after one dash the letter {word[1]} alone is the option"
+            raise Wrong(f"sbatch refuses {line!r}", why, f"two dashes: -{word}")
         elif word[:1] == "-" and word[1:2] in SHORT:
             name, equals, value = SHORT[word[1]], word[2:], word[2:]
             if name in PLAIN and value:  # several letters behind one -
                 words.insert(0, f"-{value}")
         else:
-            smell = "spaces around = split an option in two" if "=" in line else ""
-            smell = PLACEHOLDER if "<" in line else smell
+            why = "spaces around = split an option in two" if "=" in line else ""
+            why = PLACEHOLDER if "<" in line else why
             seen = f"sbatch refuses {line!r}: {word!r} is no option"
-            raise Wrong(seen, smell, "--name=value, in one piece")
+            raise Wrong(seen, why, "--name=value, in one piece")
         if name in VALUED and not equals:
             value = words.pop(0) if words else ""
         if name in VALUED and value in ("", "="):
-            smell = "an option is one piece, without spaces around ="
-            raise Wrong(f"sbatch refuses {line!r}: --{name} has no value", smell, "--name=value")
+            why = "an option is one piece, without spaces around ="
+            raise Wrong(f"sbatch refuses {line!r}: --{name} has no value", why, "--name=value")
         options[name] = value
     return options
 
@@ -227,7 +227,7 @@ def _long_name(name: str, line: str) -> str:
     raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "a misspelt name", advice)
 
 
-Fault = tuple[str, str, str, str]  # the option, what is seen, what it smells of, what to try
+Fault = tuple[str, str, str, str]  # the option, what is seen, why, what to try
 
 
 def _count(value: str, name: str) -> int:
@@ -257,8 +257,8 @@ def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
         said = f"--nodes={nodes}" if "nodes" in options else "--nodes is missing, so 1"
         yield "--nodes", f"{said}, not {request.nodes}", "", "--nodes={nodes}"
     if all_tasks is not None and all_tasks < request.nodes:
-        smell = f"a node without a task is not given, so {all_tasks} of {request.nodes} are left"
-        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", smell, "leave it out"
+        why = f"a node without a task is not given, so {all_tasks} of {request.nodes} are left"
+        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", why, "leave it out"
     if all_tasks is not None and all_tasks != request.nodes:
         per_node = all_tasks / request.nodes
     if per_node == 0:
@@ -280,12 +280,12 @@ def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
     asked |= {"gres": gres[0]} if gres else {}
     for name, value in asked.items():
         number = 1 if value == "gpu" else _count(value, name)
-        smell = (
+        why = (
             f"{number} is what all {nodes} nodes have together" if number == wanted * nodes else ""
         )
         if number != wanted:
             seen = f"--{name}={value} asks for {number} on each node, not {wanted}"
-            yield f"--{name}", seen, smell, "the GPUs of one node: --gpus-per-node={gpus_per_node}"
+            yield f"--{name}", seen, why, "the GPUs of one node: --gpus-per-node={gpus_per_node}"
     if not asked and "gpus" in options:
         yield (
             "--gpus",
@@ -294,8 +294,8 @@ def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
             "--gpus-per-node={gpus_per_node}",
         )
     elif not asked:
-        smell = "a job that asks for no GPU gets none"
-        yield "--gpus-per-node", "no GPU is asked for", smell, "--gpus-per-node={gpus_per_node}"
+        why = "a job that asks for no GPU gets none"
+        yield "--gpus-per-node", "no GPU is asked for", why, "--gpus-per-node={gpus_per_node}"
 
 
 def minutes_of(time: str) -> int | None:
@@ -319,59 +319,59 @@ def minutes_of(time: str) -> int | None:
 def _of_time(options: dict, request: Request) -> Iterable[Fault]:
     form = "minutes, or hours:minutes:seconds with minutes // 60 and minutes % 60"
     if "time" not in options:
-        smell = "without a limit the job gets the queue's own, and waits longer for its turn"
-        yield "--time", "--time is missing", smell, form
+        why = "without a limit the job gets the queue's own, and waits longer for its turn"
+        yield "--time", "--time is missing", why, form
         return
     time, wanted = options["time"], request.minutes
     got = minutes_of(time)
     if got is None:
-        smell = "Slurm knows no letters and no decimals there"
-        smell = smell if "$" not in time else "Slurm knows no variables of the shell there"
-        yield "--time", f"sbatch refuses --time={time}", smell, form
+        why = "Slurm knows no letters and no decimals there"
+        why = why if "$" not in time else "Slurm knows no variables of the shell there"
+        yield "--time", f"sbatch refuses --time={time}", why, form
     elif got != wanted:
-        smell = ""
+        why = ""
         if got == wanted * 60:
-            smell = "that is as many hours"
-            smell = smell if ":" in time else "that is seconds, but one number is minutes"
+            why = "that is as many hours"
+            why = why if ":" in time else "that is seconds, but one number is minutes"
         elif got == 0:
-            smell = "0 is no limit at all"
+            why = "0 is no limit at all"
         elif time.count(":") == 1 and "-" not in time:
-            smell = "two numbers are minutes and seconds"
+            why = "two numbers are minutes and seconds"
         elif got == wanted // 60 * 60:
-            smell = "the minutes beyond whole hours are lost"
+            why = "the minutes beyond whole hours are lost"
         elif got == wanted % 60:
-            smell = "the whole hours are lost"
-        yield "--time", f"--time={time} is {got:,} minutes to Slurm, not {wanted:,}", smell, form
+            why = "the whole hours are lost"
+        yield "--time", f"--time={time} is {got:,} minutes to Slurm, not {wanted:,}", why, form
 
 
 def _of_names(options: dict, request: Request) -> Iterable[Fault]:
     name, output = options.get("job-name", ""), options.get("output", "slurm-%j.out")
     if name != request.name:
         said = f"--job-name={name}" if name else "--job-name is missing"
-        smell = "without it the job has the name of the file" if not name else ""
-        yield "--job-name", f"{said}, not {request.name}", smell, "--job-name={name}"
+        why = "without it the job has the name of the file" if not name else ""
+        yield "--job-name", f"{said}, not {request.name}", why, "--job-name={name}"
     wanted = f"{request.name}-4711.out"
     if (written := file_name(output, name)) != wanted:
-        smell = ""
+        why = ""
         if "output" not in options:
-            smell = "without --output the file is slurm-<number>.out, whatever job it was"
+            why = "without --output the file is slurm-<number>.out, whatever job it was"
         elif "<" in output:
-            smell = PLACEHOLDER
+            why = PLACEHOLDER
         elif "$" in output:
-            smell = "Slurm knows no variables of the shell there; %j is the number"
+            why = "Slurm knows no variables of the shell there; %j is the number"
         elif written.rpartition("/")[2] == wanted:
-            smell = "Slurm makes no folders: where one is missing, the job ends without a word"
+            why = "Slurm makes no folders: where one is missing, the job ends without a word"
         elif "%%" in output:
-            smell = "%% stands for the sign %; in an f-string % needs no doubling"
+            why = "%% stands for the sign %; in an f-string % needs no doubling"
         yield (
             "--output",
             f"--output={output} makes job 4711 write to {written}, not {wanted}",
-            smell,
+            why,
             "--output=%x-%j.out",
         )
     if "error" in options and file_name(options["error"], name) != wanted:
-        smell = "errors would go to another file"
-        yield "--error", f"--error={options['error']}", smell, "leave it out: --output takes both"
+        why = "errors would go to another file"
+        yield "--error", f"--error={options['error']}", why, "leave it out: --output takes both"
 
 
 def file_name(pattern: str, name: str) -> str:
@@ -393,20 +393,18 @@ def _compare_command(text: str, request: Request) -> None:
         raise Wrong(f"{request}: {seen}", "", "the last line is the command, as it is given")
     if len(near) > 1:
         raise Wrong(f"{request}: the command stands there {len(near)} times", "", "once")
-    smell = ""
+    why = ""
     if near[0] == command:
-        smell = (
-            "the job ends as its last command does: where training fails, it counts as completed"
-        )
+        why = "the job ends as its last command does: where training fails, it counts as completed"
     elif near[0].endswith("&"):
-        smell = "the job is over when its script ends, and & lets the script go on at once"
+        why = "the job is over when its script ends, and & lets the script go on at once"
     elif near[0].startswith(("srun", "torchrun", "python", "bash")):
-        smell = "the command is whole: it brings its own srun where it needs one"
+        why = "the command is whole: it brings its own srun where it needs one"
     elif near[0].startswith("exec"):
-        smell = "exec would do no harm, but what to run is for the caller to say"
+        why = "exec would do no harm, but what to run is for the caller to say"
     raise Wrong(
         f"{request}: the script is {'; '.join(body)}, and the command {command!r}"[:300],
-        smell,
+        why,
         "the last line is the command, as it is given",
     )
 

@@ -24,7 +24,7 @@ TRUTH = {
     "HEAD_SUFFIX": "-ib",
 }
 MODULES = {"Python": "Python/3.12", "CUDA": "CUDA/12.8"}
-LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values, smell and hint
+LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values, why and hint
     "SBATCH_ACCOUNT": {
         "home": ("that account may use the partition cpu only", "look at the column Partition"),
         "student": ("that is your own name; the time is charged to an account", "first column"),
@@ -134,16 +134,16 @@ def _site_seen(text: object) -> dict:
 def _compare_shell(seen: dict) -> None:
     """Was bash content with every line?"""
     if "\r" in seen["text"]:
-        smell = "bash takes the \\r for a part of the value"
-        raise Wrong("lines end with \\r\\n", smell, "end them with \\n")
+        why = "bash takes the \\r for a part of the value"
+        raise Wrong("lines end with \\r\\n", why, "end them with \\n")
     found = re.search(r"\./site\.env: (?:line (\d+): )?(.*)", seen["said"])
     if found:
         number, said = int(found[1] or 0), found[2].strip()
         line = seen["text"].split("\n")[number - 1].strip() if number else ""
         raise Wrong(f"bash, in line {number} ({line}): {said}"[:250], *_why_bash(line, said))
     if not seen["ended"]:
-        smell = "the file ends the shell that reads it (exit?), or never ends"
-        raise Wrong("bash did not come to the end of the file", smell, "only the six lines")
+        why = "the file ends the shell that reads it (exit?), or never ends"
+        raise Wrong("bash did not come to the end of the file", why, "only the six lines")
 
 
 def _why_bash(line: str, said: str) -> tuple[str, str]:
@@ -166,12 +166,12 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
     is_set, value, exported = row
     if not is_set:
         near = difflib.get_close_matches(name, re.findall(r"(\w+)=", text), 1, 0.75)
-        smell = f"there is {near[0]}" if near else ""
+        why = f"there is {near[0]}" if near else ""
         if re.search(rf"^\s*set\s+{name}=", text, re.MULTILINE):
-            smell = "`set` gives bash arguments, no variables"
+            why = "`set` gives bash arguments, no variables"
         elif "#SBATCH" in text:
-            smell = "#SBATCH lines are for job files; to bash they are comments"
-        raise Wrong(f"{name} is not set", smell, f"export {name}=...")
+            why = "#SBATCH lines are for job files; to bash they are comments"
+        raise Wrong(f"{name} is not set", why, f"export {name}=...")
     if value != exported:
         raise Wrong(
             f"{name} is {value!r} in the shell, but not for a program that it starts",
@@ -180,21 +180,21 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
         )
     if value == wanted or _is_as_good(name, value):
         return
-    smell, advice = LURES[name].get(value, ("", "look for it in SITE"))
+    why, advice = LURES[name].get(value, ("", "look for it in SITE"))
     if not value:
-        smell = "nothing stands right behind =: bash wants no space around it"
+        why = "nothing stands right behind =: bash wants no space around it"
         advice = f"export {name}=value"
     elif name == "HEAD_SUFFIX" and value.endswith(wanted):
-        smell, advice = "that is one node's whole name; it is added to each name", "only the ending"
+        why, advice = "that is one node's whole name; it is added to each name", "only the ending"
     elif "#" in value:
-        smell, advice = "a comment needs a space before #", f"export {name}={value.split('#')[0]}"
+        why, advice = "a comment needs a space before #", f"export {name}={value.split('#')[0]}"
     elif re.search(r"\d+\.\d+\.\d+", value):
-        smell, advice = "an address is another one on every node", "the network's name"
+        why, advice = "an address is another one on every node", "the network's name"
     elif not value.isascii():
-        smell, advice = "a sign that is not on a keyboard, such as a curly quote", "type it anew"
+        why, advice = "a sign that is not on a keyboard, such as a curly quote", "type it anew"
     elif value.strip("\"' ") == wanted or value.lower() == wanted:
-        smell, advice = "spaces, quotes and capital letters count", f"export {name}={wanted}"
-    raise Wrong(f"{name} is {value!r}", smell, advice)
+        why, advice = "spaces, quotes and capital letters count", f"export {name}={wanted}"
+    raise Wrong(f"{name} is {value!r}", why, advice)
 
 
 def _is_as_good(name: str, value: str) -> bool:
@@ -228,8 +228,8 @@ def _compare_modules(calls: list[str]) -> None:
     for short, whole in MODULES.items():
         if not {short, whole} & set(loaded):
             near = [name for name in loaded if name.lower().startswith(short.lower())]
-            smell = f"{near[0]} is not in the list that SITE shows" if near else ""
-            raise Wrong(f"{seen}; {whole} is missing", smell, f"module load {' '.join(TO_LOAD)}")
+            why = f"{near[0]} is not in the list that SITE shows" if near else ""
+            raise Wrong(f"{seen}; {whole} is missing", why, f"module load {' '.join(TO_LOAD)}")
     if strange := set(loaded) - set(MODULES) - set(MODULES.values()):
         raise Wrong(f"{seen}; there is no {min(strange)}", "", "see `module avail` in SITE")
 

@@ -11,6 +11,7 @@ import ast
 import functools
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def pytest_configure() -> None:
     """Set before torch is imported, and inherited by every process that a test starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def lessons() -> dict[str, int]:

@@ -1,41 +1,80 @@
-"""The test of an exercise's own lists: each mistake differs from the truth, and is named.
+"""The test of an exercise: its mistakes are named, right answers accepted, wrong ones told.
 
 The mistakes that a check knows are at the same time its wrong answers, so they stand nowhere else.
-Everything that does not end the ranks is tried in one set of ranks.
+All answers of an exercise are tried on the same cases in one set of ranks, and so are all mistakes;
+only what ends the ranks is tried by itself.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from manyhands.checks.engine import trial, verdict
-from manyhands.checks.engine.card import NotJudged, Wrong
-from manyhands.checks.engine.mistakes import Change, Mistake
+from manyhands.checks.engine.answer import parts_of
+from manyhands.checks.engine.card import NotJudged, Verdict, Wrong
+from manyhands.checks.engine.lesson import Exercise, judge
+from manyhands.checks.engine.mistakes import Mistake
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.verdict import Trial
+from manyhands.checks.engine.verdict import Faces, Trial
 
 LIMIT_S = 180
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 
 
-def audit(spec: Spec) -> list[str]:
-    """What is wrong with an exercise's own list of mistakes."""
-    complaints = [words for mistake in spec.mistakes if (words := unwritable(spec, mistake))]
-    if complaints:
-        return complaints
-    spec = replace(spec, mistake_s=max(MISTAKE_S, spec.mistake_s))
-    cases = spec.draw()
-    steps = spec.steps(cases)
-    listed = [mistake for mistake in spec.mistakes if not mistake.ends]
-    changes = [Change(), *(mistake.change for mistake in listed)]
-    wanted, *shown = trial.faces(spec, changes, steps, cases, LIMIT_S)
-    if len(wanted) < len(steps):
-        return ["the truth does not end"]
-    if all(sight.kind == "raised" for row in wanted for sight in row):
-        return [f"the truth raises in every case: {wanted[0][0].data}"]
-    for mistake, face in zip(listed, shown, strict=True):
-        tried = Trial(spec, None, cases, steps, wanted, face, None)
-        if words := _complaint(tried, mistake, listed, shown):
-            complaints.append(f"{mistake.why!r} {words}")
-    return complaints + [words for m in spec.mistakes if m.ends and (words := _unseen(spec, m))]
+class Audit:
+    """An exercise, tried on one draw of its cases."""
+
+    def __init__(self, exercise: Exercise) -> None:
+        spec = exercise.spec
+        self.exercise = exercise
+        self.spec = replace(spec, mistake_s=max(MISTAKE_S, spec.mistake_s))
+        self.faces = Faces(self.spec, self.spec.draw(), LIMIT_S)
+
+    def of_mistakes(self) -> list[str]:
+        """What is wrong with the exercise's own list of mistakes."""
+        complaints = [words for m in self.spec.mistakes if (words := unwritable(self.spec, m))]
+        if complaints:
+            return complaints
+        [rows] = self._rows([self.spec.truth])
+        if not rows:
+            return ["the truth does not end"]
+        if all(sight.kind == "raised" for row in rows for sight in row):
+            return [f"the truth raises in every case: {rows[0][0].data}"]
+        listed = [mistake for mistake in self.faces.singles if mistake in self.spec.mistakes]
+        indexes = range(len(self.faces.steps))
+        shown = self.faces.of(listed, indexes)
+        for mistake, face in zip(listed, shown, strict=True):
+            tried = Trial(self.spec, None, self.faces, rows, face, None)
+            if words := _complaint(tried, mistake, listed, shown):
+                complaints.append(f"{mistake.why!r} {words}")
+        ending = [mistake for mistake in self.spec.mistakes if mistake.ends]
+        return complaints + [words for m in ending if (words := _unseen(self.spec, m))]
+
+    def verdicts(self, answers: list) -> Iterator[Verdict]:
+        """The verdicts on all these answers, as a learner gets them."""
+        runnable = [one for one in answers if all(map(callable, parts_of(one)))]
+        wanted, *found = self._rows([self.spec.truth, *runnable])
+        rows = {id(one): face for one, face in zip(runnable, found, strict=True)}
+        for answer in answers:
+            if wanted and rows.get(id(answer)):
+                tried = Trial(self.spec, answer, self.faces, wanted, rows[id(answer)], None)
+                yield judge(
+                    replace(self.exercise, check=lambda _, t=tried: verdict.tell(t)), answer
+                )
+            else:
+                yield judge(self.exercise, answer)
+
+    def _rows(self, answers: list) -> list[list[trial.Row]]:
+        """What each answer shows in all steps; [] for those that end the ranks."""
+        n = len(self.faces.steps)
+        found: list[list[trial.Row]] = []
+        while len(found) < len(answers):
+            left = answers[len(found) :]
+            rows, _ = trial.look(
+                self.spec, left, self.faces.steps, self.faces.cases, self.spec.limit_s
+            )
+            found += [rows[at : at + n] for at in range(0, len(rows) - n + 1, n)]
+            found += [[]] if len(found) < len(answers) else []
+        return found
 
 
 def unwritable(spec: Spec, mistake: Mistake) -> str:
@@ -73,39 +112,3 @@ def _unseen(spec: Spec, mistake: Mistake) -> str:
     except NotJudged as fault:
         return f"{mistake.why!r} is not judged: {fault}"
     return f"{mistake.why!r} is not seen"
-
-
-def refused(spec: Spec, answers: list) -> list[str]:
-    """Those of these right answers that the check does not accept, with what it says."""
-    cases = spec.draw()
-    steps = spec.steps(cases)
-    rows, failed = trial.look(spec, [spec.truth, *answers], steps, cases, LIMIT_S)
-    n = len(steps)
-    complaints = []
-    for number, answer in enumerate(answers, 1):
-        found = rows[number * n : (number + 1) * n]
-        tried = Trial(spec, answer, cases, steps, rows[:n], found, failed)
-        if len(found) < n or tried.first_wrong(found) is not None:
-            try:
-                verdict.check(spec, answer)
-            except (Wrong, NotJudged) as error:
-                name = getattr(answer, "__name__", answer)
-                complaints.append(f"{name} is refused: {error}")
-    return complaints
-
-
-def unseen(spec: Spec, answers: list) -> list:
-    """Those of these wrong answers that do not differ from the truth when all are tried at once.
-
-    An answer behind one that ends the ranks is among them: it has to be tried by itself.
-    """
-    cases = spec.draw()
-    steps = spec.steps(cases)
-    rows, failed = trial.look(spec, [spec.truth, *answers], steps, cases, LIMIT_S)
-    n = len(steps)
-    left = []
-    for number, answer in enumerate(answers, 1):
-        tried = Trial(spec, answer, cases, steps, rows[:n], rows[number * n :][:n], failed)
-        if tried.first_wrong(tried.found) is None:
-            left.append(answer)
-    return left

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from audit import audit, refused, unseen
+from audit import Audit
 from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
@@ -45,28 +45,8 @@ def table_of(word: str, kind: str) -> dict[str, list]:
     return getattr(importlib.import_module(f"answers.{word}"), kind)
 
 
-def answers(kind: str) -> list:
-    """All answers of a kind; right ones of a Spec are judged together, elsewhere."""
-    found = []
-    for word in LESSONS:
-        for todo, listed in table_of(word, kind).items():
-            if kind == "RIGHT" and exercises_of(word)[todo].spec:
-                continue
-            for index, entry in enumerate(listed):
-                answer = entry if kind == "RIGHT" else entry[0]
-                name = f"{todo}-{getattr(answer, '__name__', 'answer')}-{index}"
-                found.append(pytest.param(word, todo, entry, id=name))
-    return found
-
-
-def specs() -> list:
-    """Every exercise that is a Spec."""
-    return [
-        pytest.param(word, exercise.spec, id=todo)
-        for word in LESSONS
-        for todo, exercise in exercises_of(word).items()
-        if exercise.spec
-    ]
+def every_exercise() -> list:
+    return [pytest.param(word, todo, id=todo) for word in LESSONS for todo in exercises_of(word)]
 
 
 def draw() -> None:
@@ -104,41 +84,46 @@ def test_every_exercise_has_answers_mistakes_and_hints_and_no_list_regrows(word)
             assert todo in TEXTS or len(wrongs.get(todo, ())) <= MOST_WRONG, todo
 
 
-@pytest.mark.parametrize(("word", "spec"), specs())
-def test_every_mistake_is_named_and_every_right_answer_accepted(word, spec):
+def as_asked(word: str, todo: str, answer: object) -> object:
+    """The answer, or twice the same where two are asked for."""
+    return Pair(answer, answer) if exercises_of(word)[todo].num_answers == 2 else answer
+
+
+@pytest.mark.parametrize(("word", "todo"), every_exercise())
+def test_every_mistake_is_named(word, todo):
     draw()
-    complaints = audit(spec)
-    draw()
-    complaints += refused(spec, table_of(word, "RIGHT")[spec.todo])
+    complaints = Audit(exercises_of(word)[todo]).of_mistakes()
     assert not complaints, "\n".join(["", *complaints])
 
 
-@pytest.mark.parametrize(("word", "todo", "answer"), answers("RIGHT"))
-def test_a_right_answer_is_done(word, todo, answer):
-    assert repr(verdict(word, todo, answer)) == f"TODO {todo} done"
+def returns_none(*args, **kwargs):
+    return None
 
 
-@pytest.mark.parametrize(("word", "todo", "entry"), answers("WRONG"))
-def test_a_wrong_answer_is_named(word, todo, entry):
-    answer, words = entry
-    told = verdict(word, todo, answer)
-    assert told.state == "not yet"
-    assert words in repr(told), repr(told)
-    assert "\n" not in repr(told) and "checks/" not in repr(told) and "Traceback" not in repr(told)
+def misspelt(*args, **kwargs):
+    return no_such_name  # noqa: F821
 
 
-def every_exercise() -> list:
-    return [
-        pytest.param(word, todo, id=todo)
-        for word in LESSONS
-        for todo in importlib.import_module(f"manyhands.checks.{word}").lesson.exercises
+@pytest.mark.parametrize(("word", "todo"), every_exercise())
+def test_right_answers_are_done_and_wrong_ones_are_told(word, todo):
+    """Each entry: an answer, its state, and words that its verdict must hold."""
+    entries = [(answer, "done", "") for answer in table_of(word, "RIGHT")[todo]]
+    entries += [
+        (answer, "not yet", words) for answer, words in table_of(word, "WRONG").get(todo, ())
     ]
-
-
-def as_asked(word: str, todo: str, answer: object) -> object:
-    """The answer, or twice the same where two are asked for."""
-    exercise = importlib.import_module(f"manyhands.checks.{word}").lesson.exercises[todo]
-    return Pair(answer, answer) if exercise.num_answers == 2 else answer
+    nonsense = {5: "", None: "", returns_none: "", int: "", misspelt: "NameError"}
+    entries += [(as_asked(word, todo, one), "not yet", words) for one, words in nonsense.items()]
+    draw()
+    told = Audit(exercises_of(word)[todo]).verdicts([answer for answer, *_ in entries])
+    complaints = []
+    for (answer, state, words), verdict in zip(entries, told, strict=True):
+        said = repr(verdict)
+        is_clean = not any(text in said for text in ("\n", "checks/", "Traceback"))
+        if verdict.state != state or words not in said or not is_clean:
+            complaints.append(f"{getattr(answer, '__name__', answer)}, {words!r}: {said}")
+        elif state == "not yet" and not verdict.seen:
+            complaints.append(f"{answer} is refused without a word")
+    assert not complaints, "\n".join(["", *complaints])
 
 
 @pytest.mark.parametrize(("word", "todo"), every_exercise())
@@ -147,25 +132,6 @@ def test_the_stub_is_not_started(word, todo):
         raise NotImplementedError(f"TODO {todo}")
 
     assert repr(verdict(word, todo, as_asked(word, todo, stub))) == f"TODO {todo} not started"
-
-
-@pytest.mark.parametrize(("word", "todo"), every_exercise())
-def test_half_answers_and_nonsense_are_told(word, todo):
-    def returns_none(*args, **kwargs):
-        return None
-
-    def misspelt(*args, **kwargs):
-        return no_such_name  # noqa: F821
-
-    for answer in (5, None):
-        told = verdict(word, todo, as_asked(word, todo, answer))
-        assert told.state == "not yet" and told.seen, (answer, told)
-    assert "NameError" in repr(verdict(word, todo, as_asked(word, todo, misspelt)))
-    spec = exercises_of(word)[todo].spec
-    for answer in unseen(spec, [as_asked(word, todo, one) for one in (returns_none, int)]):
-        told = verdict(word, todo, answer)
-        assert told.state == "not yet" and told.seen, (answer, told)
-        assert "checks/" not in repr(told), told
 
 
 class HalfWritten(data_parallel.BucketedDDP):

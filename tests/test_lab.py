@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -199,7 +200,8 @@ def start_kernel(tmp_path, first="pass"):
             print(run_ranks(lambda: 5, 2), flush=True)
         """)
     )
-    search = os.pathsep.join(sys.path)  # for a rank that imports this file
+    tests = Path(__file__).parent  # a rank imports this file
+    search = os.pathsep.join([str(tests.parent / "scripts"), str(tests)])
     kernel = subprocess.Popen(
         [sys.executable, script],
         stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ A mistake is named only if it shows what the answer shows on every rank in every
 machine are tried once more in new ranks; after that the answer is not judged.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -28,21 +29,65 @@ MOST_PAIRS = 200  # of mistakes, that are tried together
 Words = tuple[str, str, str]  # what was seen, why, what to try
 
 
+class Faces:
+    """What mistakes show in the same cases; each is tried once, however many answers there are.
+
+    Args:
+        limit_s: for each round of mistakes that are tried; those that are left count as hanging.
+    """
+
+    def __init__(self, spec: Spec, cases: dict, limit_s: float = NAMING_S) -> None:
+        self.spec = spec
+        self.cases = cases
+        self.limit_s = limit_s
+        self.steps = spec.steps(cases)
+        self._pairs: dict[int, list[Mistake]] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+
+    @functools.cached_property
+    def singles(self) -> list[Mistake]:
+        """All mistakes that can be tried: the exercise's own first, then slips of any function."""
+        tried = [*self.spec.mistakes, *generic(self.spec.truth, talks=bool(self.spec.layouts))]
+        return [mistake for mistake in tried if not mistake.ends]
+
+    def pairs(self, index: int, seen: list[bool]) -> list[Mistake]:
+        """Two mistakes at once, of which at least one is `seen` in this step by itself."""
+        if index not in self._pairs:
+            found = _pairs(self.spec, self.singles, seen)
+            self._pairs[index] = list(itertools.islice(found, MOST_PAIRS))
+        return self._pairs[index]
+
+    def of(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
+        """The rows of each mistake in these steps."""
+        indexes = tuple(indexes)
+        new = [mistake for mistake in mistakes if (id(mistake), indexes) not in self._known]
+        if new:
+            changes = [mistake.change for mistake in new]
+            steps = [self.steps[index] for index in indexes]
+            shown = faces(self.spec, changes, steps, self.cases, self.limit_s)
+            self._known |= {(id(m), indexes): face for m, face in zip(new, shown, strict=True)}
+        return [self._known[id(mistake), indexes] for mistake in mistakes]
+
+
 @dataclass
 class Trial:
     """An answer tried beside the truth. `found` ends early where the ranks did."""
 
     spec: Spec
     answer: object
-    cases: dict
-    steps: list[Step]
+    faces: Faces
     wanted: list[Row]
     found: list[Row]
     failed: RankFailed | None
 
+    @property
+    def steps(self) -> list[Step]:
+        """Every case in every layout."""
+        return self.faces.steps
+
     def case(self, index: int, rank: int) -> object:
         """What a rank was given in a step."""
-        return self.spec.case(self.cases, self.steps[index], rank)
+        return self.spec.case(self.faces.cases, self.steps[index], rank)
 
     def said(self, index: int, rank: int) -> str:
         """The call of a rank in a step, in words."""
@@ -85,7 +130,11 @@ def check(spec: Spec, answer: object) -> None:
         Wrong: with what was seen, the mistake that shows the same, and what to try.
         NotJudged: the machine was at fault, twice.
     """
-    trial = attempt(spec, answer)
+    tell(attempt(spec, answer))
+
+
+def tell(trial: Trial) -> None:
+    """Return if the answer of a trial is right; raises as `check` does."""
     if trial.failed and trial.failed.failure.error == "NotImplementedError":
         raise trial.failed
     first = trial.first_wrong(trial.found)
@@ -106,7 +155,8 @@ def attempt(spec: Spec, answer: object) -> Trial:
         rows, failed = look(spec, [spec.truth, answer], steps, cases, spec.limit_s, quiet=False)
         wanted = rows[: len(steps)]
         if len(wanted) == len(steps) and not _is_a_fault(failed):
-            return Trial(spec, answer, cases, steps, wanted, rows[len(steps) :], failed)
+            found = rows[len(steps) :]
+            return Trial(spec, answer, Faces(spec, cases), wanted, found, failed)
     reason = failed or "the ranks ended early"
     raise NotJudged(f"the machine did not let the check finish ({' '.join(str(reason).split())})")
 
@@ -119,23 +169,17 @@ def _is_a_fault(failed: RankFailed | None) -> bool:
 # ---- naming a mistake -----------------------------------------------------------------------
 
 
-def candidates(spec: Spec) -> list[Mistake]:
-    """All mistakes that can be tried: the exercise's own first, then the slips of any function."""
-    tried = [*spec.mistakes, *generic(spec.truth, talks=bool(spec.layouts))]
-    return [mistake for mistake in tried if not mistake.ends]
-
-
 def name(trial: Trial, index: int) -> Mistake | None:
     """The mistake that shows what the answer shows, everywhere; else two at once that do."""
-    tried = candidates(trial.spec)
-    heads = _faces(trial, tried, [index])
+    tried = trial.faces.singles
+    heads = trial.faces.of(tried, [index])
     near = [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
     named = best(trial, near)
     is_value = all(sight.kind == "value" for sight in trial.found[index])
     if named is None and is_value and not trial.spec.layouts:
         seen = [_is_seen(trial, face, index) for face in heads]
-        pairs = list(itertools.islice(_pairs(trial.spec, tried, seen), MOST_PAIRS))
-        heads = _faces(trial, pairs, [index])
+        pairs = trial.faces.pairs(index, seen)
+        heads = trial.faces.of(pairs, [index])
         near = [m for m, face in zip(pairs, heads, strict=True) if matches(trial, m, face, [index])]
         named = best(trial, near)
     return named
@@ -144,7 +188,7 @@ def name(trial: Trial, index: int) -> Mistake | None:
 def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
     """The first that shows the same in all steps; or, where parts are independent, in one part."""
     indexes = range(len(trial.found))
-    full = _faces(trial, near[:20], indexes)
+    full = trial.faces.of(near[:20], indexes)
     parts = [None]
     if trial.spec.independent:
         parts.append(_wrong_part(trial))
@@ -153,12 +197,6 @@ def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
             if matches(trial, mistake, face, indexes, part):
                 return mistake
     return None
-
-
-def _faces(trial: Trial, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
-    steps = [trial.steps[index] for index in indexes]
-    changes = [mistake.change for mistake in mistakes]
-    return faces(trial.spec, changes, steps, trial.cases, NAMING_S) if changes else []
 
 
 def matches(

@@ -1,5 +1,6 @@
 """run_ranks: real ranks from any function, and what is told when they go wrong."""
 
+import importlib
 import os
 import random
 import re
@@ -313,6 +314,15 @@ def test_a_server_that_does_not_answer_is_replaced(monkeypatch):
     monkeypatch.setattr(forkserver.Forked.wait_started, "__defaults__", (3.0,))
     assert [rank for rank, _ in run_ranks(total, 2, 0)] == [0, 1]
     assert not psutil.pid_exists(pid)
+
+
+def test_what_a_rank_imports_late_the_next_ones_find_there(monkeypatch):
+    name = forkserver.LATER[-1]
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    forkserver.drop(forkserver.running())
+    assert run_ranks(lambda: name in sys.modules, 2) == [False, False]
+    run_ranks(lambda: importlib.import_module(name) and None, 1)
+    assert run_ranks(lambda: name in sys.modules, 2) == [True, True]
 
 
 def test_a_machine_that_starts_no_ranks_is_no_fault_of_the_code(monkeypatch):

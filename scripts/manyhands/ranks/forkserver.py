@@ -12,6 +12,7 @@ Source: https://man7.org/linux/man-pages/man2/PR_SET_CHILD_SUBREAPER.2const.html
 import ctypes
 import gc
 import importlib
+import mmap
 import os
 import select
 import signal
@@ -31,7 +32,7 @@ from typing import NoReturn
 import psutil
 
 # What every rank needs, and what only some need: that takes as long again. An optimizer imports
-# torch._dynamo when it is made.
+# torch._dynamo when it is made, and so does the first call inside a mode of torch's dispatcher.
 FIRST = ("torch", "torch.distributed", "manyhands.ranks.lab", "manyhands.ranks.runtime")
 LATER = (
     "torch.distributed.tensor",
@@ -226,6 +227,21 @@ def serve(descriptor: int) -> NoReturn:
         server.turn()
 
 
+class _Needed:
+    """Notes in a rank what it imports of LATER, so that the next ranks find it there.
+
+    Where call follows call, as when a notebook runs all its cells, the server is never idle.
+    """
+
+    def __init__(self, needed: mmap.mmap) -> None:
+        self.needed = needed
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Finds nothing; the finders after it do."""
+        if name in LATER:
+            self.needed[LATER.index(name)] = 1
+
+
 class _Serving:
     """The server's side: its requests, and the ranks that live."""
 
@@ -233,6 +249,7 @@ class _Serving:
         self.caller = caller
         self.ranks: dict[int, int] = {}  # process id -> descriptor for its exit code
         self.missing = list(LATER)
+        self.needed = mmap.mmap(-1, len(LATER))  # shared with the ranks: a byte for each of LATER
         self.wake, self.woken = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.woken, False)
@@ -262,7 +279,7 @@ class _Serving:
         if not request:
             self._leave()
         for bit, name in enumerate(LATER):
-            if request[0] >> bit & 1:
+            if request[0] >> bit & 1 or self.needed[bit]:
                 self._load(name)
         status, *others = descriptors
         try:
@@ -290,6 +307,7 @@ class _Serving:
             for one in (self.wake, self.woken, *unused):
                 os.close(one)
             adopt_orphans()  # what a rank's child leaves behind stays below the rank
+            sys.meta_path.insert(0, _Needed(self.needed))
             control, output, stack = descriptors
             sys.modules["manyhands.ranks.lab"].live(
                 Connection(control),

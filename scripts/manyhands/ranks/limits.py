@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 SAMPLE_S = 0.25
+SECOND_LOOK_S = 0.003
 LOOK_BELOW_S = 1.0  # from one look at the ranks' own children to the next: it reads all of /proc
 RECENT = 4  # samples by which a rank is said to compute or to wait
 CAP = 10  # times the limit, by the clock: then it is up, whatever the ranks do
@@ -37,7 +38,7 @@ class Clock:
         for rank, pid in pids.items():
             with suppress(psutil.Error):
                 self._processes[rank] = psutil.Process(pid)
-        self._used_s = {rank: self._use(rank)[0] for rank in pids}
+        self._used_s = {rank: self._use(rank) for rank in pids}
         self._below_s = dict.fromkeys(pids, 0.0)  # processor time of a rank's own children
         self._below_share = dict.fromkeys(pids, 0.0)  # of a processor, at the last look
         self._start_s = time.monotonic()
@@ -66,18 +67,19 @@ class Clock:
         self._sampled_s = now
         if now - self._looked_s >= LOOK_BELOW_S:
             self._look_below(running, now)
-        does_any = False
-        busiest_s = 0.0
+        spent_s = {}
+        computing = set()
         for rank in running:
-            used_s, is_runnable = self._use(rank)
-            spent_s = used_s - self._used_s[rank] + self._below_share[rank] * passed_s
+            used_s = self._use(rank)
+            spent_s[rank] = used_s - self._used_s[rank] + self._below_share[rank] * passed_s
             self._used_s[rank] = used_s
-            does = is_runnable or spent_s > COMPUTING * passed_s
-            self._recent[rank].append(does)
-            if does:
-                does_any = True
-                busiest_s = max(busiest_s, spent_s)
-        if does_any:
+            if spent_s[rank] > COMPUTING * passed_s:
+                computing.add(rank)
+        computing |= self._ready({*running} - computing)
+        for rank in running:
+            self._recent[rank].append(rank in computing)
+        if computing:
+            busiest_s = max(spent_s[rank] for rank in computing)
             self.computed_s += min(passed_s, busiest_s)  # threads count once
             self.still_s = 0.0
         else:
@@ -101,13 +103,26 @@ class Clock:
             self._below_s[rank] = used_s
             self._below_share[rank] = max(0.0, spent_s) / passed_s
 
-    def _use(self, rank: int) -> tuple[float, bool]:
-        """Processor time of a rank so far in seconds, and whether it could run just now."""
+    def _use(self, rank: int) -> float:
+        """Processor time of a rank so far in seconds."""
         with suppress(psutil.Error, KeyError):
-            process = self._processes[rank]
-            with process.oneshot():
-                return sum(process.cpu_times()[:2]), _can_run(process)
-        return 0.0, False  # it has ended
+            return sum(self._processes[rank].cpu_times()[:2])
+        return 0.0  # it has ended
+
+    def _ready(self, ranks: set[int]) -> set[int]:
+        """Those that could run, and get no processor: at a second look they still do not wait.
+
+        A thread of gloo's wakes now and then for some microseconds.
+        """
+        found = {rank for rank in ranks if self._can_run(rank)}
+        if found:
+            time.sleep(SECOND_LOOK_S)
+        return {rank for rank in found if self._can_run(rank)}
+
+    def _can_run(self, rank: int) -> bool:
+        with suppress(psutil.Error, KeyError):
+            return _can_run(self._processes[rank])
+        return False
 
 
 def _can_run(process: psutil.Process) -> bool:

@@ -17,6 +17,8 @@ from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Faces, Trial
 
 LIMIT_S = 180
+NAMING_S = 8
+HANG_S = 2.0  # after which a mistake that ends the ranks is said to hang
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 
 
@@ -24,39 +26,42 @@ class Audit:
     """An exercise, tried on one draw of its cases."""
 
     def __init__(self, exercise: Exercise) -> None:
-        spec = exercise.spec
         self.exercise = exercise
-        self.spec = replace(spec, mistake_s=max(MISTAKE_S, spec.mistake_s))
-        self.faces = Faces(self.spec, self.spec.draw(), LIMIT_S)
+        self.spec = exercise.spec
+        self.cases = self.spec.draw()
+        self.steps = self.spec.steps(self.cases)
 
     def of_mistakes(self) -> list[str]:
         """What is wrong with the exercise's own list of mistakes."""
+        patient = replace(self.spec, mistake_s=max(MISTAKE_S, self.spec.mistake_s))
         complaints = [words for m in self.spec.mistakes if (words := unwritable(self.spec, m))]
         if complaints:
             return complaints
-        [rows] = self._rows([self.spec.truth])
-        if not rows:
+        faces = Faces(patient, self.cases, LIMIT_S)
+        rows, _ = trial.look(self.spec, [self.spec.truth], self.steps, self.cases, LIMIT_S)
+        if len(rows) < len(self.steps):
             return ["the truth does not end"]
         if all(sight.kind == "raised" for row in rows for sight in row):
             return [f"the truth raises in every case: {rows[0][0].data}"]
-        listed = [mistake for mistake in self.faces.singles if mistake in self.spec.mistakes]
-        indexes = range(len(self.faces.steps))
-        shown = self.faces.of(listed, indexes)
+        listed = [mistake for mistake in faces.singles if mistake in self.spec.mistakes]
+        shown = faces.of(listed, range(len(self.steps)))
         for mistake, face in zip(listed, shown, strict=True):
-            tried = Trial(self.spec, None, self.faces, rows, face, None)
+            tried = Trial(self.spec, None, faces, rows, face, None)
             if words := _complaint(tried, mistake, listed, shown):
                 complaints.append(f"{mistake.why!r} {words}")
         ending = [mistake for mistake in self.spec.mistakes if mistake.ends]
-        return complaints + [words for m in ending if (words := _unseen(self.spec, m))]
+        quick = replace(self.spec, limit_s=min(HANG_S, self.spec.limit_s))
+        return complaints + [words for m in ending if (words := _unseen(quick, m))]
 
     def verdicts(self, answers: list) -> Iterator[Verdict]:
         """The verdicts on all these answers, as a learner gets them."""
+        faces = Faces(self.spec, self.cases, NAMING_S)
         runnable = [one for one in answers if all(map(callable, parts_of(one)))]
         wanted, *found = self._rows([self.spec.truth, *runnable])
         rows = {id(one): face for one, face in zip(runnable, found, strict=True)}
         for answer in answers:
             if wanted and rows.get(id(answer)):
-                tried = Trial(self.spec, answer, self.faces, wanted, rows[id(answer)], None)
+                tried = Trial(self.spec, answer, faces, wanted, rows[id(answer)], None)
                 yield judge(
                     replace(self.exercise, check=lambda _, t=tried: verdict.tell(t)), answer
                 )
@@ -65,13 +70,12 @@ class Audit:
 
     def _rows(self, answers: list) -> list[list[trial.Row]]:
         """What each answer shows in all steps; [] for those that end the ranks."""
-        n = len(self.faces.steps)
+        n = len(self.steps)
+        limit_s = self.spec.limit_s / 2  # a hang is tried again by itself
         found: list[list[trial.Row]] = []
         while len(found) < len(answers):
             left = answers[len(found) :]
-            rows, _ = trial.look(
-                self.spec, left, self.faces.steps, self.faces.cases, self.spec.limit_s
-            )
+            rows, _ = trial.look(self.spec, left, self.steps, self.cases, limit_s)
             found += [rows[at : at + n] for at in range(0, len(rows) - n + 1, n)]
             found += [[]] if len(found) < len(answers) else []
         return found

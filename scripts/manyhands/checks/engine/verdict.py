@@ -50,8 +50,11 @@ class Faces:
         tried = [*self.spec.mistakes, *generic(self.spec.truth, talks=bool(self.spec.layouts))]
         return [mistake for mistake in tried if not mistake.ends]
 
-    def pairs(self, index: int, seen: list[bool]) -> list[Mistake]:
-        """Two mistakes at once, of which at least one is `seen` in this step by itself."""
+    def pairs(self, index: int, seen: list[bool | None]) -> list[Mistake]:
+        """Two mistakes at once, of which at least one is `seen` in this step by itself.
+
+        None stands for one that hangs, which two at once would do as well.
+        """
         if index not in self._pairs:
             found = _pairs(self.spec, self.singles, seen)
             self._pairs[index] = list(itertools.islice(found, MOST_PAIRS))
@@ -256,8 +259,8 @@ def _is_right_row(trial: Trial, row: Row, index: int) -> bool:
     return all(trial.is_right(sight, index, rank) for rank, sight in enumerate(row))
 
 
-def _is_seen(trial: Trial, face: list[Row], index: int) -> bool:
-    return bool(face) and not _is_right_row(trial, face[0], index)
+def _is_seen(trial: Trial, face: list[Row], index: int) -> bool | None:
+    return not _is_right_row(trial, face[0], index) if face else None
 
 
 def _alike_row(trial: Trial, index: int, shown: Row, part: str | None) -> bool:
@@ -298,10 +301,9 @@ def _wrong_part(trial: Trial) -> str | None:
     return None
 
 
-def _pairs(spec: Spec, mistakes: list[Mistake], seen: list[bool]) -> Iterator[Mistake]:
-    """Two mistakes at once, of which at least one is seen in the first wrong step by itself."""
+def _pairs(spec: Spec, mistakes: list[Mistake], seen: list[bool | None]) -> Iterator[Mistake]:
     for one, other in itertools.combinations(range(len(mistakes)), 2):
-        if seen[one] or seen[other]:
+        if None not in (seen[one], seen[other]) and (seen[one] or seen[other]):
             with suppress(LookupError):
                 both = mistakes[one] + mistakes[other]
                 both.change.sources(spec.truth)

@@ -34,6 +34,7 @@ from manyhands.instruments.meters import machine
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
+from manyhands.training import lock
 from manyhands.training.report_figures import scaled
 from manyhands.training.storage import open_folder, replace_file
 
@@ -139,6 +140,7 @@ def measure(config: Config, world: World, parts: Parts) -> Path:
     # Result
     if world.is_main:
         write(folder, rows)
+        lock.release(folder)
     world.print(f"\nnumbers: {folder}/results.jsonl, figure: {folder}/bandwidth.png")
     return folder
 

@@ -42,7 +42,7 @@ from manyhands.instruments.meters import (
     memory_bytes,
 )
 from manyhands.ranks.runtime import BadInput, World, on_main, together
-from manyhands.training import checkpoints, storage
+from manyhands.training import checkpoints, lock, storage
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
 
@@ -172,7 +172,11 @@ class Run:
         self._optimizer = optimizer
         self._checkpoints.of(model, optimizer, sharded)
         self.stopwatch.watch(model, optimizer)
-        loaded = self._checkpoints.load_newest()
+        try:
+            loaded = self._checkpoints.load_newest()
+        except BadInput:
+            lock.release(self.folder)  # the run has not begun, so nothing else would
+            raise
         if loaded is not None:
             self.step, self._rng = loaded
             self._status["step"] = self.step

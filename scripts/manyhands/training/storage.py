@@ -153,6 +153,7 @@ def open_folder(
             (folder / name).mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", about)
     except OSError as problem:
+        lock.release(folder)
         raise BadInput(
             f"cannot write {problem.filename}: {problem.strerror}; free some space, or name "
             "another folder with --out"

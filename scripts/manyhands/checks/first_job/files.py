@@ -78,8 +78,8 @@ def _compare_job(text: str, request: Request) -> None:
     if left := re.search(r"\{(name|nodes|gpus_per_node|minutes|command)\b[^}\n]*\}", text):
         raise Wrong(
             f"{request}: the text still holds {left[0]}",
-            "a text without f in front keeps the braces",
-            'put an f before the quotes: f"""...',
+            "A text without f in front keeps its braces.",
+            'Put an f before the quotes: f"""...',
         )
     options, ignored = read_directives(text)
     for wrong in (_of_nodes, _of_gpus, _of_time, _of_names):
@@ -93,26 +93,28 @@ def _compare_job(text: str, request: Request) -> None:
 def _compare_start(text: str, request: Request) -> None:
     first = text.split("\n")[0]
     if "\r" in text:
-        raise Wrong(f"{request}: lines end with \\r\\n", "sbatch refuses that", "end them with \\n")
+        raise Wrong(
+            f"{request}: lines end with \\r\\n", "sbatch refuses that.", "End them with \\n."
+        )
     if first.startswith("#!") and "SBATCH" in first:
         seen = f"{request}: all stands in one line, {first[:60]!r}..."
-        raise Wrong(seen, "nothing breaks the lines", "'\\n'.join(lines), with one \\ only")
+        raise Wrong(seen, "Nothing breaks the lines.", "Write '\\n'.join(lines), with one \\ only.")
     if first.startswith("#!") and "bash" in first:
         return
     if first.startswith("#!"):
-        raise Wrong(f"{request}: the first line is {first!r}", "", "bash is asked for: #!/bin/bash")
+        raise Wrong(f"{request}: the first line is {first!r}", "", "Begin with #!/bin/bash.")
     if text.lstrip().startswith("#!"):
         raise Wrong(
             f"{request}: the first line is {first!r}, and sbatch refuses the file: 'This does not "
             "look like a batch script'",
-            "all that stands between the quotes belongs to the file, also the line break and the "
-            "spaces before #!",
-            'start right behind the quotes: """#!/bin/bash',
+            "All that stands between the quotes belongs to the file, also the line break and the "
+            "spaces before #!.",
+            'Begin directly after the quotes: """#!/bin/bash',
         )
     raise Wrong(
         f"{request}: the first line is {first!r}, and sbatch refuses the file",
-        "the first line says which program reads the rest",
-        "#!/bin/bash",
+        "The first line says which program reads the rest.",
+        "Begin with #!/bin/bash.",
     )
 
 
@@ -142,7 +144,7 @@ SHORT = dict(
 )
 
 
-PLACEHOLDER = "<...> stands for something: for Slurm %x is the job's name and %j its number"
+PLACEHOLDER = "<...> stands for something: in Slurm %x is the job's name and %j its number."
 
 
 def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
@@ -169,17 +171,17 @@ def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str
 def _why_ignored(line: str, command: str) -> tuple[str, str]:
     if line.startswith("#SBATCH"):
         return (
-            f"Slurm stops reading at the first command, which is {command!r}",
-            "put all #SBATCH lines before it",
+            f"Slurm stops reading at the first command, which is {command!r}.",
+            "Put all #SBATCH lines before it.",
         )
     if line.startswith((" ", "\t")):
         return (
-            f"{line.split('=')[0]!r} begins with a space, so Slurm takes it for a comment",
-            "#SBATCH begins the line; no indentation inside the quotes",
+            f"{line.split('=')[0]!r} begins with a space, so Slurm takes it for a comment.",
+            "Begin each line at the margin, without indentation inside the quotes.",
         )
     word = re.match(r"[#\s]*\w+", line)[0]
     what = "a comment" if "#" in word else "no option"
-    return f"{word!r} is {what} to Slurm", "it is #SBATCH: one #, no space, capital letters"
+    return f"{word!r} is {what} to Slurm.", "Write #SBATCH: one #, no space, capital letters."
 
 
 def _options_of(line: str) -> dict[str, str]:
@@ -187,7 +189,7 @@ def _options_of(line: str) -> dict[str, str]:
     try:  # a \\ at the end is nothing to sbatch, and the next line a command
         words = shlex.split(line.removeprefix("#SBATCH").removesuffix("\\"), comments=True)
     except ValueError:
-        raise Wrong(f"{line!r}: a quote is not closed", "", "close it, or leave it out") from None
+        raise Wrong(f"{line!r}: a quote is not closed", "", "Close it, or leave it out.") from None
     options = {}
     while words:
         word = words.pop(0)
@@ -195,22 +197,24 @@ def _options_of(line: str) -> dict[str, str]:
             name, equals, value = word[2:].partition("=")
             name = _long_name(name, line)
         elif word.startswith("-") and word[1:].partition("=")[0] in VALUED:
-            why = f"after one dash the letter {word[1]} alone is the option"
-            raise Wrong(f"sbatch refuses {line!r}", why, f"two dashes: -{word}")
+            why = f"After one dash only the letter {word[1]} is read as the option."
+            raise Wrong(f"sbatch refuses {line!r}", why, f"Write two dashes: -{word}")
         elif word[:1] == "-" and word[1:2] in SHORT:
             name, equals, value = SHORT[word[1]], word[2:], word[2:]
             if name in PLAIN and value:  # several letters behind one -
                 words.insert(0, f"-{value}")
         else:
-            why = "spaces around = split an option in two" if "=" in line else ""
+            why = "Spaces around = split an option in two." if "=" in line else ""
             why = PLACEHOLDER if "<" in line else why
             seen = f"sbatch refuses {line!r}: {word!r} is no option"
-            raise Wrong(seen, why, "--name=value, in one piece")
+            raise Wrong(seen, why, "Write --name=value in one piece.")
         if name in VALUED and not equals:
             value = words.pop(0) if words else ""
         if name in VALUED and value in ("", "="):
-            why = "an option is one piece, without spaces around ="
-            raise Wrong(f"sbatch refuses {line!r}: --{name} has no value", why, "--name=value")
+            why = "An option is one piece, without spaces around =."
+            raise Wrong(
+                f"sbatch refuses {line!r}: --{name} has no value", why, "Write --name=value."
+            )
         options[name] = value
     return options
 
@@ -223,8 +227,8 @@ def _long_name(name: str, line: str) -> str:
         name = name if name in known else meant[0]
         return "ntasks-per-node" if name == "tasks-per-node" else name
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    advice = f"--{near[0]}" if near else "look it up with: man sbatch"
-    raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "a misspelt name", advice)
+    advice = f"Write --{near[0]}." if near else "Look it up with: man sbatch"
+    raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "", advice)
 
 
 Fault = tuple[str, str, str, str]  # the option, what is seen, why, what to try
@@ -235,11 +239,13 @@ def _count(value: str, name: str) -> int:
     if "$" in value:
         raise Wrong(
             f"sbatch reads --{name}={value} as it stands",
-            "#SBATCH lines are read by Slurm, which knows no variables of the shell",
-            "let Python put the number in",
+            "#SBATCH lines are read by Slurm, which knows no variables of the shell.",
+            "Let Python put the number in.",
         )
     if not re.fullmatch(r"(?:[\w.-]+:)*\d+", value):
-        raise Wrong(f"sbatch refuses --{name}={value}", "that is no number", "a whole number")
+        raise Wrong(
+            f"sbatch refuses --{name}={value}", "It is not a number.", "Write a whole number."
+        )
     return int(value.rpartition(":")[2])
 
 
@@ -252,24 +258,26 @@ def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
     if dash and low == high:
         nodes = low
     if nodes.partition("-")[1] and re.fullmatch(r"\d+-\d+", nodes):
-        yield "--nodes", f"--nodes={nodes}", "Slurm may give any number of these", "one number"
+        why = "Slurm may give any number of nodes in this range."
+        yield "--nodes", f"--nodes={nodes}", why, "Write one number."
     elif _count(nodes, "nodes") != request.nodes:
         said = f"--nodes={nodes}" if "nodes" in options else "--nodes is missing, so 1"
-        yield "--nodes", f"{said}, not {request.nodes}", "", "--nodes={nodes}"
+        yield "--nodes", f"{said}, not {request.nodes}", "", "Write --nodes={nodes}."
     if all_tasks is not None and all_tasks < request.nodes:
-        why = f"a node without a task is not given, so {all_tasks} of {request.nodes} are left"
-        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", why, "leave it out"
+        why = f"A node without a task is not given, so {all_tasks} of {request.nodes} are left."
+        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", why, "Leave it out."
     if all_tasks is not None and all_tasks != request.nodes:
         per_node = all_tasks / request.nodes
     if per_node == 0:
-        yield "--ntasks", "no task a node is asked for", "", "--ntasks-per-node=1"
+        yield "--ntasks", "no task per node is asked for", "", "Write --ntasks-per-node=1."
     if per_node != 1:
         yield (
             "--ntasks",
             f"Slurm would start {per_node:g} tasks on each of the {request.nodes} nodes, not 1",
-            f"each task is a torchrun, and each torchrun starts a process for each of the "
-            f"{request.gpus_per_node} GPUs: {per_node * request.gpus_per_node:g} processes a node",
-            "--ntasks-per-node=1",
+            f"Each task is a torchrun, and each torchrun starts a process for each of the "
+            f"{request.gpus_per_node} GPUs: {per_node * request.gpus_per_node:g} processes per "
+            "node.",
+            "Write --ntasks-per-node=1.",
         )
 
 
@@ -281,21 +289,27 @@ def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
     for name, value in asked.items():
         number = 1 if value == "gpu" else _count(value, name)
         why = (
-            f"{number} is what all {nodes} nodes have together" if number == wanted * nodes else ""
+            f"{number} is what all {nodes} nodes have together." if number == wanted * nodes else ""
         )
         if number != wanted:
             seen = f"--{name}={value} asks for {number} on each node, not {wanted}"
-            yield f"--{name}", seen, why, "the GPUs of one node: --gpus-per-node={gpus_per_node}"
+            yield (
+                f"--{name}",
+                seen,
+                why,
+                "Give the GPUs of one node: --gpus-per-node={gpus_per_node}",
+            )
     if not asked and "gpus" in options:
         yield (
             "--gpus",
             f"--gpus={options['gpus']} counts over the whole job",
-            "Slurm may spread them unevenly over the nodes",
-            "--gpus-per-node={gpus_per_node}",
+            "Slurm may spread them unevenly over the nodes.",
+            "Write --gpus-per-node={gpus_per_node}.",
         )
     elif not asked:
-        why = "a job that asks for no GPU gets none"
-        yield "--gpus-per-node", "no GPU is asked for", why, "--gpus-per-node={gpus_per_node}"
+        why = "A job that asks for no GPU gets none."
+        advice = "Write --gpus-per-node={gpus_per_node}."
+        yield "--gpus-per-node", "no GPU is asked for", why, advice
 
 
 def minutes_of(time: str) -> int | None:
@@ -317,30 +331,30 @@ def minutes_of(time: str) -> int | None:
 
 
 def _of_time(options: dict, request: Request) -> Iterable[Fault]:
-    form = "minutes, or hours:minutes:seconds with minutes // 60 and minutes % 60"
+    form = "Write minutes, or hours:minutes:seconds with minutes // 60 and minutes % 60."
     if "time" not in options:
-        why = "without a limit the job gets the queue's own, and waits longer for its turn"
+        why = "Without a limit the job gets that of its queue, and waits longer for its turn."
         yield "--time", "--time is missing", why, form
         return
     time, wanted = options["time"], request.minutes
     got = minutes_of(time)
     if got is None:
-        why = "Slurm knows no letters and no decimals there"
-        why = why if "$" not in time else "Slurm knows no variables of the shell there"
+        why = "Slurm accepts no letters and no decimals there."
+        why = why if "$" not in time else "Slurm knows no variables of the shell there."
         yield "--time", f"sbatch refuses --time={time}", why, form
     elif got != wanted:
         why = ""
         if got == wanted * 60:
-            why = "that is as many hours"
-            why = why if ":" in time else "that is seconds, but one number is minutes"
+            why = "That is as many hours."
+            why = why if ":" in time else "That is seconds, but one number is minutes."
         elif got == 0:
-            why = "0 is no limit at all"
+            why = "0 means no limit at all."
         elif time.count(":") == 1 and "-" not in time:
-            why = "two numbers are minutes and seconds"
+            why = "Slurm reads two numbers as minutes and seconds."
         elif got == wanted // 60 * 60:
-            why = "the minutes beyond whole hours are lost"
+            why = "The minutes beyond whole hours are lost."
         elif got == wanted % 60:
-            why = "the whole hours are lost"
+            why = "The whole hours are lost."
         yield "--time", f"--time={time} is {got:,} minutes to Slurm, not {wanted:,}", why, form
 
 
@@ -348,30 +362,30 @@ def _of_names(options: dict, request: Request) -> Iterable[Fault]:
     name, output = options.get("job-name", ""), options.get("output", "slurm-%j.out")
     if name != request.name:
         said = f"--job-name={name}" if name else "--job-name is missing"
-        why = "without it the job has the name of the file" if not name else ""
-        yield "--job-name", f"{said}, not {request.name}", why, "--job-name={name}"
+        why = "Without it the job is named after its file." if not name else ""
+        yield "--job-name", f"{said}, not {request.name}", why, "Write --job-name={name}."
     wanted = f"{request.name}-4711.out"
     if (written := file_name(output, name)) != wanted:
         why = ""
         if "output" not in options:
-            why = "without --output the file is slurm-<number>.out, whatever job it was"
+            why = "Without --output the file is slurm-<number>.out, whatever job wrote it."
         elif "<" in output:
             why = PLACEHOLDER
         elif "$" in output:
-            why = "Slurm knows no variables of the shell there; %j is the number"
+            why = "Slurm knows no variables of the shell there; %j is the number."
         elif written.rpartition("/")[2] == wanted:
-            why = "Slurm makes no folders: where one is missing, the job ends without a word"
+            why = "Slurm makes no folders: where one is missing, the job ends without a word."
         elif "%%" in output:
-            why = "%% stands for the sign %; in an f-string % needs no doubling"
+            why = "%% stands for the sign %; in an f-string % needs no doubling."
         yield (
             "--output",
             f"--output={output} makes job 4711 write to {written}, not {wanted}",
             why,
-            "--output=%x-%j.out",
+            "Write --output=%x-%j.out.",
         )
     if "error" in options and file_name(options["error"], name) != wanted:
-        why = "errors would go to another file"
-        yield "--error", f"--error={options['error']}", why, "leave it out: --output takes both"
+        why = "Error messages would go to another file."
+        yield "--error", f"--error={options['error']}", why, "Leave it out: --output takes both."
 
 
 def file_name(pattern: str, name: str) -> str:
@@ -379,6 +393,9 @@ def file_name(pattern: str, name: str) -> str:
     values = {"x": name, "j": "4711", "A": "4711", "%": "%"}
     text = re.sub(r"%([xjA%])", lambda found: values[found[1]], pattern)
     return text.removeprefix("./")
+
+
+AS_GIVEN = "Let the last line be the command, as it is given."
 
 
 def _compare_command(text: str, request: Request) -> None:
@@ -390,22 +407,22 @@ def _compare_command(text: str, request: Request) -> None:
     near = [line for line in body if command in line]
     if not near:
         seen = f"no line holds the command {command!r}"
-        raise Wrong(f"{request}: {seen}", "", "the last line is the command, as it is given")
+        raise Wrong(f"{request}: {seen}", "", AS_GIVEN)
     if len(near) > 1:
-        raise Wrong(f"{request}: the command stands there {len(near)} times", "", "once")
+        raise Wrong(f"{request}: the command stands there {len(near)} times", "", "Write it once.")
     why = ""
     if near[0] == command:
-        why = "the job ends as its last command does: where training fails, it counts as completed"
+        why = "A job ends as its last command does, so where training fails it counts as completed."
     elif near[0].endswith("&"):
-        why = "the job is over when its script ends, and & lets the script go on at once"
+        why = "The job is over when its script ends, and & lets the script go on at once."
     elif near[0].startswith(("srun", "torchrun", "python", "bash")):
-        why = "the command is whole: it brings its own srun where it needs one"
+        why = "The command is complete: it brings its own srun where it needs one."
     elif near[0].startswith("exec"):
-        why = "exec would do no harm, but what to run is for the caller to say"
+        why = "exec would do no harm, but what to run is for the caller to say."
     raise Wrong(
         f"{request}: the script is {'; '.join(body)}, and the command {command!r}"[:300],
         why,
-        "the last line is the command, as it is given",
+        AS_GIVEN,
     )
 
 
@@ -417,8 +434,8 @@ def _ask_slurm(text: str, request: Request) -> None:
     if refused and not _test_only(planning.job_file(*request)):
         raise Wrong(
             f"{request}: sbatch --test-only refuses the file: {refused}",
-            "a line that was not asked for, or one that this site does not know",
-            "leave out what the docstring does not name",
+            "A line was not asked for, or this site does not know it.",
+            "Leave out what the docstring does not name.",
         )
 
 

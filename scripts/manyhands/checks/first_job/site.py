@@ -26,35 +26,77 @@ TRUTH = {
 MODULES = {"Python": "Python/3.12", "CUDA": "CUDA/12.8"}
 LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values, why and hint
     "SBATCH_ACCOUNT": {
-        "home": ("that account may use the partition cpu only", "look at the column Partition"),
-        "student": ("that is your own name; the time is charged to an account", "first column"),
-        "gpu": ("that is a partition", "the account stands in the first column"),
+        "home": ("That account may use the partition cpu only.", "Look at the column Partition."),
+        "student": (
+            "That is your own name; the time is charged to an account.",
+            "Look at the first column.",
+        ),
+        "gpu": ("That is a partition.", "The account stands in the first column."),
     },
     "SBATCH_PARTITION": {
-        "cpu": ("its GRES are (null): it has no GPU", "look at the column GRES"),
-        "cpu*": ("it has no GPU; and the * only marks the default queue", "look at GRES"),
-        "gpu*": ("no partition has a * in its name: sinfo marks the default with it", "gpu"),
-        "gpu-test": ("it ends every job after 30 minutes", "look at the column TIMELIMIT"),
-        "gpu,gpu-test": ("gpu-test ends every job after 30 minutes", "one queue: the longer one"),
+        "cpu": (
+            "For this partition its GRES are (null), so it has no GPU.",
+            "Look at the column GRES.",
+        ),
+        "cpu*": (
+            "It has no GPU, and the * only marks the default partition.",
+            "Look at the column GRES.",
+        ),
+        "gpu*": (
+            "The * is no part of the name: sinfo marks the default partition with it.",
+            "Write gpu.",
+        ),
+        "gpu-test": (
+            "This partition ends every job after 30 minutes.",
+            "Look at the column TIMELIMIT.",
+        ),
+        "gpu,gpu-test": (
+            "gpu-test ends every job after 30 minutes.",
+            "Name only the partition with the longer limit.",
+        ),
     },
     "SBATCH_GPUS_PER_NODE": {
-        "48": ("those are the GPUs of all 12 nodes of the partition", "of one node"),
-        "12": ("that is the number of nodes", "the last part of gpu:h100:4"),
-        "2": ("that is what a node of gpu-test has", "the last part of gpu:h100:4"),
-        "gpu:h100:4": ("that is the form of --gres", "the number alone"),
-        "100": ("h100 is the kind of GPU", "the number behind the last colon"),
-        "h100": ("h100 is the kind of GPU", "the number behind the last colon"),
+        "48": (
+            "Those are the GPUs of all 12 nodes of the partition.",
+            "Give the number for one node.",
+        ),
+        "12": (
+            "That is the number of nodes.",
+            "The number of GPUs is the last part of gpu:h100:4.",
+        ),
+        "2": (
+            "That is what a node of gpu-test has.",
+            "The number of GPUs is the last part of gpu:h100:4.",
+        ),
+        "gpu:h100:4": ("That is the form that --gres takes.", "Give the number alone."),
+        "100": ("h100 is the kind of GPU.", "Take the number after the last colon."),
+        "h100": ("h100 is the kind of GPU.", "Take the number after the last colon."),
     },
     "NCCL_SOCKET_IFNAME": {
-        "eth0": ("10 Gbit/s against 400: training would wait for gradients", "the fastest network"),
-        "lo": ("a node's own loopback leads to no other node", "the fastest between nodes"),
-        "InfiniBand": ("that is the kind of network, not its name on a node", "the first column"),
-        "ib0,eth0": ("one network is asked for, the fastest", "ib0 alone"),
+        "eth0": (
+            "At 10 Gbit/s instead of 400, training would wait for gradients.",
+            "Choose the fastest network.",
+        ),
+        "lo": (
+            "A node's loopback interface reaches no other node.",
+            "Choose the fastest network between nodes.",
+        ),
+        "InfiniBand": (
+            "InfiniBand is the kind of network, not its name on a node.",
+            "The name stands in the first column.",
+        ),
+        "ib0,eth0": ("Only one network is asked for, the fastest.", "Write ib0 alone."),
     },
     "HEAD_SUFFIX": {
-        "ib": ("g14 and ib make g14ib, which is no node's name", "what stands between g14 and ib"),
-        "ib0": ("that is the network's name on a node, not a name of the node", "see getent"),
-        "i": ("the node is called g14-ib there", "see what getent answers"),
+        "ib": (
+            "g14 and ib make g14ib, which is no node's name.",
+            "Include what stands between g14 and ib.",
+        ),
+        "ib0": (
+            "That is the name of a network on the node, not part of the node's name.",
+            "See what getent answers.",
+        ),
+        "i": ("On that network the node is called g14-ib.", "See what getent answers."),
     },
 }
 
@@ -134,66 +176,71 @@ def _site_seen(text: object) -> dict:
 def _compare_shell(seen: dict) -> None:
     """Was bash content with every line?"""
     if "\r" in seen["text"]:
-        why = "bash takes the \\r for a part of the value"
-        raise Wrong("lines end with \\r\\n", why, "end them with \\n")
+        why = "To bash the \\r is a part of the value."
+        raise Wrong("lines end with \\r\\n", why, "End them with \\n.")
     found = re.search(r"\./site\.env: (?:line (\d+): )?(.*)", seen["said"])
     if found:
         number, said = int(found[1] or 0), found[2].strip()
         line = seen["text"].split("\n")[number - 1].strip() if number else ""
         raise Wrong(f"bash, in line {number} ({line}): {said}"[:250], *_why_bash(line, said))
     if not seen["ended"]:
-        why = "the file ends the shell that reads it (exit?), or never ends"
-        raise Wrong("bash did not come to the end of the file", why, "only the six lines")
+        why = "A command in the file ends the shell that reads it, as exit does, or never returns."
+        raise Wrong("bash did not reach the end of the file", why, "Write only the six lines.")
 
 
 def _why_bash(line: str, said: str) -> tuple[str, str]:
     if re.match(r"(export\s+)?\w+(\s+=|=\s)", line):
-        return "bash wants no space around =", "export NAME=value"
+        return "bash allows no space around =.", "Write export NAME=value."
     if line.startswith(("setenv", "set ")):
-        return "setenv belongs to another shell (csh)", "export NAME=value"
+        return "setenv belongs to another shell, csh.", "Write export NAME=value."
     if re.match(r"\w+\s*:", line):
-        return "that is the form of a YAML file", "export NAME=value"
+        return "That is the form of a YAML file.", "Write export NAME=value."
     if line.startswith(("$", ">")):
-        return "the $ before a command is the prompt, not a part of it", "leave it out"
+        return "The $ before a command is the prompt, not a part of it.", "Leave it out."
     if "syntax error" in said or "unexpected" in said:
-        return "a quote or a bracket that is not closed, or one that bash reads", "NAME=value"
+        return "A quote or bracket is not closed, or bash reads it as its own.", "Write NAME=value."
     if "command not found" in said or "No such file" in said:
-        return "bash takes the first word for a program", "export NAME=value; module load NAME"
-    return "", "export NAME=value, one a line"
+        return "bash takes the first word for a program.", "Write export NAME=value."
+    return "", "Write export NAME=value, one on each line."
 
 
 def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None:
     is_set, value, exported = row
     if not is_set:
         near = difflib.get_close_matches(name, re.findall(r"(\w+)=", text), 1, 0.75)
-        why = f"there is {near[0]}" if near else ""
+        why = f"The file sets {near[0]} instead." if near else ""
         if re.search(rf"^\s*set\s+{name}=", text, re.MULTILINE):
-            why = "`set` gives bash arguments, no variables"
+            why = "`set` gives bash arguments, not variables."
         elif "#SBATCH" in text:
-            why = "#SBATCH lines are for job files; to bash they are comments"
-        raise Wrong(f"{name} is not set", why, f"export {name}=...")
+            why = "#SBATCH lines are for job files; to bash they are comments."
+        raise Wrong(f"{name} is not set", why, f"Write export {name}=...")
     if value != exported:
         raise Wrong(
             f"{name} is {value!r} in the shell, but not for a program that it starts",
-            "only exported variables are handed on to sbatch",
-            f"export {name}={value}",
+            "sbatch receives only exported variables.",
+            f"Write export {name}={value}.",
         )
     if value == wanted or _is_as_good(name, value):
         return
-    why, advice = LURES[name].get(value, ("", "look for it in SITE"))
+    why, advice = LURES[name].get(value, ("", "Look for it in SITE."))
     if not value:
-        why = "nothing stands right behind =: bash wants no space around it"
-        advice = f"export {name}=value"
+        why = "Nothing stands directly after =, and bash allows no space around it."
+        advice = f"Write export {name}=value."
     elif name == "HEAD_SUFFIX" and value.endswith(wanted):
-        why, advice = "that is one node's whole name; it is added to each name", "only the ending"
+        why = "That is one node's whole name, and the suffix is appended to every node's name."
+        advice = "Write only the ending."
     elif "#" in value:
-        why, advice = "a comment needs a space before #", f"export {name}={value.split('#')[0]}"
+        why = "A comment needs a space before its #."
+        advice = f"Write export {name}={value.split('#')[0]}"
     elif re.search(r"\d+\.\d+\.\d+", value):
-        why, advice = "an address is another one on every node", "the network's name"
+        why = "Every node has another address, so an address fits only one of them."
+        advice = "Write the network's name."
     elif not value.isascii():
-        why, advice = "a sign that is not on a keyboard, such as a curly quote", "type it anew"
+        why = "It holds a character that no keyboard types, such as a curly quote."
+        advice = "Type it again."
     elif value.strip("\"' ") == wanted or value.lower() == wanted:
-        why, advice = "spaces, quotes and capital letters count", f"export {name}={wanted}"
+        why = "Spaces, quotes and capital letters count."
+        advice = f"Write export {name}={wanted}."
     raise Wrong(f"{name} is {value!r}", why, advice)
 
 
@@ -201,7 +248,7 @@ def _is_as_good(name: str, value: str) -> bool:
     """Values that Slurm and NCCL take for the same."""
     if name != "NCCL_SOCKET_IFNAME":
         return name == "SBATCH_GPUS_PER_NODE" and value == "h100:4"
-    # NCCL takes beginnings of names, with = whole names, and with ^ those that it shall not take.
+    # NCCL takes beginnings of names, with = whole names, and with ^ those to leave out.
     names, whole = value.lstrip("^=").split(","), "=" in value
     found = {
         network
@@ -224,14 +271,16 @@ def _compare_modules(calls: list[str]) -> None:
     seen = f"loaded: {', '.join(loaded) or 'nothing'}"
     if calls and not loaded:
         verb = calls[-1]
-        raise Wrong(f"`module {verb}` loads nothing", "module needs a verb", "module load NAME")
+        why = "The command module needs to be told what to do."
+        raise Wrong(f"`module {verb}` loads nothing", why, "Write module load NAME.")
     for short, whole in MODULES.items():
         if not {short, whole} & set(loaded):
             near = [name for name in loaded if name.lower().startswith(short.lower())]
-            why = f"{near[0]} is not in the list that SITE shows" if near else ""
-            raise Wrong(f"{seen}; {whole} is missing", why, f"module load {' '.join(TO_LOAD)}")
+            why = f"{near[0]} is not in the list that SITE shows." if near else ""
+            advice = f"Write module load {' '.join(TO_LOAD)}."
+            raise Wrong(f"{seen}; {whole} is missing", why, advice)
     if strange := set(loaded) - set(MODULES) - set(MODULES.values()):
-        raise Wrong(f"{seen}; there is no {min(strange)}", "", "see `module avail` in SITE")
+        raise Wrong(f"{seen}; there is no {min(strange)}", "", "See `module avail` in SITE.")
 
 
 TO_LOAD = tuple(MODULES.values())
@@ -245,7 +294,10 @@ site_file = Spec(
     tell=lambda case: "site_file()",
     hints=SITE_HINTS,
     reasons={
-        "invalid syntax": ("Shell lines are no Python.", "Put them in quotes and return the text.")
+        "invalid syntax": (
+            "Lines of a shell are not Python.",
+            "Put them in quotes and return the text.",
+        )
     },
     mistakes=mistakes(
         r"""

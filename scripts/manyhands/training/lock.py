@@ -33,7 +33,7 @@ def hold(folder: Path) -> None:
     path = folder.resolve() / NAME
     if path in _held and _is_same_file(_held[path], path):
         return  # a second open and close of the file would unlock it
-    file = open(path, "a+b")
+    file = open(path, "a+b", buffering=0)  # nothing is left to be written when it is closed
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as problem:
@@ -55,7 +55,6 @@ def hold(folder: Path) -> None:
         file.write(
             json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **_job()}).encode()
         )
-        file.flush()
     _held[path] = file
 
 

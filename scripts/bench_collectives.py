@@ -112,13 +112,19 @@ def main(config: Config) -> Path:
     with distributed(config.device) as world:
         if config.impl == "mine":
             world.print(mine.in_words(yours))
-        return measure(config, world, Parts(**yours))
+        sizes_bytes = choose_sizes(config, world)
+        folder = make_folder(config, world)
+        try:
+            measure(config, world, Parts(**yours), sizes_bytes, folder)
+        finally:
+            lock.release(folder)
+        return folder
 
 
-def measure(config: Config, world: World, parts: Parts) -> Path:
-    # Sizes and folder
-    sizes_bytes = choose_sizes(config, world)
-    folder = make_folder(config, world)
+def measure(
+    config: Config, world: World, parts: Parts, sizes_bytes: Sequence[int], folder: Path
+) -> None:
+    # Are the results right?
     kinds = [kind for kind in BY_HAND if config.only in kind and world.world_size > 1]
     for kind in kinds:
         check_results(kind, world, parts)
@@ -140,9 +146,7 @@ def measure(config: Config, world: World, parts: Parts) -> Path:
     # Result
     if world.is_main:
         write(folder, rows)
-        lock.release(folder)
     world.print(f"\nnumbers: {folder}/results.jsonl, figure: {folder}/bandwidth.png")
-    return folder
 
 
 # ---- before the measuring ----------------------------------------------------------------------

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from audit import audit, refused
+from audit import Audit
 from manyhands.checks.engine import cases, mistakes, trial, verdict
 from manyhands.checks.engine.card import NotJudged, Wrong
-from manyhands.checks.engine.lesson import Lesson
+from manyhands.checks.engine.lesson import Lesson, judge
 from manyhands.checks.engine.mistakes import Mistake, after, instead
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import (
@@ -129,14 +129,19 @@ def told(spec: Spec, answer: object) -> str:
     return "done"
 
 
+def audit(spec: Spec) -> Audit:
+    return Audit(Lesson("demo").add(spec).exercise)
+
+
 @pytest.mark.parametrize("spec", (MEAN, TOTAL), ids=lambda spec: spec.todo)
 def test_the_lists_of_both_hold(spec):
-    assert audit(spec) == []
+    assert audit(spec).of_mistakes() == []
 
 
 def test_a_list_that_does_not_hold_is_named():
     def with_mistakes(*listed: Mistake) -> list[str]:
-        return audit(Spec("90.3", mean, some_numbers, list(listed), ("", ""), form=number))
+        spec = Spec("90.3", mean, some_numbers, list(listed), ("", ""), form=number)
+        return audit(spec).of_mistakes()
 
     right = Mistake(instead(mean), "Right.")
     one = Mistake(after(lambda value: value + 1), "One.")
@@ -147,7 +152,20 @@ def test_a_list_that_does_not_hold_is_named():
     assert "is named ['One.']" in with_mistakes(one, other)[0]
     assert "does not stand once" in with_mistakes(gone)[0]
     assert "mark it with !" in with_mistakes(endless)[0]
-    assert refused(MEAN, [mean, lambda numbers, skip=0: 0.0])
+
+
+def never_ends(numbers, skip=0):
+    while True:
+        pass
+
+
+def test_answers_that_are_tried_together_get_verdicts_of_their_own():
+    answers = [mean, mean_of_all, never_ends, 5, median, mean]
+    told = list(audit(MEAN).verdicts(answers))
+    assert [one.state for one in told] == ["done", *["not yet"] * 4, "done"]
+    alone = [judge(LESSON.exercises["90.1"], answer) for answer in answers]
+    assert [one.why for one in told] == [one.why for one in alone]
+    assert told[1].why and "never ended" in told[2].seen and "is 5, not a function" in told[3].seen
 
 
 # ---- naming ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands.ranks import forkserver
+from manyhands.ranks import forkserver, limits
 from manyhands.ranks.failures import MachineFault, RankFailed
 from manyhands.ranks.lab import run_ranks, warm_up
 
@@ -314,6 +314,18 @@ def test_a_server_that_does_not_answer_is_replaced(monkeypatch):
     monkeypatch.setattr(forkserver.Forked.wait_started, "__defaults__", (3.0,))
     assert [rank for rank, _ in run_ranks(total, 2, 0)] == [0, 1]
     assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(("looks", "computes"), [((True, False), False), ((True, True), True)])
+def test_a_thread_that_wakes_for_a_moment_does_not_compute(monkeypatch, looks, computes):
+    clock = limits.Clock({0: os.getpid()}, 6.0)
+    monkeypatch.setattr(limits.Clock, "_use", lambda self, rank: 0.0)
+    left = iter(looks)
+    monkeypatch.setattr(limits, "_can_run", lambda process: next(left))
+    clock._used_s = {0: 0.0}
+    clock._sampled_s -= limits.SAMPLE_S
+    clock.is_up([0])
+    assert (clock.waited_s == 0) == computes and clock.computing == ({0} if computes else set())
 
 
 def test_what_a_rank_imports_late_the_next_ones_find_there(monkeypatch):

@@ -364,7 +364,7 @@ WRONG["0.6"] += [
     (site_with("=class", "=$USER"), "That is your own name"),
     (site_with("=class", "=\u201cclass\u201d"), "such as a curly quote"),
     (site_with("SBATCH_ACCOUNT", "SBATCH_ACOUNT"), "The file sets SBATCH_ACOUNT"),
-    (site_with(PARTITION, "SBATCH_PARTITION=cpu"), "its GRES are (null)"),
+    (site_with(PARTITION, "SBATCH_PARTITION=cpu"), "The column GRES shows (null)"),
     (site_with(PARTITION, "SBATCH_PARTITION=gpu-test"), "ends every job after 30 minutes"),
     (site_with("ib0", "eth0"), "training would wait for gradients"),
     (site_with("ib0", "10.2.0.14"), "Every node has another address"),

@@ -56,9 +56,17 @@ class Faces:
         None stands for one that hangs, which two at once would do as well.
         """
         if index not in self._pairs:
-            found = _pairs(self.spec, self.singles, seen)
+            found = self._together(seen)
             self._pairs[index] = list(itertools.islice(found, MOST_PAIRS))
         return self._pairs[index]
+
+    def _together(self, seen: list[bool | None]) -> Iterator[Mistake]:
+        for one, other in itertools.combinations(range(len(seen)), 2):
+            if None not in (seen[one], seen[other]) and (seen[one] or seen[other]):
+                with suppress(LookupError):  # both change the same text
+                    both = self.singles[one] + self.singles[other]
+                    both.change.sources(self.spec.truth)
+                    yield both
 
     def of(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
         """The rows of each mistake in these steps."""
@@ -299,15 +307,6 @@ def _wrong_part(trial: Trial) -> str | None:
         if not same(found.data.get(part), value):
             return part
     return None
-
-
-def _pairs(spec: Spec, mistakes: list[Mistake], seen: list[bool | None]) -> Iterator[Mistake]:
-    for one, other in itertools.combinations(range(len(mistakes)), 2):
-        if None not in (seen[one], seen[other]) and (seen[one] or seen[other]):
-            with suppress(LookupError):
-                both = mistakes[one] + mistakes[other]
-                both.change.sources(spec.truth)
-                yield both
 
 
 # ---- words ----------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def _compare_start(text: str, request: Request) -> None:
     first = text.split("\n")[0]
     if "\r" in text:
         raise Wrong(
-            f"{request}: lines end with \\r\\n", "sbatch refuses that.", "End them with \\n."
+            f"{request}: lines end with \\r\\n", "sbatch refuses that.", "End them with \\n"
         )
     if first.startswith("#!") and "SBATCH" in first:
         seen = f"{request}: all stands in one line, {first[:60]!r}..."
@@ -102,7 +102,7 @@ def _compare_start(text: str, request: Request) -> None:
     if first.startswith("#!") and "bash" in first:
         return
     if first.startswith("#!"):
-        raise Wrong(f"{request}: the first line is {first!r}", "", "Begin with #!/bin/bash.")
+        raise Wrong(f"{request}: the first line is {first!r}", "", "Begin with #!/bin/bash")
     if text.lstrip().startswith("#!"):
         raise Wrong(
             f"{request}: the first line is {first!r}, and sbatch refuses the file: 'This does not "
@@ -114,7 +114,7 @@ def _compare_start(text: str, request: Request) -> None:
     raise Wrong(
         f"{request}: the first line is {first!r}, and sbatch refuses the file",
         "The first line says which program reads the rest.",
-        "Begin with #!/bin/bash.",
+        "Begin with #!/bin/bash",
     )
 
 
@@ -213,7 +213,7 @@ def _options_of(line: str) -> dict[str, str]:
         if name in VALUED and value in ("", "="):
             why = "An option is one piece, without spaces around =."
             raise Wrong(
-                f"sbatch refuses {line!r}: --{name} has no value", why, "Write --name=value."
+                f"sbatch refuses {line!r}: --{name} has no value", why, "Write --name=value"
             )
         options[name] = value
     return options
@@ -227,7 +227,7 @@ def _long_name(name: str, line: str) -> str:
         name = name if name in known else meant[0]
         return "ntasks-per-node" if name == "tasks-per-node" else name
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    advice = f"Write --{near[0]}." if near else "Look it up with: man sbatch"
+    advice = f"Write --{near[0]}" if near else "Look it up with: man sbatch"
     raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "", advice)
 
 
@@ -262,14 +262,14 @@ def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
         yield "--nodes", f"--nodes={nodes}", why, "Write one number."
     elif _count(nodes, "nodes") != request.nodes:
         said = f"--nodes={nodes}" if "nodes" in options else "--nodes is missing, so 1"
-        yield "--nodes", f"{said}, not {request.nodes}", "", "Write --nodes={nodes}."
+        yield "--nodes", f"{said}, not {request.nodes}", "", "Write --nodes={nodes}"
     if all_tasks is not None and all_tasks < request.nodes:
         why = f"A node without a task is not given, so {all_tasks} of {request.nodes} are left."
         yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", why, "Leave it out."
     if all_tasks is not None and all_tasks != request.nodes:
         per_node = all_tasks / request.nodes
     if per_node == 0:
-        yield "--ntasks", "no task per node is asked for", "", "Write --ntasks-per-node=1."
+        yield "--ntasks", "no task per node is asked for", "", "Write --ntasks-per-node=1"
     if per_node != 1:
         yield (
             "--ntasks",
@@ -277,7 +277,7 @@ def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
             f"Each task is a torchrun, and each torchrun starts a process for each of the "
             f"{request.gpus_per_node} GPUs: {per_node * request.gpus_per_node:g} processes per "
             "node.",
-            "Write --ntasks-per-node=1.",
+            "Write --ntasks-per-node=1",
         )
 
 
@@ -304,11 +304,11 @@ def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
             "--gpus",
             f"--gpus={options['gpus']} counts over the whole job",
             "Slurm may spread them unevenly over the nodes.",
-            "Write --gpus-per-node={gpus_per_node}.",
+            "Write --gpus-per-node={gpus_per_node}",
         )
     elif not asked:
         why = "A job that asks for no GPU gets none."
-        advice = "Write --gpus-per-node={gpus_per_node}."
+        advice = "Write --gpus-per-node={gpus_per_node}"
         yield "--gpus-per-node", "no GPU is asked for", why, advice
 
 
@@ -340,13 +340,15 @@ def _of_time(options: dict, request: Request) -> Iterable[Fault]:
     got = minutes_of(time)
     if got is None:
         why = "Slurm accepts no letters and no decimals there."
-        why = why if "$" not in time else "Slurm knows no variables of the shell there."
+        if "$" in time:
+            why = "Slurm knows no variables of the shell there."
         yield "--time", f"sbatch refuses --time={time}", why, form
     elif got != wanted:
         why = ""
         if got == wanted * 60:
-            why = "That is as many hours."
-            why = why if ":" in time else "That is seconds, but one number is minutes."
+            why = "That is the same number in hours."
+            if ":" not in time:
+                why = "That is seconds, but one number is minutes."
         elif got == 0:
             why = "0 means no limit at all."
         elif time.count(":") == 1 and "-" not in time:
@@ -363,7 +365,7 @@ def _of_names(options: dict, request: Request) -> Iterable[Fault]:
     if name != request.name:
         said = f"--job-name={name}" if name else "--job-name is missing"
         why = "Without it the job is named after its file." if not name else ""
-        yield "--job-name", f"{said}, not {request.name}", why, "Write --job-name={name}."
+        yield "--job-name", f"{said}, not {request.name}", why, "Write --job-name={name}"
     wanted = f"{request.name}-4711.out"
     if (written := file_name(output, name)) != wanted:
         why = ""
@@ -381,7 +383,7 @@ def _of_names(options: dict, request: Request) -> Iterable[Fault]:
             "--output",
             f"--output={output} makes job 4711 write to {written}, not {wanted}",
             why,
-            "Write --output=%x-%j.out.",
+            "Write --output=%x-%j.out",
         )
     if "error" in options and file_name(options["error"], name) != wanted:
         why = "Error messages would go to another file."

@@ -35,16 +35,16 @@ LURES: dict[str, dict[str, tuple[str, str]]] = {  # of a variable: wrong values,
     },
     "SBATCH_PARTITION": {
         "cpu": (
-            "For this partition its GRES are (null), so it has no GPU.",
+            "The column GRES shows (null): its nodes have no GPU.",
             "Look at the column GRES.",
         ),
         "cpu*": (
-            "It has no GPU, and the * only marks the default partition.",
+            "Its nodes have no GPU, and the * only marks the default partition.",
             "Look at the column GRES.",
         ),
         "gpu*": (
-            "The * is no part of the name: sinfo marks the default partition with it.",
-            "Write gpu.",
+            "The * is not part of the name: sinfo marks the default partition with it.",
+            "Write gpu",
         ),
         "gpu-test": (
             "This partition ends every job after 30 minutes.",
@@ -176,8 +176,8 @@ def _site_seen(text: object) -> dict:
 def _compare_shell(seen: dict) -> None:
     """Was bash content with every line?"""
     if "\r" in seen["text"]:
-        why = "To bash the \\r is a part of the value."
-        raise Wrong("lines end with \\r\\n", why, "End them with \\n.")
+        why = "To bash the \\r is part of the value."
+        raise Wrong("lines end with \\r\\n", why, "End them with \\n")
     found = re.search(r"\./site\.env: (?:line (\d+): )?(.*)", seen["said"])
     if found:
         number, said = int(found[1] or 0), found[2].strip()
@@ -190,17 +190,17 @@ def _compare_shell(seen: dict) -> None:
 
 def _why_bash(line: str, said: str) -> tuple[str, str]:
     if re.match(r"(export\s+)?\w+(\s+=|=\s)", line):
-        return "bash allows no space around =.", "Write export NAME=value."
+        return "bash allows no space around =.", "Write export NAME=value"
     if line.startswith(("setenv", "set ")):
-        return "setenv belongs to another shell, csh.", "Write export NAME=value."
+        return "setenv belongs to another shell, csh.", "Write export NAME=value"
     if re.match(r"\w+\s*:", line):
-        return "That is the form of a YAML file.", "Write export NAME=value."
+        return "That is the form of a YAML file.", "Write export NAME=value"
     if line.startswith(("$", ">")):
-        return "The $ before a command is the prompt, not a part of it.", "Leave it out."
+        return "The $ before a command is the prompt, not part of it.", "Leave it out."
     if "syntax error" in said or "unexpected" in said:
-        return "A quote or bracket is not closed, or bash reads it as its own.", "Write NAME=value."
+        return "A quote or bracket is not closed, or bash reads it as its own.", "Write NAME=value"
     if "command not found" in said or "No such file" in said:
-        return "bash takes the first word for a program.", "Write export NAME=value."
+        return "bash takes the first word for a program.", "Write export NAME=value"
     return "", "Write export NAME=value, one on each line."
 
 
@@ -218,14 +218,14 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
         raise Wrong(
             f"{name} is {value!r} in the shell, but not for a program that it starts",
             "sbatch receives only exported variables.",
-            f"Write export {name}={value}.",
+            f"Write export {name}={value}",
         )
     if value == wanted or _is_as_good(name, value):
         return
     why, advice = LURES[name].get(value, ("", "Look for it in SITE."))
     if not value:
         why = "Nothing stands directly after =, and bash allows no space around it."
-        advice = f"Write export {name}=value."
+        advice = f"Write export {name}=value"
     elif name == "HEAD_SUFFIX" and value.endswith(wanted):
         why = "That is one node's whole name, and the suffix is appended to every node's name."
         advice = "Write only the ending."
@@ -240,7 +240,7 @@ def _compare_variable(name: str, row: list[str], wanted: str, text: str) -> None
         advice = "Type it again."
     elif value.strip("\"' ") == wanted or value.lower() == wanted:
         why = "Spaces, quotes and capital letters count."
-        advice = f"Write export {name}={wanted}."
+        advice = f"Write export {name}={wanted}"
     raise Wrong(f"{name} is {value!r}", why, advice)
 
 
@@ -272,12 +272,12 @@ def _compare_modules(calls: list[str]) -> None:
     if calls and not loaded:
         verb = calls[-1]
         why = "The command module needs to be told what to do."
-        raise Wrong(f"`module {verb}` loads nothing", why, "Write module load NAME.")
+        raise Wrong(f"`module {verb}` loads nothing", why, "Write module load NAME")
     for short, whole in MODULES.items():
         if not {short, whole} & set(loaded):
             near = [name for name in loaded if name.lower().startswith(short.lower())]
             why = f"{near[0]} is not in the list that SITE shows." if near else ""
-            advice = f"Write module load {' '.join(TO_LOAD)}."
+            advice = f"Write module load {' '.join(TO_LOAD)}"
             raise Wrong(f"{seen}; {whole} is missing", why, advice)
     if strange := set(loaded) - set(MODULES) - set(MODULES.values()):
         raise Wrong(f"{seen}; there is no {min(strange)}", "", "See `module avail` in SITE.")

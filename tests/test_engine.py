@@ -339,6 +339,9 @@ def test_of_two_reasons_the_one_that_quotes_more_of_the_error_counts(monkeypatch
     assert "Without async_op=True a collective waits itself" in told(TOTAL, waits_for_none)
     monkeypatch.setattr(TOTAL, "reasons", {"has no attribute 'wait'": ("Short.", "")})
     assert "Short." not in told(TOTAL, waits_for_none)
+    whole = "AttributeError: 'NoneType' object has no attribute 'wait'"
+    monkeypatch.setattr(TOTAL, "reasons", {whole: ("Long.", "")})
+    assert "Long." in told(TOTAL, waits_for_none)
 
 
 def test_no_word_of_a_hang_accuses():

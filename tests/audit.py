@@ -43,7 +43,7 @@ class Audit:
             return ["the truth does not end"]
         if all(sight.kind == "raised" for row in rows for sight in row):
             return [f"the truth raises in every case: {rows[0][0].data}"]
-        listed = [mistake for mistake in faces.singles if mistake in self.spec.mistakes]
+        listed = faces.listed
         shown = faces.of(listed, range(len(self.steps)))
         for mistake, face in zip(listed, shown, strict=True):
             tried = Trial(self.spec, None, faces, rows, face, None)

@@ -80,6 +80,7 @@ class Spec:
         limit_s: how long the ranks may wait for one another.
         max_messages: of one rank in one call, beyond which it is ended.
         mistake_s: how long one call of a mistake may take; one that takes longer hangs.
+        at_once: mistakes that a verdict tries together; few where each takes long.
     """
 
     todo: str
@@ -104,6 +105,7 @@ class Spec:
     limit_s: float = 6.0
     max_messages: int = 200
     mistake_s: float = 1.0
+    at_once: int = 100
 
     @property
     def names(self) -> list[str]:

@@ -42,13 +42,23 @@ class Faces:
         self.limit_s = limit_s
         self.steps = spec.steps(cases)
         self._pairs: dict[int, list[Mistake]] = {}
-        self._known: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+        self._known: dict[int, dict[int, Row | None]] = {}  # mistake -> step -> None: it ended
 
     @functools.cached_property
-    def singles(self) -> list[Mistake]:
-        """All mistakes that can be tried: the exercise's own first, then slips of any function."""
-        tried = [*self.spec.mistakes, *generic(self.spec.truth, talks=bool(self.spec.layouts))]
-        return [mistake for mistake in tried if not mistake.ends]
+    def listed(self) -> list[Mistake]:
+        """The exercise's own mistakes that can be tried."""
+        return [mistake for mistake in self.spec.mistakes if not mistake.ends]
+
+    @functools.cached_property
+    def slips(self) -> list[Mistake]:
+        """Slips of any function that can be tried."""
+        slips = generic(self.spec.truth, talks=bool(self.spec.layouts))
+        return [mistake for mistake in slips if not mistake.ends]
+
+    def few(self, mistakes: list[Mistake]) -> Iterator[list[Mistake]]:
+        """As many at a time as the exercise wants: a match ends the search."""
+        for first in range(0, len(mistakes), self.spec.at_once):
+            yield mistakes[first : first + self.spec.at_once]
 
     def pairs(self, index: int, seen: list[bool | None]) -> list[Mistake]:
         """Two mistakes at once, of which at least one is `seen` in this step by itself.
@@ -61,23 +71,30 @@ class Faces:
         return self._pairs[index]
 
     def _together(self, seen: list[bool | None]) -> Iterator[Mistake]:
+        singles = [*self.listed, *self.slips]
         for one, other in itertools.combinations(range(len(seen)), 2):
             if None not in (seen[one], seen[other]) and (seen[one] or seen[other]):
                 with suppress(LookupError):  # both change the same text
-                    both = self.singles[one] + self.singles[other]
+                    both = singles[one] + singles[other]
                     both.change.sources(self.spec.truth)
                     yield both
 
     def of(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
-        """The rows of each mistake in these steps."""
+        """The rows of each mistake in these steps; fewer where it ends or hangs the ranks."""
         indexes = tuple(indexes)
-        new = [mistake for mistake in mistakes if (id(mistake), indexes) not in self._known]
-        if new:
-            changes = [mistake.change for mistake in new]
-            steps = [self.steps[index] for index in indexes]
-            shown = faces(self.spec, changes, steps, self.cases, self.limit_s)
-            self._known |= {(id(m), indexes): face for m, face in zip(new, shown, strict=True)}
-        return [self._known[id(mistake), indexes] for mistake in mistakes]
+        lacking: dict[tuple[int, ...], list[Mistake]] = {}
+        for mistake in mistakes:
+            shown = self._known.setdefault(id(mistake), {})
+            lacking.setdefault(tuple(i for i in indexes if i not in shown), []).append(mistake)
+        for missing, new in lacking.items():
+            steps = [self.steps[index] for index in missing]
+            changes = [mistake.change for mistake in new] if steps else []
+            found = faces(self.spec, changes, steps, self.cases, self.limit_s)
+            for mistake, face in zip(new, found, strict=False):
+                rows = itertools.chain(face, itertools.repeat(None))
+                self._known[id(mistake)] |= zip(missing, rows, strict=False)
+        every = [[self._known[id(mistake)][index] for index in indexes] for mistake in mistakes]
+        return [list(itertools.takewhile(bool, face)) for face in every]
 
 
 @dataclass
@@ -181,19 +198,27 @@ def _is_a_fault(failed: RankFailed | None) -> bool:
 
 
 def name(trial: Trial, index: int) -> Mistake | None:
-    """The mistake that shows what the answer shows, everywhere; else two at once that do."""
-    tried = trial.faces.singles
-    heads = trial.faces.of(tried, [index])
-    near = [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
-    named = best(trial, near)
+    """The mistake that shows what the answer shows, everywhere; else two at once that do.
+
+    Slips are tried only where no mistake of the exercise's own fits, and pairs after them.
+    """
+    faces = trial.faces
+    seen: list[bool | None] = []
+    for tried in (*faces.few(faces.listed), *faces.few(faces.slips)):
+        heads = faces.of(tried, [index])
+        if named := best(trial, _near(trial, tried, heads, index)):
+            return named
+        seen += [_is_seen(trial, face, index) for face in heads]
     is_value = all(sight.kind == "value" for sight in trial.found[index])
-    if named is None and is_value and not trial.spec.layouts:
-        seen = [_is_seen(trial, face, index) for face in heads]
-        pairs = trial.faces.pairs(index, seen)
-        heads = trial.faces.of(pairs, [index])
-        near = [m for m, face in zip(pairs, heads, strict=True) if matches(trial, m, face, [index])]
-        named = best(trial, near)
-    return named
+    if not is_value or trial.spec.layouts:
+        return None
+    pairs = faces.pairs(index, seen)
+    return best(trial, _near(trial, pairs, faces.of(pairs, [index]), index))
+
+
+def _near(trial: Trial, tried: list[Mistake], heads: list, index: int) -> list[Mistake]:
+    """Those of the mistakes that show in this step what the answer shows."""
+    return [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
 
 
 def best(trial: Trial, near: list[Mistake]) -> Mistake | None:

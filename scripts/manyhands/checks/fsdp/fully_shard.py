@@ -101,13 +101,13 @@ WORLD = (((0, 1, 2, 3),),)
 
 
 class Tiny(nn.Module):
-    """Three blocks between an embedding and a head; no size is a multiple of the ranks."""
+    """Two blocks between an embedding and a head; no size is a multiple of the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(3)
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)) for _ in range(2)
         )
         self.blocks[1][0].bias.requires_grad_(False)
         self.register_buffer("shift", torch.arange(6.0) / 6, persistent=False)
@@ -204,6 +204,7 @@ OWN = "fully_shard has other names for its options."
 torch_fsdp = Spec(
     todo="10.7",
     truth=course.torch_fsdp,
+    at_once=3,
     layouts=WORLD,
     cases=wraps,
     observe=wrapped_seen,
@@ -493,7 +494,8 @@ SHARE = "inputs[rank::world_size], targets[rank::world_size]"
 train_sharded = Spec(
     todo="10.10",
     truth=course.train_sharded,
-    layouts=WORLD,
+    layouts=(((0, 1),),),
+    at_once=5,
     cases=lambda n: [Training(cases.draw_seed(), num) for num in (1, 3)],
     observe=trained_seen,
     limit_s=12,

@@ -113,6 +113,7 @@ def tell_batch(case: Batch) -> str:
 tensor_parallel = Spec(
     todo="13.10",
     truth=model.TensorParallel,
+    at_once=5,
     layouts=cases.THREE,
     cases=batches,
     observe=model_seen,

@@ -201,10 +201,11 @@ ROOT_IN_GROUP = r"group_(src|dst)="
 
 
 def generic(truth: object, talks: bool = False) -> list[Mistake]:
-    """Slips that can be made in any function; of what talks to other ranks only those that end.
+    """Slips that can be made in any function.
 
     Args:
-        talks: does it send to other ranks? Then a twisted operator or number would mostly hang.
+        talks: does it send to other ranks? Then operators and numbers are not twisted, because most
+            of these changes would leave ranks waiting for each other.
     """
     found = _of_values(truth)
     sources = sources_of(truth)

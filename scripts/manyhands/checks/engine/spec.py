@@ -59,11 +59,13 @@ class Spec:
         observe: (answer, case), with layouts (answer, case, place) -> what the call shows, as plain
             data. In a dict, a part that is True or False is a statement, such as "x is unchanged";
             the part "besides" is not judged, and helps to tell mistakes apart. May raise Wrong.
-        mistakes: those that readers make; slips that any function can have come by themselves.
+        mistakes: those that readers make; slips that any function can have come by themselves, and
+            so do two mistakes at once, but not where there are layouts.
         hints: from a nudge to nearly the answer.
         layouts: the first has all ranks in one group, which is not given as `group`.
         form: brings what `observe` gives to plain data, or raises Malformed.
-        same: (found, wanted, case) -> is this value right as well? Where many values are.
+        same: (found, wanted, case) -> is this value right as well? Where many values are. Mistakes
+            are compared without it, to the digits that `observe` or `form` leave.
         tell: the words for a case; by default the call with its arguments.
         say: (found, wanted) -> what is seen of a wrong value.
         facts: (found, wanted, case) -> a sentence that is true of this wrong value by looking at
@@ -71,8 +73,9 @@ class Spec:
         advice: what to try: for a part, by its name; under "" for all others.
         reasons: words of an error -> sentence, and what to try.
         refusal: what to say where an error is asked for and nothing is raised.
-        independent: is each part of a dict an answer by itself? Then a mistake is named as well
-            when it shows the same in the first wrong part of all cases.
+        independent: is each part of a dict an answer by itself, as a mean and a variance are? Then
+            a mistake is named as well when it is alike only in the first wrong part, in the order
+            of the dict, and spoils no part that the answer has right.
         operations: of torch.distributed that may be called; none given: all.
         may_change: arguments (names of the case's fields) and states of the process (see trial.py)
             that the call may change.

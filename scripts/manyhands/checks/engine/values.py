@@ -132,7 +132,9 @@ def same(found: object, wanted: object, tolerance: float | None = None) -> bool:
     """Equal, but for rounding.
 
     Args:
-        tolerance: relative; by default that of the wanted tensor's type, and 1e-9 for a number.
+        tolerance: relative; by default that of the wanted tensor's type, and 1e-9 for a number. In
+            a tensor it is relative to the largest element: numbers of different size, of which each
+            counts, are observed as a list.
     """
     if isinstance(found, Tensor) and isinstance(wanted, Tensor):
         return _same_tensors(found, wanted, tolerance)

@@ -673,12 +673,62 @@ def lesson(card: Card) -> None:
     card.text(542, 178, "go on", START)
 
 
+def large_batch_levers(card: Card) -> None:
+    """Four levers of a large batch: with sixteen times the batch there are sixteen times fewer
+    steps; the learning rate makes each step longer, noise can be put back, the batch can grow in
+    the course of the training, and another algorithm bears longer steps.
+    """
+    for y, name, num_steps in ((30, "small batch", 16), (96, "large batch", 1)):
+        card.text(24, y + 14, name, BOLD + START)
+        for number in range(num_steps):
+            card.box(130 + 37.5 * number, y, 30, 28, fill="optimizer")
+    card.text(184, 110, "the same images in fewer steps: what can be done about it?", START)
+    levers = (
+        ("learning rate", "longer steps,", "after a warm-up"),
+        ("gradient noise", "put back what", "a large batch lacks"),
+        ("the batch", "start small,", "grow later"),
+        ("the algorithm", "norms, and", "lesson 08"),
+    )
+    for number, (name, *words) in enumerate(levers):
+        card.box(24 + 182 * number, 160, 166, 84)
+        card.text(107 + 182 * number, 178, name, BOLD)
+        for line, word in enumerate(words):
+            card.text(107 + 182 * number, 202 + 20 * line, word)
+
+
+def layerwise_ratio(card: Card) -> None:
+    """A rate for each layer: in three layers the norms of the weights and of the gradients differ
+    by orders of magnitude; one rate moves one layer by half of itself and another one hardly at
+    all; with a trust ratio each layer moves by the same share of its norm.
+    """
+    heads = ((24, "layer"), (190, "|weights|"), (330, "|gradient|"))
+    for x, name in heads:
+        card.text(x, 24, name, BOLD + START)
+    card.text(486, 24, "one rate for all", BOLD)
+    card.text(660, 24, "trust ratio", BOLD)
+    rows = (
+        ("embedding", 130, 12, 8),
+        ("a norm's scale", 60, 56, 84),
+        ("the last layer", 34, 70, 134),
+    )
+    for number, (name, weight, gradient, step) in enumerate(rows):
+        y = 44 + 62 * number
+        card.box(20, y, 150, 40, name)
+        card.box(190, y, weight, 40, fill="weights")
+        card.box(330, y, gradient, 40, fill="gradients")
+        card.box(419, y, step, 40, fill="optimizer")
+        card.box(612, y, 96, 40, "0.1 %", fill="optimizer")
+    card.text(24, 246, "green: the length of a step, as a share of the layer's norm", START)
+
+
 HEIGHTS = {
     lesson: 284,
     first_job_map: 284,
     first_job_cluster: 340,
     loss_surface_grid: 330,
     batch_size_halves: 246,
+    large_batch_levers: 264,
+    layerwise_ratio: 262,
     collectives_overview: 578,
     collectives_tree: 376,
     collectives_ring: 324,

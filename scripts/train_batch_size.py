@@ -25,14 +25,12 @@ from manyhands.instruments.figures import new_figure, png, steps_by_batch
 from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
-from manyhands.training.storage import read_json
 from manyhands.training.tasks import (
     WAIT_S,
     Kind,
     TaskConfig,
     TaskRun,
     at_least_one,
-    read_results,
 )
 
 BATCHES = [2**power for power in range(11)]
@@ -117,7 +115,10 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
         numbers = None
         if world.is_main:
             if config.batch:
-                results = with_siblings(run, results, len(sizes_for(len(data.train_inputs))))
+                found = run.with_siblings(results, "batch")
+                num_sizes = len(sizes_for(len(data.train_inputs)))
+                print(f"{len(found)} of {num_sizes} batch sizes are done", flush=True)
+                results = [result for results in found.values() for result in results]
             numbers = evaluate(config, run, data, parts, results)
     if world.is_main:
         world.print(f"report: {write_report(run.folder)}")
@@ -149,26 +150,6 @@ def list_tasks(config: Config, num_images: int) -> list[tuple[int, float]]:
 
 def sizes_for(num_images: int) -> list[int]:
     return [batch for batch in BATCHES if batch <= num_images]
-
-
-def with_siblings(run: TaskRun, own: Sequence[dict], num_sizes: int) -> list[dict]:
-    """The results of all jobs of this array that are done, this one among them.
-
-    The folder of number 4 of array 17 is batch_size-17_4. Of two jobs that end at the same time at
-    least one sees the other: each looks after its own results are written.
-    """
-    array, bar, number = run.folder.resolve().name.rpartition("_")
-    if not (bar and array and number.isdigit()):
-        return list(own)
-    ours = read_json(run.folder / "config.json")["identity"]
-    found = {}
-    for path in run.folder.resolve().parent.glob(f"{array}_*/config.json"):
-        theirs = read_json(path).get("identity", {})
-        results = read_results(path.parent)
-        if theirs | {"batch": 0} == ours | {"batch": 0} and len(results) == len(own):
-            found[theirs["batch"]] = results
-    print(f"{len(found)} of {num_sizes} batch sizes are done", flush=True)
-    return [result for _, results in sorted(found.items()) for result in results]
 
 
 def evaluate(

@@ -59,6 +59,8 @@ print("everything works")
 # | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
 # | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
 # | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, DDP, evaluation, saving, two nodes |
+# | [07_large_batch](07_large_batch.ipynb) | what a batch far too large costs, and thirteen ways to train compared, with error bars |
+# | [08_layerwise](08_layerwise.ipynb) | LARS, LARC, LAMB and NovoGrad from their papers, also over shards |
 # | [09_memory](09_memory.ipynb) | where the memory goes, to the byte, and three ways to need less |
 # | [10_fsdp](10_fsdp.ipynb) | sharded optimizer, gradients and weights by hand, and fully_shard message by message |
 # | [12_pipeline](12_pipeline.ipynb) | stages, schedules as data, GPipe and 1F1B by hand, and the bubble predicted and measured |

@@ -1,4 +1,4 @@
-"""The jobs of lessons 02 and 03: the same results on any number of ranks, and after a stop."""
+"""The jobs of many tasks: the same results on any number of ranks, and after a stop."""
 
 import inspect
 import json
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import train_batch_size
+import train_large_batch
+import train_layerwise
 import train_loss_surface
 from jobs import ROOT
 from jobs import run as run_command
@@ -24,13 +26,32 @@ from manyhands.ranks.runtime import BadInput
 from manyhands.training import storage, tasks
 from manyhands.training.storage import read_json, read_lines
 
-SCRIPTS = {"batch_size": train_batch_size, "loss_surface": train_loss_surface}
+SCRIPTS = {
+    "batch_size": train_batch_size,
+    "loss_surface": train_loss_surface,
+    "large_batch": train_large_batch,
+    "layerwise": train_layerwise,
+}
 NUM_IMAGES = 130
 SMALL = {
     "batch_size": {"rates": (0.4,), "networks": 1, "target": 0.5, "max_steps": 300},
     "loss_surface": {"networks": 1, "blocks": 1, "grid": 3, "images": 32, "epochs": 2},
+    "large_batch": {"seeds": 2, "small": 4, "large": 16, "epochs": 2, "target": 0.5},
+    "layerwise": {"seeds": 2, "small": 16, "small_steps": 4, "large_steps": 3},
 }
-NUM_TASKS = {"batch_size": 8, "loss_surface": 4}
+NUM_TASKS = {"batch_size": 8, "loss_surface": 4, "large_batch": 26, "layerwise": 50}
+PICTURES = {
+    "batch_size": "batch_size.png",
+    "loss_surface": "surfaces.png",
+    "large_batch": "large_batch.png",
+    "layerwise": "layerwise.png",
+}
+SHARES = {
+    "batch_size": [4, 4],
+    "loss_surface": [3, 1],
+    "large_batch": [13, 13],
+    "layerwise": [25, 25],
+}
 FREE = ("date", "ranks", "remake")  # what may differ between two runs of the same numbers
 
 
@@ -66,6 +87,8 @@ def run(data: str):
 
 def numbers(out: Path) -> dict:
     found = read_json(out / "result.json")
+    for name, rows in found.get("outcomes", {}).items():
+        found["outcomes"][name] = [row[:3] for row in rows]  # without the seconds
     return {name: value for name, value in found.items() if name not in FREE}
 
 
@@ -92,13 +115,18 @@ def test_the_folder_of_a_finished_job(whole):
     result = read_json(out / "result.json")
     assert result["remake"].startswith(f"RANKS=1 bash sbatch/{word}.sbatch --")
     assert result["device"] == "CPU" and result["ranks"] == 1
-    picture = {"batch_size": "batch_size.png", "loss_surface": "surfaces.png"}[word]
-    assert (out / picture).stat().st_size > 8000
+    assert (out / PICTURES[word]).stat().st_size > 8000
     assert (out / "result.json").stat().st_size < 150_000
     if word == "batch_size":
         means = [one["mean"] for one in found["batches"]]
         assert means[0] > 3 * means[-1] and found["num_trainings"] == NUM_TASKS[word]
         assert 1 < found["critical_batch"] < 200 and 1 < found["noise_scale"] < 200
+    elif word == "large_batch":
+        assert sorted(sum(found["classes"], [])) == sorted(train_large_batch.NAMES)
+        assert {len(rows) for rows in found["outcomes"].values()} == {2}
+    elif word == "layerwise":
+        assert list(found["classes"]) == ["16", "130"]
+        assert sorted(sum(found["classes"]["130"], [])) == sorted(train_layerwise.NAMES)
     else:
         assert [one["kind"] for one in found["networks"]] == ["skip", "plain"]
         assert all(one["losses"][1][1] == one["center"] for one in found["networks"])
@@ -110,7 +138,7 @@ def test_any_number_of_ranks_finds_the_same(whole, run, tmp_path):
     word, _, found = whole
     assert run(word, tmp_path / "run", 2) == found
     own = [len(read_lines(file)) for file in sorted((tmp_path / "run/results").iterdir())]
-    assert own == {"batch_size": [4, 4], "loss_surface": [3, 1]}[word]
+    assert own == SHARES[word]
 
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGKILL, 1), (signal.SIGTERM, 3)])
@@ -162,6 +190,22 @@ def roughness(losses):
         needed += walk[0] + walk[-1] - 2 * walk.min()
     return up_and_down / needed - 1
 """,
+    "large_batch": """
+def scaled_rate(rate, factor, rule):
+    return rate * {"none": 1, "root": factor**0.5, "linear": factor}[rule]
+""",
+    "layerwise": """
+from manyhands.layerwise import optimizers
+
+class LARS(optimizers.LARS):
+    pass
+""",
+}
+USED = {
+    "batch_size": "best_rate",
+    "loss_surface": "roughness",
+    "large_batch": "scaled_rate",
+    "layerwise": "LARS",
 }
 REFUSED = [
     ("batch_size", "def best_rate(steps): return 0.3, 7", "best_rate gave (0.3, 7)"),
@@ -186,6 +230,8 @@ REFUSED = [
         "surface gave 9 of 9 points without a loss above 0",
     ),
     ("loss_surface", "def roughness(losses): return None", "roughness gave None"),
+    ("large_batch", "def ranked(values): return [['root rule']]", "ranked gave [['root rule']]"),
+    ("large_batch", "def ranked(values): return None", "ranked gave None"),
 ]
 
 
@@ -205,9 +251,7 @@ def test_own_functions_are_used(whole, run, tmp_path, write_mine, capfd):
     word, _, found = whole
     write_mine(word, RIGHT[word])
     assert run(word, tmp_path / "run", 1, quiet=False, impl="mine") == found
-    assert {"batch_size": "yours: best_rate;", "loss_surface": "yours: roughness;"}[
-        word
-    ] in capfd.readouterr().out
+    assert f"yours: {USED[word]};" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +290,26 @@ def test_own_functions_that_cannot_be_right_are_named(trained, run, write_mine, 
         ("loss_surface", {"images": 1}, "--images 1: take at least 2"),
         ("loss_surface", {"span": 0.0}, "--span 0.0: take a number above 0"),
         ("loss_surface", {"epochs": 0}, "--epochs 0: take at least 1"),
+        ("large_batch", {"remedy": 14}, "--remedy 14: there are 13; 0 takes all"),
+        ("large_batch", {"small": 1}, "--small 1 --large 256: the large batch is a multiple"),
+        ("large_batch", {"small": 24}, "--small 24 --large 256: the large batch is a multiple"),
+        ("large_batch", {"large": 1312}, "and the data holds 1,297 images"),
+        ("large_batch", {"rate": 0.0}, "--rate 0.0: an accuracy is above 0"),
+        ("large_batch", {"epochs": 0}, "--epochs 0: take at least 1"),
+        ("large_batch", {"seeds": 1}, "--seeds 1: take at least 2"),
+        ("layerwise", {"optimizer": 7}, "--optimizer 7: there are 6; 0 takes them all"),
+        ("layerwise", {"large": 1298}, "--large 1298: the large batch is larger than the small"),
+        ("layerwise", {"small": 64, "large": 32}, "--small 64 --large 32: the large batch"),
+        ("layerwise", {"large_steps": 0}, "--large-steps 0: take at least 1"),
+        ("layerwise", {"seeds": 1}, "--seeds 1: take at least 2"),
     ],
 )
 def test_settings_that_cannot_be(word, changes, words):
     script = SCRIPTS[word]
-    refuse = {"batch_size": train_batch_size.list_tasks, "loss_surface": train_loss_surface.check}
-    refuse[word](script.Config(), 1297)
+    refuse = getattr(script, "list_tasks", None) or script.check
+    refuse(script.Config(), 1297)
     with pytest.raises(BadInput) as refused:
-        refuse[word](script.Config(**changes), 1297)
+        refuse(script.Config(**changes), 1297)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -275,8 +331,10 @@ def test_what_cannot_be_is_one_line_and_nothing_is_written(tmp_path, data, word,
 
 def test_another_run_s_folder_is_not_touched(whole, run):
     word, out, _ = whole
-    with pytest.raises(RankFailed, match="holds a run with networks=1, not 2"):
-        run(word, out, 1, networks=2)
+    name = "seeds" if "seeds" in SMALL[word] else "networks"
+    old = SMALL[word][name]
+    with pytest.raises(RankFailed, match=f"holds a run with {name}={old}, not {old + 1}"):
+        run(word, out, 1, **{name: old + 1})
 
 
 def test_squares_on_the_way_are_those_of_replicas_and_of_the_whole_batch(data):
@@ -330,6 +388,17 @@ def test_the_last_job_of_an_array_draws_the_whole(run, tmp_path, capfd):
     assert "--batch 64" in read_json(tmp_path / "batch_size-17_6/result.json")["remake"]
 
 
+def test_the_last_job_of_another_array_ranks_all(run, tmp_path, capfd):
+    for done, number in enumerate((3, 1), start=1):
+        out = tmp_path / f"large_batch-17_{number}"
+        capfd.readouterr()
+        run("large_batch", out, 1, quiet=False, remedy=number)
+        assert f"{done} of 13 remedies are done\n" in capfd.readouterr().out
+    found = read_json(out / "result.json")
+    assert list(found["outcomes"]) == ["small batch", "root rule"]
+    assert "--remedy" not in found["remake"] and (out / "large_batch.png").exists()
+
+
 def test_all_settings_are_told():
     """A run may go on only with its own settings: all but where it runs and with whose code."""
     for script in SCRIPTS.values():
@@ -345,6 +414,8 @@ def test_stored_runs_say_how_they_are_made_and_hold_what_the_lessons_draw(capsys
     assert names == [
         ("batch_size", "digits"),
         ("batch_size", "mnist"),
+        ("large_batch", "mnist"),
+        ("layerwise", "mnist"),
         ("loss_surface", "networks"),
     ]
     for path, (lesson, name) in zip(paths, names, strict=True):

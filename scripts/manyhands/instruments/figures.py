@@ -181,6 +181,80 @@ def steps_by_batch(
     ax.xaxis.set_major_formatter("{x:g}")
 
 
+def remedies_compared(
+    outcomes: Mapping[str, Sequence[Sequence]], classes: Sequence[Sequence[str]], target: float
+) -> Figure:
+    """Draw each way to train as a row: its error, and what it took to reach the target.
+
+    Args:
+        outcomes: for each name a row of (accuracy, steps, images, ...) of every seed; None for
+            steps and images where the target was missed.
+        classes: the names, the best first; those that tie stand together, on one band.
+    """
+    order = [name for group in classes for name in group]
+    rows = {name: len(order) - 1 - number for number, name in enumerate(order)}
+    figure, axes = new_figure(9, 1.2 + 0.3 * len(order), cols=3)
+    errors = {name: [(100 - 100 * one[0],) for one in found] for name, found in outcomes.items()}
+    _rows_of_ranges(axes[0], errors, 0, rows)
+    _rows_of_ranges(axes[1], outcomes, 1, rows)
+    _rows_of_ranges(axes[2], outcomes, 2, rows)
+    axes[0].axvline(100 - 100 * target, color=RED, ls=":", lw=1.5, label="target")
+    for ax, title in zip(
+        axes,
+        ("error on the test images (%)", "steps to the target", "images to the target"),
+        strict=True,
+    ):
+        for group in classes[::2]:
+            ends = rows[group[-1]] - 0.5, rows[group[0]] + 0.5
+            ax.axhspan(*ends, color=LIGHT_GREY, alpha=0.5, lw=0, zorder=0)
+        label(ax, title, "")
+        ax.set(ylim=(-0.5, len(order) - 0.5), yticks=list(rows.values()), xscale="log")
+        ax.set_yticklabels(order if ax is axes[0] else [])
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.xaxis.set_major_formatter("{x:,g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    handles, names = axes[0].get_legend_handles_labels()
+    title = "points: mean of the seeds, with their range; one band: a tie"
+    figure.legend(
+        handles,
+        names,
+        title=title,
+        fontsize=9,
+        title_fontsize=9,
+        frameon=False,
+        loc="outside lower center",
+    )
+    return figure
+
+
+def heat_map(
+    ax: Axes, values: Sequence[Sequence[float]], rows: Sequence[str], xlabel: str, what: str
+) -> None:
+    """Draw a row of values for each of `rows` as colours on a logarithmic scale, with their key."""
+    found = np.asarray(values, dtype=float)
+    found = np.where(found > 0, found, np.nan)
+    drawn = ax.pcolormesh(found, norm=LogNorm(), cmap="cividis")
+    ax.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=8)
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.figure.colorbar(drawn, ax=ax, label=what)
+    label(ax, xlabel, "")
+
+
+def _rows_of_ranges(
+    ax: Axes, values: Mapping[str, Sequence[Sequence]], column: int, rows: Mapping[str, int]
+) -> None:
+    """A point with its range in the row of each name; a word where a value is missing."""
+    for name, row in rows.items():
+        found = [one[column] for one in values[name]]
+        if None in found:
+            ax.text(0.04, row, "missed", transform=ax.get_yaxis_transform(), va="center", size=9)
+            continue
+        mean = sum(found) / len(found)
+        ends = [[mean - min(found)], [max(found) - mean]]
+        ax.errorbar(mean, row, xerr=ends, fmt="o", color=BLUE, ecolor=BLUE, capsize=3, ms=5)
+
+
 def stack(
     ax: Axes, x: Sequence[float], parts: Mapping[str, Sequence[float]], xlabel: str, ylabel: str
 ) -> None:

@@ -32,6 +32,7 @@ from manyhands.training.storage import (
     FORMAT,
     job_before,
     open_folder,
+    read_json,
     read_lines,
     replace_file,
     write_end,
@@ -191,6 +192,25 @@ class TaskRun:
             self.world.print(line)
         inside = ("ranks", "results")
         return on_main(lambda: open_folder(settings["out"], kind.name, about, inside))
+
+    def with_siblings(self, own: Sequence[dict], name: str) -> dict[object, list[dict]]:
+        """The results of all jobs of this array that are done, by their setting `name`.
+
+        The folder of number 4 of array 17 is NAME-17_4. Of two jobs that end at the same time at
+        least one sees the other: each looks after its own results are written.
+        """
+        mine = getattr(self.config, name)
+        array, bar, number = self.folder.resolve().name.rpartition("_")
+        if not (bar and array and number.isdigit()):
+            return {mine: list(own)}
+        ours = read_json(self.folder / "config.json")["identity"]
+        found = {}
+        for path in self.folder.resolve().parent.glob(f"{array}_*/config.json"):
+            theirs = read_json(path).get("identity", {})
+            results = read_results(path.parent)
+            if theirs | {name: mine} == ours and len(results) == len(own):
+                found[theirs[name]] = results
+        return dict(sorted(found.items()))
 
     def write_result(self, numbers: Mapping[str, object], leave_out: Sequence[str] = ()) -> None:
         """Write `result.json`: the numbers, and the command that makes them again."""

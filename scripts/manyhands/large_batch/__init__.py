@@ -1,0 +1,1 @@
+"""Lesson 07: what large batches cost, and every remedy for it."""

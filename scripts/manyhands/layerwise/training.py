@@ -1,0 +1,112 @@
+"""One training of lesson 08's comparison: a network of four layers, an optimizer, a batch.
+
+    rate |  ,-.                 the same schedule for all: a warm-up over the first tenth of the
+         | /   `-.              steps, then a straight fall to 0; the peak is each optimizer's own
+         |/       `-.
+         +------------> step
+
+Price: that of the network, and two norms for each of its eight parameters in each step.
+Source: You et al. 2020, https://arxiv.org/abs/1904.00962 (tuned rates, warm-up, a fixed budget).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.batch_size.sweep import Labelled
+from manyhands.layerwise import optimizers
+
+HIDDEN = 64
+LAYERS = 3
+WARM_UP = 0.1  # of the steps
+
+
+class Parts(NamedTuple):
+    """The optimizers of lesson 08."""
+
+    LARS: type = optimizers.LARS
+    LARC: type = optimizers.LARC
+    LAMB: type = optimizers.LAMB
+    NovoGrad: type = optimizers.NovoGrad
+
+
+class Way(NamedTuple):
+    """An optimizer with its settings, and the rates that are tried with it."""
+
+    optimizer: Callable
+    options: dict
+    rates: tuple[float, ...]
+
+
+def ways(parts: Parts) -> dict[str, Way]:
+    """All that are compared. Above some rate LARC does not change: its ceiling is out of reach."""
+    return {
+        "SGD": Way(torch.optim.SGD, {"momentum": 0.9}, (0.03, 0.1, 0.3, 1.0)),
+        "AdamW": Way(torch.optim.AdamW, {}, (0.003, 0.01, 0.03, 0.1)),
+        "LARS": Way(parts.LARS, {"trust": 0.02}, (0.3, 1.0, 3.0, 10.0)),
+        "LARC": Way(parts.LARC, {}, (0.1, 0.3, 1.0, 3.0, 10.0)),
+        "LAMB": Way(parts.LAMB, {}, (0.01, 0.03, 0.1, 0.3)),
+        "NovoGrad": Way(parts.NovoGrad, {}, (0.003, 0.01, 0.03, 0.1)),
+    }
+
+
+def network(data: Labelled, seed: int) -> nn.Module:
+    """An MLP; the seed decides its weights. (B, 1, H, W) to (B, classes)"""
+    torch.manual_seed(seed)
+    width = data.train_inputs[0].numel()
+    layers: list[nn.Module] = [nn.Flatten()]
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, HIDDEN), nn.ReLU()]
+        width = HIDDEN
+    return nn.Sequential(*layers, nn.Linear(width, data.num_classes)).to(data.train_inputs.device)
+
+
+def rate_at(step: int, num_steps: int, peak: float) -> float:
+    """The learning rate of a step; the first is number 0."""
+    risen = min(1.0, (step + 1) / max(1.0, WARM_UP * num_steps))
+    return peak * risen * (1 - step / num_steps)
+
+
+def train(
+    data: Labelled,
+    way: Way,
+    batch: int,
+    rate: float,
+    num_steps: int,
+    seed: int,
+    look: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda model, optimizer: None,
+) -> float:
+    """Train, and return the accuracy on the test images.
+
+    Args:
+        look: is called after each step.
+    """
+    model = network(data, seed)
+    optimizer = way.optimizer(model.parameters(), lr=rate, **way.options)
+    chosen = torch.empty(0, dtype=torch.int64)
+    for step in range(num_steps):
+        if len(chosen) < batch:  # what an epoch leaves over is left out
+            chosen = torch.randperm(len(data.train_inputs))
+        own = chosen[:batch]
+        chosen = chosen[batch:]
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, num_steps, rate)
+        optimizer.zero_grad()
+        loss_of(model, data.train_inputs[own], data.train_labels[own]).backward()
+        optimizer.step()
+        look(model, optimizer)
+    return accuracy(model, data)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of a batch."""
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Labelled) -> float:
+    """The share of test images that are classified correctly."""
+    guesses = model(data.test_inputs).argmax(dim=1)
+    return (guesses == data.test_labels).float().mean().item()

@@ -1,0 +1,648 @@
+# ---
+# manyhands: {title: Large batches, minutes: 150, goal: "Train with a batch far beyond the critical one, derive and test the rules for its learning rate, and find by runs with error bars which remedies work", needs: [batch_size], job: {flags: "--seeds 2 --epochs 6 --target 0.9", loss: [0.01, 0.06]}}
+# ---
+
+# %% [markdown]
+# # 07 Large batches
+#
+# Eight times as many GPUs can process eight times as many images per second, but only if each of them has enough
+# to do. So the global batch grows with the number of GPUs. Lesson 03 showed what happens then: beyond the critical
+# batch, a larger batch no longer saves steps. This lesson starts where that one ended, with a batch that is ten
+# times as large as the critical one, and asks **what can be done about it**.
+#
+# There are four levers, and every remedy that you will meet pulls one of them:
+#
+# | lever (lesson 03) | remedies in this lesson | in lesson 08 |
+# |---|---|---|
+# | the learning rate | root rule, linear rule, gradual warm-up, longer training at the larger rate | range test |
+# | the noise in the gradient | noise on each sample's loss, ghost batch norm | |
+# | the batch itself | a batch that grows during training | |
+# | the learning algorithm | batch norm | LARS, LARC, LAMB, NovoGrad |
+#
+# All remedies get the same network, the same number of images, and the same target. Each of them is trained
+# several times, because a single run cannot tell a remedy from luck.
+#
+# ![Sixteen times the batch leaves sixteen times fewer steps; four levers: the learning rate, the noise, the batch, the algorithm](figures/large_batch_levers.svg)
+
+# %%
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, variance
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from manyhands.checks import large_batch as check, score
+from manyhands.data import images
+from manyhands.first_job.planning import my_share
+from manyhands.instruments import figures
+from manyhands.instruments.ledger import Ledger
+from manyhands.jobs import watch
+from manyhands.large_batch import remedies
+from manyhands.large_batch.norms import AnyBatchNorm
+from manyhands.large_batch.rates import Setting
+from manyhands.large_batch.remedies import REMEDIES, Parts, Remedy, Task, network
+from manyhands.ranks import lab
+from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
+
+lab.warm_up()
+torch.set_num_threads(1)
+data = images.load("embedded")
+print(f"torch {torch.__version__}; everything here runs on the CPU, ranks talk through gloo")
+print(data.note)
+
+# %% [markdown]
+# ## 1. How much does a large batch cost?
+#
+# The task is that of lesson 03, with a slightly larger network: two hidden layers of 64 units, trained by plain
+# stochastic gradient descent. The **reference** has 16 images in a step. Its rivals have 256. Everybody sees each
+# image 12 times, which is 973 steps for the reference and 61 steps for a rival. In both cases the learning rate
+# falls to a quarter after half of the epochs and again after three quarters of them.
+#
+# `compare` trains with each of the named ways and with three seeds; two ranks share the trainings.
+
+# %%
+TASK, SEEDS = Task(small=16, large=256, rate=0.2, epochs=12, target=0.95), (1, 2, 3)
+
+
+def train_share(ways, parts):
+    torch.set_num_threads(1)
+    own = my_share([(n, s) for n in ways for s in SEEDS], dist.get_rank(), dist.get_world_size())
+    found = []
+    for name, seed in own:
+        curve = []
+
+        def look(seen, accuracy, model, curve=curve):
+            curve.append((seen, accuracy))
+
+        found.append((name, remedies.train(data, ways[name], TASK, seed, parts, look), curve))
+    return found
+
+
+def compare(ways, parts=remedies.COURSE):
+    """Name -> the outcomes of all seeds, and name -> their curves."""
+    outcomes, curves = {name: [] for name in ways}, {name: [] for name in ways}
+    for share in run_ranks(train_share, 2, ways, parts, timeout_s=120):
+        for name, outcome, curve in share:
+            outcomes[name].append(outcome)
+            curves[name].append(curve)
+    return outcomes, curves
+
+
+def report(outcomes):
+    for name, found in outcomes.items():
+        values = [one.accuracy for one in found]
+        steps = [one.steps for one in found if one.steps]
+        reached = f"{fmean(steps):4.0f} steps" if len(steps) == len(found) else "missed"
+        spread = f"{fmean(values):6.1%} ({min(values):.1%} to {max(values):.1%})"
+        print(f"{name:38} accuracy {spread:26} target: {reached}")
+
+
+gap, gap_curves = compare({name: REMEDIES[name] for name in ("small batch", "large batch")})
+report(gap)
+
+# %% [markdown]
+# The gap is huge, and most of it has a simple reason: the large batch takes sixteen times fewer steps, and each
+# step is as long as before. If you had only the two accuracies, you might conclude that large batches make worse
+# networks. What they make first of all is *fewer steps*. A remedy has to do with 61 steps what the reference does
+# with 973.
+
+# %% [markdown]
+# ## 2. The square root, derived and tested
+#
+# How long may a step be? One answer starts from noise. The gradient of a batch is a mean over $M$ samples, so a
+# step of stochastic gradient descent with learning rate $\eta$ has the covariance
+#
+# $$\operatorname{Cov}(\eta \, \bar g) = \frac{\eta^2}{M} V,$$
+#
+# where $V$ is the covariance of the gradients of single samples. If the batch is $k$ times as large and the noise
+# of a step is to stay what it was, then $\eta$ has to grow by $\sqrt{k}$. That is the argument behind the **root
+# rule** (Hoffer et al. 2017).
+#
+# Start with the formula. The trace of the covariance, which is the sum of the variances of all weights, is enough
+# to compare settings.
+
+# %% exercise="step_variance" todo="7.1" minutes=10 difficulty=1 points=1
+from manyhands.large_batch.noise import step_variance
+
+# %% check="7.1" tags=["nbval-check-output"]
+check.step_variance(step_variance)
+
+# %% [markdown]
+# The rule itself is one line, and so is its rival, the **linear rule**: $k$ samples that each were worth a step of
+# length $\eta$ should together be worth a step of length $k \eta$ (Goyal et al. 2017).
+
+# %% exercise="scaled_rate" todo="7.2" minutes=5 difficulty=1 points=1
+from manyhands.large_batch.rates import scaled_rate
+
+# %% check="7.2" tags=["nbval-check-output"]
+check.scaled_rate(scaled_rate)
+
+# %% [markdown]
+# An argument is worth more when its prediction has been tested. The next cell takes the gradients of 600 single
+# images at the start of training, draws 300 batches of each size from them, and compares the variance of the 300
+# steps with the formula. Before you run it: by which factor does the variance of a step grow under the *linear*
+# rule when the batch grows from 16 to 256?
+
+# %%
+growth = None  # your number
+
+# %% answer="true"
+growth = 16
+
+
+# %%
+def gradient_of(model, chosen):
+    loss = nn.functional.cross_entropy(model(data.train_inputs[chosen]), data.train_labels[chosen])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+if check.ready("7.1", "7.2"):
+    torch.manual_seed(1)
+    model = network(data, Remedy(), TASK, remedies.COURSE)
+    single = torch.stack([gradient_of(model, [index]) for index in range(600)])
+    sizes, measured, predicted = (16, 32, 64, 128, 256), {}, {}
+    drawn = {}
+    for size in sizes:
+        means = [single[torch.randint(600, (size,))].mean(0) for _ in range(300)]
+        drawn[size] = torch.stack(means).var(dim=0).sum().item()
+    for rule, name in (("none", "same rate"), ("root", "root rule"), ("linear", "linear rule")):
+        rates = [scaled_rate(TASK.rate, size / 16, rule) for size in sizes]
+        pairs = list(zip(sizes, rates, strict=True))
+        predicted[name] = (sizes, [step_variance(single, size, rate) for size, rate in pairs])
+        measured[name] = (sizes, [rate**2 * drawn[size] for size, rate in pairs])
+    factors = {name: values[-1] / values[0] for name, (_, values) in measured.items()}
+    score("growth under the linear rule", growth, 16, factors["linear rule"])
+    worst = max(
+        abs(found / wanted - 1)
+        for name in measured
+        for found, wanted in zip(measured[name][1], predicted[name][1], strict=True)
+    )
+    assert worst < 0.25
+    print(f"largest difference between a drawn variance and the formula: {worst:.0%}")
+    figure, ax = figures.new_figure(7, 3.4)
+    names = ("batch size (images)", "variance of a step")
+    figures.measured_and_predicted(ax, measured, predicted, *names)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    figures.show(figure, "Variance of a step against batch: falls, stays level, or rises, by rule.")
+
+# %% [markdown]
+# The drawn batches follow the formula. With the same rate the noise of a step falls as the batch grows, with the
+# root rule it stays level, and with the linear rule it grows in proportion to the batch. So if keeping the noise
+# were all that mattered, the question would be settled. It is not: with 16 times fewer steps, the root rule walks
+# only a quarter of the way that the reference walks. The linear rule keeps the distance per image, and gives up
+# the noise. Which of the two matters more is a question for runs.
+
+# %% [markdown]
+# ### The slides disagree: should a larger batch have a smaller rate?
+#
+# One popular course says that a larger batch needs a *smaller* learning rate, in proportion to the batch. The two
+# rules above say that it needs a larger one. Sweep the rate at batch 256 over a factor of 256, from $\eta / 16$ to
+# $16 \, \eta$, and see.
+
+# %%
+if check.ready("7.2"):
+    factors = [2.0**power for power in range(-4, 5)]
+    swept = {}
+    for factor in factors:
+        task = Task(TASK.small, TASK.large, TASK.rate * factor, TASK.epochs, TASK.target)
+        swept[factor] = [remedies.train(data, Remedy(), task, seed).accuracy for seed in SEEDS]
+        values = swept[factor]
+        told = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+        print(f"rate {task.rate:6.4f} = {factor:6.4g} times the reference's: accuracy {told}")
+    best = max(factors, key=lambda factor: fmean(swept[factor]))
+    print(f"best: {best:g} times the rate of the small batch")
+    assert fmean(swept[1 / 16]) < fmean(swept[1]) < fmean(swept[best]) and best > 1
+
+# %% [markdown]
+# The verdict is clear: the smaller rates are far worse, because the steps are few already and become shorter as
+# well. A larger batch wants a larger rate. It is just as clear that the linear rule, 16 times the rate, asks for
+# too much here: a step may not be longer than the curvature of the loss allows, whatever the batch (lesson 01).
+# The best rate lies near the root rule's factor of 4. That is no proof of the root rule. It says that at ten times
+# the critical batch the linear rule has stopped being valid.
+
+# %% [markdown]
+# ## 3. Can the rate at least be approached slowly?
+#
+# At the start of training the weights are random, the curvature is large, and long steps do the most damage. A
+# **gradual warm-up** begins with the reference's rate and raises it along a straight line to the scaled one. Then
+# the usual schedule takes over.
+
+# %% exercise="warmed_up_rate" todo="7.3" minutes=10 difficulty=2 points=1
+from manyhands.large_batch.rates import warmed_up_rate
+
+# %% check="7.3" tags=["nbval-check-output"]
+check.warmed_up_rate(warmed_up_rate)
+
+# %% [markdown]
+# The figure shows the two schedules with the linear rule, and the table shows what they lead to. Watch whether the
+# warm-up helps, and whom.
+
+# %%
+RATES = ["scaled_rate", "warmed_up_rate"]
+
+
+def own_parts(*names):
+    """The course's parts, with your functions of these names in their places."""
+    return Parts()._replace(**{name: globals()[name] for name in names})
+
+
+if check.ready("7.2", "7.3"):
+    epochs, high = [step / 10 for step in range(120)], scaled_rate(TASK.rate, 16, "linear")
+    schedules = {}
+    for name, warm_up in (("linear rule", 0), ("linear rule, warm-up", 3)):
+        values = [warmed_up_rate(e, TASK.rate, high, warm_up, (6, 9), 0.25) for e in epochs]
+        schedules[name] = (epochs, values)
+    figure, ax = figures.new_figure(7, 2.8)
+    figures.lines(ax, schedules, "epoch", "learning rate")
+    figures.show(figure, "The learning rate over 12 epochs, with and without a warm-up.")
+    ways = ("root rule", "root rule, warm-up", "linear rule", "linear rule, warm-up")
+    warm, _ = compare({name: REMEDIES[name] for name in ways}, own_parts(*RATES))
+    report(warm)
+
+# %% [markdown]
+# On this network the warm-up does not help: neither rule reaches the target with it or without it. A warm-up
+# removes damage that is done *early*. With the linear rule the damage is done as long as the rate stays high,
+# because 3.2 is beyond what this loss can bear at any time; and with the root rule there was no damage, so the
+# warm-up only costs some of the 61 steps. Keep the result in mind until section 5, where the same warm-up and the
+# same rate appear on a network that can use them.
+
+# %% [markdown]
+# ## 4. Put the noise back
+#
+# Some people hold that the noise of small batches is useful by itself, because it shakes the weights out of sharp
+# minima (lesson 02). If so, a large batch lacks something that can be put back. Multiply the loss of each sample
+# by a random number $z \sim N(1, \sigma^2)$. The mean gradient stays what it was. Where noise dominates the
+# gradient, its covariance is multiplied by $1 + \sigma^2$, so $\sigma^2 = M / m - 1$ gives a batch of $M$ the
+# noise of a batch of $m$: the variance is proportional to the batch, but for the 1.
+
+# %% exercise="noise_size noisy_mean" todo="7.4" minutes=15 difficulty=2 points=2
+from manyhands.large_batch.noise import noise_size, noisy_mean
+
+# %% check="7.4" tags=["nbval-check-output"]
+check.noise_size(noise_size, noisy_mean)
+
+# %% [markdown]
+# Verify both claims on your own gradients: that the mean is kept, and that the covariance is restored. The loss of
+# sample $n$ has gradient $g_n$, so the gradient of the noisy mean is the mean of $z_n g_n$; the cell draws 400 of
+# those at batch 256, with the noise that makes up for batch 16.
+
+# %%
+if check.ready("7.1", "7.4"):
+    sigma = noise_size(256, 16)
+    draws = []
+    for _ in range(400):
+        chosen = torch.randint(600, (256,))
+        weights = torch.ones(256, requires_grad=True)
+        noisy_mean(weights, sigma).backward()  # the gradient of each loss is z / 256
+        draws.append(weights.grad @ single[chosen])
+    noisy = torch.stack(draws)
+    true = single.mean(0)
+    mean_error = (noisy.mean(0) - true).norm().item()
+    restored = noisy.var(dim=0).sum().item()
+    wanted = step_variance(single, 16, 1.0)
+    print(f"sigma {sigma:.2f}")
+    print(
+        f"the mean gradient has norm {true.norm():.4f}; that of 400 draws is off by {mean_error:.4f}"
+    )
+    print(f"variance at batch 256: {step_variance(single, 256, 1.0):.4f} without noise")
+    print(f"                       {restored:.4f} with noise, and {wanted:.4f} at batch 16")
+    assert mean_error < 6 * (wanted / 400) ** 0.5 and 0.6 < restored / wanted < 1.7
+
+# %%
+if check.ready("7.2", "7.3", "7.4"):
+    names = ("root rule, warm-up", "gradient noise")
+    noisy_outcomes, _ = compare(
+        {name: REMEDIES[name] for name in names}, own_parts(*RATES, "noise_size", "noisy_mean")
+    )
+    report(noisy_outcomes)
+
+# %% [markdown]
+# The mean is kept and the covariance is restored, just as derived, and the accuracy is *worse*. There is no
+# contradiction. The noise of the reference comes with 973 steps, over which it averages out; here the same noise
+# comes with 61. What the large batch lacked was not noise but steps. The study that proposed this noise also
+# trained far longer, and so will you in section 6.
+
+# %% [markdown]
+# ## 5. A network that bears higher rates: batch norm
+#
+# **Batch norm** shifts and scales every channel of a layer to mean 0 and variance 1 over the batch, then applies a
+# learned scale and shift (Ioffe and Szegedy 2015). The next layer then sees inputs whose distribution hardly moves
+# while the layers below are learning. In the original paper this was shown by the 15th, 50th and 85th percentiles
+# of one unit's input during training. Here are yours, for the same unit with and without the norm, with the small
+# batch.
+
+
+# %%
+def percentiles(norm):
+    """The accuracy, and 15th, 50th, 85th percentile of a unit's input, four times an epoch."""
+    rows = []
+
+    def look(seen, accuracy, model):
+        inputs = []
+        last_relu = [layer for layer in model if isinstance(layer, nn.ReLU)][-1]
+        handle = last_relu.register_forward_hook(lambda m, args, out: inputs.append(args[0]))
+        model(data.train_inputs[:500])
+        handle.remove()
+        marks = torch.quantile(inputs[0][:, 0].detach(), torch.tensor([0.15, 0.5, 0.85]))
+        rows.append((seen / len(data.train_inputs), accuracy, *marks.tolist()))
+
+    remedies.train(data, Remedy(is_small=True, norm=norm), TASK, 1, look=look)
+    return list(zip(*rows, strict=True))
+
+
+figure, axes = figures.new_figure(9, 3.2, cols=3)
+axes[2].sharey(axes[1])
+found = {"without norm": percentiles("none"), "batch norm": percentiles("batch")}
+accuracy_of = {name: (rows[0], rows[1]) for name, rows in found.items()}
+figures.lines(axes[0], accuracy_of, "epoch", "accuracy")
+for ax, (name, rows) in zip(axes[1:], found.items(), strict=True):
+    marks = {"85 %": (rows[0], rows[4]), "50 %": (rows[0], rows[3]), "15 %": (rows[0], rows[2])}
+    figures.lines(ax, marks, "epoch", "input of a unit")
+    ax.set_title(name, fontsize=10)
+figures.show(figure, "Accuracy, and percentiles of a unit's input, with and without batch norm.")
+for name, rows in found.items():
+    moved = max(rows[3]) - min(rows[3])
+    print(f"{name:12}: accuracy {rows[1][-1]:.1%}, the median input moves by {moved:.2f}")
+
+# %% [markdown]
+# Does the norm allow a higher learning rate, as is often said, and does dropout still help beside it? The next
+# table has the answers for the small batch: three rates, with and without the norm, and then dropout of 30 % with
+# both.
+
+# %%
+reached = {}
+for dropout in (0.0, 0.3):
+    for norm in ("none", "batch"):
+        for factor in (1, 4, 16) if not dropout else (1,):
+            task = Task(TASK.small, TASK.large, factor * TASK.rate, 6, TASK.target)
+            way = Remedy(is_small=True, norm=norm, dropout=dropout)
+            values = [remedies.train(data, way, task, seed).accuracy for seed in SEEDS[:2]]
+            reached[norm, dropout, factor] = fmean(values)
+            told = f"accuracy {fmean(values):6.1%} ({min(values):.1%} to {max(values):.1%})"
+            print(f"norm {norm:5}, dropout {dropout:.1f}, rate {task.rate:.1f}: {told}")
+assert reached["batch", 0.0, 4] > reached["none", 0.0, 4] + 0.05
+
+# %% [markdown]
+# Without the norm, four times the rate is too much for this network. With the norm, four times the rate costs
+# little or nothing, and only sixteen times the rate is too much. So the norm moves the wall; it does not remove
+# it. On dropout a table with six epochs can say little: it costs accuracy here with the norm and without. The
+# paper's advice, to use less dropout beside a norm, is at least not contradicted.
+
+# %% [markdown]
+# ### Whose batch?
+#
+# On several processors the word "batch" becomes ambiguous. In data parallelism each replica normalises the images
+# that it sees, so a global batch of 256 on 16 replicas is normalised in 16 **ghost batches** of 16. This happens
+# by itself, it costs no message, and its noise can even help. On one process you can have the same by cutting the
+# batch.
+
+# %% exercise="GhostBatchNorm.forward" todo="7.5" minutes=10 difficulty=2 points=1
+from manyhands.large_batch.norms import GhostBatchNorm
+
+# %% check="7.5" tags=["nbval-check-output"]
+check.GhostBatchNorm(GhostBatchNorm)
+
+# %%
+if check.ready("7.2", "7.3", "7.5"):
+    names = (
+        "large batch, batch norm",
+        "linear rule, warm-up, batch norm",
+        "linear rule, warm-up, ghost batch norm",
+    )
+    normed, _ = compare({n: REMEDIES[n] for n in names}, own_parts(*RATES, "GhostBatchNorm"))
+    report(normed)
+
+# %% [markdown]
+# This is the same large batch, the same linear rule and the same warm-up that failed in section 3. The norm has
+# made the difference: all three reach the target, in far fewer steps than the reference. Whether ghost batches are
+# better than whole ones cannot be told from these runs; their ranges overlap.
+#
+# Ghost batches become a problem when each replica has very few images, as in the segmentation of large pictures:
+# the statistics of two images are mostly noise. Then the replicas have to share them. That is **synchronised batch
+# norm**, and it has to be exact: outputs, gradients and running statistics equal to those of one process with the
+# whole batch.
+#
+# Going forward is straightforward: the sum and the count of all ranks give the mean, then the sum of squared
+# differences from it gives the variance. Do not use the mean of the squares less the square of the mean: for
+# inputs far from 0, the two are nearly equal, and their difference has no correct digits left.
+#
+# Going backward needs some thought. Let $\hat x$ be the normalised input and $s = 1 / \sqrt{\text{variance} +
+# \epsilon}$. Each input moves the mean and the variance of *all* inputs, on all ranks, and so the gradient of the
+# loss with respect to $x$ is
+#
+# $$\frac{\partial L}{\partial x} = s \left( g - \overline{g} - \hat x \; \overline{g \, \hat x} \right),$$
+#
+# where $g = \partial L / \partial \hat x$, and both bars are means over the whole batch. They cost the second
+# message of the pair: one all-reduce of $2 C$ numbers.
+
+# %% exercise="NormOverRanks.forward NormOverRanks.backward" todo="7.6" minutes=35 difficulty=3 points=4
+from manyhands.large_batch.norms import NormOverRanks, _per_channel
+
+# %% check="7.6" tags=["nbval-check-output"]
+check.NormOverRanks(NormOverRanks)
+
+# %% [markdown]
+# Three ranks with 7, 1 and 8 images, and one process with all 16: compare the gradients. And predict: how many
+# bytes does one rank hand to all-reduce for one norm of 64 channels in float64, forward and backward together?
+
+# %%
+nbytes = None  # your number
+
+# %% answer="true"
+nbytes = (64 + 1 + 64 + 2 * 64) * 8
+
+
+# %%
+def synchronised():
+    sizes = (7, 1, 8)
+    draw = torch.Generator().manual_seed(5)
+    x, weights = torch.randn(2, 16, 64, generator=draw, dtype=torch.float64)
+    own = (x + 100).split(sizes)[dist.get_rank()].clone().requires_grad_()
+    with Ledger() as ledger:
+        out, *_ = NormOverRanks.apply(own, 1e-5, None)
+        (out * weights.split(sizes)[dist.get_rank()]).sum().backward()
+    return own.grad, sum(entry.nbytes for entry in ledger.entries)
+
+
+if check.ready("7.6"):
+    parts = run_ranks(synchronised, 3)
+    draw = torch.Generator().manual_seed(5)
+    x, weights = torch.randn(2, 16, 64, generator=draw, dtype=torch.float64)
+    whole = (x + 100).requires_grad_()
+    norm = nn.BatchNorm1d(64, affine=False).double()
+    (norm(whole) * weights).sum().backward()
+    joined = torch.cat([gradient for gradient, _ in parts])
+    torch.testing.assert_close(joined, whole.grad, rtol=0, atol=1e-6)
+    difference = (joined - whole.grad).abs().max().item()
+    print(f"largest difference from one process's gradient: {difference:.0e}")
+    score("all-reduce of one norm", nbytes, (64 + 1 + 64 + 2 * 64) * 8, parts[0][1], "bytes")
+
+# %% [markdown]
+# ## 6. Pay with something else: a growing batch, or longer training
+#
+# Late in a training the rate falls, because the noise of the steps has to shrink. A larger batch shrinks the noise
+# as well. So **let the batch grow where the rate would have fallen** (Smith et al. 2018): it starts small, when
+# small steps are needed, and ends large, when the noise scale is large too (lesson 03's last question).
+
+# %% exercise="grown_batch" todo="7.7" minutes=15 difficulty=2 points=2
+from manyhands.large_batch.rates import grown_batch
+
+# %% check="7.7" tags=["nbval-check-output"]
+check.grown_batch(grown_batch)
+
+# %% [markdown]
+# If the argument holds, the growing batch has the same curve per image as the falling rate of the reference, with
+# fewer steps. Watch for that in the left panel. The other way to pay is **longer training**: four times as many
+# images, at the root rule's rate. The right panel enlarges the end of all curves.
+
+
+# %%
+def mean_curve(curves):
+    """Images seen, and the error in percent, averaged over the seeds."""
+    rows = list(zip(*curves, strict=False))
+    return [row[0][0] for row in rows], [100 - 100 * fmean(a for _, a in row) for row in rows]
+
+
+if check.ready("7.2", "7.3", "7.7"):
+    names = ("growing batch", "root rule, warm-up", "longer training")
+    paid, paid_curves = compare({n: REMEDIES[n] for n in names}, own_parts(*RATES, "grown_batch"))
+    report(gap | paid)
+    by_name = {name: mean_curve(curves) for name, curves in (gap_curves | paid_curves).items()}
+    figure, axes = figures.new_figure(9, 3.6, cols=2)
+    for ax, top, title in zip(axes, (100, 12), ("whole", "the end, enlarged"), strict=True):
+        picked = {name: by_name[name] for name in ("small batch", *names)}
+        figures.lines(ax, picked, "images seen", "error on the test images (%)")
+        ax.set_ylim(0, top)
+        ax.set_title(title, fontsize=10)
+    figures.legend_below(figure, axes[0])
+    figures.show(figure, "Error against images seen for four ways to train, whole and enlarged.")
+
+# %%
+if check.ready("7.7"):
+    steps = {}
+    for name in ("small batch", "growing batch"):
+        steps[name] = len(list(remedies.settings(REMEDIES[name], TASK, 1297, remedies.COURSE)))
+    print(f"steps in all: {steps['small batch']} with a falling rate, ", end="")
+    print(f"{steps['growing batch']} with a growing batch")
+
+# %% [markdown]
+# The curves of the small and of the growing batch lie on top of each other, as the argument predicts: per image, a
+# growing batch is as good as a falling rate, and it takes fewer steps to the same end. Longer training at the
+# larger rate reaches the target as well, which the same rate did not within the budget. So much of what is called
+# the generalisation gap of large batches is a lack of steps. The price stands in the next section: four times as
+# many images are four times the cost.
+
+# %% [markdown]
+# ## 7. Who is better, and who is merely luckier?
+#
+# Now rank the remedies. With three seeds each, two means always differ, so the question is whether they differ by
+# more than chance would make them. The **standard error** of a mean is the standard deviation over the seeds,
+# divided by the root of their number. Two ways whose means differ by less than twice the standard error of the
+# difference are called a tie.
+
+# %% exercise="is_tie ranked" todo="7.8" minutes=20 difficulty=2 points=2
+from manyhands.large_batch.ties import is_tie, ranked
+
+# %% check="7.8" tags=["nbval-check-output"]
+check.is_tie(is_tie, ranked)
+
+# %%
+if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
+    every = own_parts(*RATES, "noise_size", "noisy_mean", "GhostBatchNorm", "grown_batch")
+    known = gap | warm | noisy_outcomes | normed | paid
+    rest, _ = compare({n: REMEDIES[n] for n in REMEDIES if n not in known}, every)
+    known |= rest
+    classes = ranked({name: [one.accuracy for one in found] for name, found in known.items()})
+    for number, names in enumerate(classes, 1):
+        print(f"{number}: {'; '.join(names)}")
+    rows = {name: [tuple(one) for one in found] for name, found in known.items()}
+    figure = figures.remedies_compared(rows, classes, TASK.target)
+    figures.show(figure, "Error, steps and images to the target for every remedy, with ranges.")
+
+# %%
+if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
+    reached = {n: f for n, f in known.items() if all(one.steps is not None for one in f)}
+    header = f"{'reached by all seeds':38} {'steps':>6} {'images':>8} {'time here':>10}"
+    print(header)
+    for name, found in sorted(reached.items(), key=lambda item: fmean(o.steps for o in item[1])):
+        steps, seen, seconds = (
+            fmean(values) for values in zip(*(o[1:] for o in found), strict=True)
+        )
+        print(f"{name:38} {steps:6.0f} {seen:8,.0f} {seconds:9.2f}s")
+
+# %% [markdown]
+# The three columns answer three different questions. **Steps** are what you wait for if you have a processor for
+# every part of the batch. **Images** are what you pay for, because each costs the same amount of arithmetic. The
+# **time here** is that of one core, which processes a large batch a little more efficiently than a small one. A
+# remedy that halves the steps and doubles the images is worth it only to somebody in a hurry.
+#
+# Was this only our small data? The job of this lesson was also run on MNIST's 60,000 images, with batches of 32
+# and 1024 and five seeds:
+
+# %%
+stored = storage.stored("large_batch", "mnist")
+figure = figures.remedies_compared(stored["outcomes"], stored["classes"], stored["target"])
+figures.show(figure, "The stored comparison on MNIST: error, steps and images for every remedy.")
+print(stored["data"])
+
+# %% [markdown]
+# Three of the findings are the same there: with a norm the large batch is as good as the small one without, the
+# growing batch equals the small batch, and the linear rule without a norm fails altogether. One is different: on
+# MNIST the **warm-up helps**. With the root rule some seeds are thrown off in the first epochs, and with a warm-up
+# of one epoch none is. So a remedy that was useless in one place can be the decisive one in another, and only a
+# run can tell.
+#
+# ## 8. Run it as a job
+#
+# The job trains with every remedy and with your functions, and writes the table and the figure. On a cluster
+# `sbatch --array=1-13 sbatch/large_batch.sbatch` makes a job of each remedy, and the last one to finish ranks them
+# all. Here it is a small one, with two seeds and half of the epochs.
+
+# %%
+if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
+    check.keep()
+    small_run = "--seeds 2 --epochs 6 --target 0.9".split()
+    folder = watch.run("../sbatch/large_batch.sbatch", "--impl", "mine", *small_run)
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - scale a learning rate by either rule, say what each of them keeps, and test it on your own gradients,
+# - warm up a rate, grow a batch, and put noise back, and say when each of them helps,
+# - normalise over ranks, forward and backward, equal to one process,
+# - rank remedies by runs with error bars, and call a tie a tie,
+# - separate what a remedy does to steps, to cost and to the final accuracy.
+#
+# **Questions**
+#
+# <details><summary>A colleague goes from 1 to 8 GPUs, keeps the batch per GPU, and sees the loss diverge in the first epoch with the linear rule. What do you suggest first, and what if that does not help?</summary>
+#
+# First a warm-up of a few epochs, since the damage is done early. If the loss still diverges after the warm-up,
+# the rate is too high for the network itself: use the root rule, or a norm.
+# </details>
+#
+# <details><summary>With 4 images per replica, a network with batch norm does badly on 64 GPUs. Too few steps, statistics of too few images, or gradients that are not averaged: how do you tell which it is?</summary>
+#
+# Synchronise the norm over groups of 8 replicas. If the accuracy recovers, the statistics were the cause. If it
+# does not, train longer at the same batch. Gradients that are not averaged would leave the replicas with different
+# weights, which a comparison of their sums shows at once.
+# </details>
+#
+# <details><summary>Remedy A has accuracies 97.1, 97.4 and 97.6 %, remedy B has 97.3, 97.5 and 97.8 %. May you write that B is better?</summary>
+#
+# No. The means differ by 0.17, and the standard error of that difference is about 0.2.
+# </details>
+#
+# **Sources**: Goyal et al. 2017, https://arxiv.org/abs/1706.02677; Hoffer et al. 2017,
+# https://arxiv.org/abs/1705.08741; Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167; Smith et al. 2018,
+# https://arxiv.org/abs/1711.00489; Shallue et al. 2019, https://arxiv.org/abs/1811.03600.

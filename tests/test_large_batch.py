@@ -1,0 +1,208 @@
+"""Lesson 07: norms over ranks equal one process, noise and rates do what they promise, ties."""
+
+import copy
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.data import images
+from manyhands.large_batch import noise, norms, rates, remedies, ties
+from manyhands.large_batch.rates import Setting
+from manyhands.large_batch.remedies import REMEDIES, Remedy, Task
+from manyhands.ranks.lab import run_ranks
+
+# ---------------------------------------------------------------- norms
+
+
+def whole_batch(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A batch far from 0, and the weights of its outputs in the loss."""
+    draw = torch.Generator().manual_seed(4)
+    x = 3 * torch.randn(shape, generator=draw, dtype=torch.float64) + 1000
+    return x, torch.randn(shape, generator=draw, dtype=torch.float64)
+
+
+def step(norm: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """Outputs, gradients and running statistics of two steps, and outputs in eval mode."""
+    seen = []
+    for _ in range(2):
+        own = x.clone().requires_grad_()
+        out = norm(own)
+        norm.zero_grad()
+        (out * weight).sum().backward()
+        seen += [out, own.grad, *(one.grad for one in norm.parameters())]
+    norm.eval()
+    return [*(one.detach() for one in [*seen, norm(x)]), *norm.buffers()]
+
+
+def on_a_rank(sizes: list[int], shape: tuple[int, ...], options: dict) -> list[Tensor]:
+    rank = dist.get_rank()
+    x, weight = (one.split(sizes)[rank] for one in whole_batch(shape))
+    return step(norms.SyncBatchNorm(shape[1], **options).double(), x, weight)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [7, 1], [8, 0], [3, 1, 4]], ids=str)
+@pytest.mark.parametrize("shape", [(8, 5), (8, 3, 2, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}], ids=str)
+def test_a_synchronised_norm_equals_one_process(sizes, shape, options) -> None:
+    one = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+    x, weight = whole_batch(shape)
+    wanted = step(one(shape[1], **options).double(), x, weight)
+    parts = run_ranks(on_a_rank, len(sizes), sizes, shape, options)
+    for index, value in enumerate(wanted):
+        found = [part[index] for part in parts]
+        if value.shape == shape:
+            torch.testing.assert_close(torch.cat(found), value, rtol=1e-6, atol=1e-6)
+        elif value.dim() and index < len(wanted) - 3:  # gradients of weight and bias add up
+            torch.testing.assert_close(torch.stack(found).sum(0), value, rtol=1e-6, atol=1e-6)
+        else:
+            for one in found:
+                torch.testing.assert_close(one, value, rtol=1e-6, atol=1e-6)
+
+
+def converted() -> tuple[list[str], bool]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2)))
+    model[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    after = norms.convert(model)
+    kinds = [type(one).__name__ for one in after.modules() if hasattr(one, "running_mean")]
+    same = all(torch.equal(value, before[name]) for name, value in after.state_dict().items())
+    return kinds, same and not after[1].training and after[2][0].training
+
+
+def test_a_model_is_converted_with_its_weights() -> None:
+    assert run_ranks(converted, 1) == [(["SyncBatchNorm"] * 2, True)]
+
+
+@pytest.mark.gpu
+def test_torch_s_own_synchronised_norm_gives_the_same() -> None:
+    x, weight = (one.float().cuda() for one in whole_batch((8, 3, 2, 4)))
+    ours = step(norms.SyncBatchNorm(3).cuda(), x, weight)
+    theirs = step(nn.SyncBatchNorm(3).cuda(), x, weight)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_ghost_batches_are_normalised_one_by_one() -> None:
+    x = whole_batch((7, 3, 2, 2))[0]
+    ghost, plain = norms.GhostBatchNorm(3, 3).double(), nn.BatchNorm2d(3).double()
+    wanted = torch.cat([plain(part) for part in (x[:3], x[3:6], x[6:])])
+    torch.testing.assert_close(ghost(x), wanted)
+    for one, other in zip(ghost.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(ghost.eval()(x), plain.eval()(x))
+
+
+def test_an_input_without_channels_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes \(B, C, ...\), and was given \(4,\)"):
+        norms.GhostBatchNorm(3, 2)(torch.ones(4))
+
+
+# ---------------------------------------------------------------- noise
+
+
+def gradients() -> Tensor:
+    return torch.randn(400, 6, generator=torch.Generator().manual_seed(2)) + 0.1
+
+
+def variance_of(steps: list[Tensor]) -> float:
+    return torch.stack(steps).var(dim=0).sum().item()
+
+
+def test_the_variance_of_a_step_is_that_of_drawn_batches() -> None:
+    single, draw = gradients(), torch.Generator().manual_seed(3)
+    steps = []
+    for _ in range(4000):
+        chosen = torch.randint(400, (20,), generator=draw)
+        steps.append(0.3 * single[chosen].mean(0))
+    assert noise.step_variance(single, 20, 0.3) == pytest.approx(variance_of(steps), rel=0.05)
+
+
+def test_the_root_keeps_the_variance_of_a_step() -> None:
+    small = noise.step_variance(gradients(), 16, 0.2)
+    large = noise.step_variance(gradients(), 256, rates.scaled_rate(0.2, 16, "root"))
+    assert large == pytest.approx(small, rel=1e-12)
+    assert noise.step_variance(gradients(), 256, 0.2) == pytest.approx(small / 16, rel=1e-12)
+
+
+def test_noise_keeps_the_mean_and_restores_the_variance() -> None:
+    """The loss of a sample is its gradient times the weights."""
+    single, draw = gradients(), torch.Generator().manual_seed(3)
+    sigma = noise.noise_size(64, 4)
+    assert sigma**2 == pytest.approx(15)
+    found = []
+    for _ in range(4000):
+        weights = torch.zeros(6, requires_grad=True)
+        chosen = torch.randint(400, (64,), generator=draw)
+        noise.noisy_mean(single[chosen] @ weights, sigma, draw).backward()
+        found.append(weights.grad)
+    mean = torch.stack(found).mean(0)
+    assert (mean - single.mean(0)).abs().max() < 0.04
+    restored = variance_of(found) / noise.step_variance(single, 4, 1.0)
+    assert restored == pytest.approx(1, rel=0.06)
+
+
+def test_without_sigma_it_is_the_mean() -> None:
+    losses = torch.tensor([1.0, 2.0, 6.0])
+    assert noise.noisy_mean(losses, 0.0).item() == 3.0
+
+
+# ---------------------------------------------------------------- rates
+
+
+def test_the_three_rules() -> None:
+    found = [rates.scaled_rate(0.1, 16, rule) for rule in ("none", "root", "linear")]
+    assert found == pytest.approx([0.1, 0.4, 1.6])
+
+
+def test_a_warm_up_rises_and_then_the_schedule_falls() -> None:
+    epochs = [0, 1, 2, 4, 5.9, 6, 8, 9]
+    found = [rates.warmed_up_rate(one, 0.1, 0.9, 4, (6, 8), 0.1) for one in epochs]
+    assert found == pytest.approx([0.1, 0.3, 0.5, 0.9, 0.9, 0.09, 0.009, 0.009])
+    assert rates.warmed_up_rate(0, 0.1, 0.9, 0, (), 0.1) == 0.9
+
+
+def test_a_batch_grows_up_to_the_largest_and_then_the_rate_falls() -> None:
+    found = [rates.grown_batch(epoch, Setting(8, 0.4), 128, (1, 2, 3), 0.25) for epoch in range(5)]
+    assert found == [(8, 0.4), (32, 0.4), (128, 0.4), (128, 0.1), (128, 0.1)]
+
+
+# ---------------------------------------------------------------- remedies and their ranks
+
+
+def test_every_remedy_sees_as_many_images() -> None:
+    task, num_images = Task(epochs=4), 1000
+    for remedy in REMEDIES.values():
+        steps = list(remedies.settings(remedy, task, num_images, remedies.COURSE))
+        seen = sum(setting.batch for setting in steps)
+        assert 0 <= seen - 4 * num_images * remedy.longer < task.large
+
+
+def test_a_training_is_the_same_again_and_reaches_its_target() -> None:
+    data = images.load("embedded")
+    task = Task(epochs=3, target=0.6)
+    once, again = (remedies.train(data, Remedy(is_small=True), task, 1) for _ in range(2))
+    assert once[:3] == again[:3] and once.steps is not None
+    assert once.images == 16 * once.steps and once.accuracy > 0.6
+    never = remedies.train(data, Remedy(), Task(epochs=1, target=1.0), 1)
+    assert never[1:] == (None, None, None)
+
+
+def test_what_seeds_cannot_tell_apart_is_a_tie() -> None:
+    sure, near, far = [0.90, 0.91, 0.92], [0.92, 0.90, 0.93], [0.80, 0.81, 0.79]
+    assert ties.is_tie(sure, near) and not ties.is_tie(sure, far)
+    assert statistics.fmean(near) > statistics.fmean(sure)
+    values = {"sure": sure, "far": far, "near": near}
+    assert ties.ranked(values) == [["near", "sure"], ["far"]]
+    assert ties.ranked(values, "lowest") == [["far"], ["sure", "near"]]
+
+
+def test_chance_is_called_a_tie_most_of_the_time() -> None:
+    """Of two ways that do not differ: with 5 seeds each about one of ten pairs is told apart."""
+    draw = torch.Generator().manual_seed(1)
+    pairs = torch.randn(2000, 2, 5, generator=draw, dtype=torch.float64).tolist()
+    wrong = sum(not ties.is_tie(*pair) for pair in pairs) / len(pairs)
+    assert 0.04 < wrong < 0.12

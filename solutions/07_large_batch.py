@@ -542,7 +542,7 @@ if check.ready("7.7"):
 #
 # Now rank the remedies. With three seeds each, two means always differ, so the question is whether they differ by
 # more than chance would make them. The **standard error** of a mean is the standard deviation over the seeds,
-# divided by the root of their number. Two ways whose means differ by less than twice the standard error of the
+# divided by the root of their number. Two ways whose means differ by at most twice the standard error of the
 # difference are called a tie.
 
 # %% exercise="is_tie ranked" todo="7.8" minutes=20 difficulty=2 points=2

@@ -22,7 +22,7 @@ def main(todo: str) -> int:
     tables = importlib.import_module(f"answers.{words[0]}")
     written = [m for m in exercise.spec.mistakes if not m.ends]
     named = {f"mistake: {m.why}": m.change.make(exercise.spec.truth) for m in written}
-    named |= {f"right: {answer.__name__}": answer for answer in tables.RIGHT[todo]}
+    named |= {f"right: {getattr(one, '__name__', one)}": one for one in tables.RIGHT[todo]}
     wrongs = tables.WRONG.get(todo, ())
     named |= {f"wrong: {getattr(one, '__name__', one)}": one for one, _ in wrongs}
     for name, verdict in zip(named, Audit(exercise).verdicts(list(named.values())), strict=True):

@@ -27,7 +27,7 @@ class NormOverRanks(torch.autograd.Function):
         """Normalised x, and what the running statistics need.
 
         Args:
-            x: this rank's part of the batch, which may be empty. (B/N, C, ...)
+            x: this rank's part of the batch, float32 or float64; it may be empty. (B/N, C, ...)
 
         Returns: x_hat (B/N, C, ...), and of the whole batch the mean (C,), the variance (C,), which
             divides by the count, and the count, a number without dimensions.
@@ -74,7 +74,7 @@ class AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class SyncBatchNorm(AnyBatchNorm):
-    """Batch norm over the batches of all ranks; in eval mode as any batch norm.
+    """Batch norm over the batches of all ranks; in eval mode an ordinary batch norm.
 
     In training every rank of the group calls it, also one whose batch is empty. The gradients of
     its weight and bias are those of this rank's batch, as all others that DDP averages.
@@ -113,8 +113,9 @@ class SyncBatchNorm(AnyBatchNorm):
 class GhostBatchNorm(AnyBatchNorm):
     """Batch norm in which every `ghost` samples have statistics of their own, in one process.
 
-    The samples left over after the last whole ghost batch make a smaller one. The running
-    statistics move once for each of them. In eval mode it is a batch norm as any.
+    The samples left over after the last whole ghost batch make a smaller one; torch refuses one
+    that has a single value per channel. The running statistics move once for each of them. In eval
+    mode it is an ordinary batch norm.
 
     Args:
         as of nn.BatchNorm2d, and `ghost`: samples that share statistics, at least 2.

@@ -29,8 +29,8 @@ def scaled_rate(rate: float, factor: float, rule: Literal["none", "root", "linea
 
     Args:
         rule: "none" keeps the rate, "root" multiplies it by the square root of the factor, which
-            keeps the covariance of a step, "linear" by the factor, which keeps the way that is
-            gone per sample.
+            keeps the covariance of a step, "linear" by the factor, which keeps the distance that is
+            covered per sample.
     """
     powers = {"none": 0.0, "root": 0.5, "linear": 1.0}
     return rate * factor ** powers[rule]
@@ -47,7 +47,8 @@ def warmed_up_rate(
     Args:
         epoch: epochs done so far; 2.5 is in the middle of the third.
         warm_up: epochs; 0 begins with `high`.
-        milestones: epochs at which the rate falls, after the warm-up.
+        milestones: epochs at which the rate falls; one that lies in the warm-up counts from the
+            warm-up's end on.
         fall: below 1, such as 0.1.
     """
     if epoch < warm_up:
@@ -70,7 +71,7 @@ def grown_batch(
     """
     batch, rate = start
     for _ in range(sum(epoch >= milestone for milestone in milestones)):
-        if batch / fall <= largest:
+        if round(batch / fall) <= largest:
             batch = round(batch / fall)
         else:
             rate *= fall

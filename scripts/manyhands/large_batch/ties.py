@@ -13,7 +13,7 @@ from statistics import fmean, variance
 
 
 def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Is the difference of two means smaller than twice its standard error?
+    """Is the difference of two means at most twice its standard error?
 
     The squared standard error of a mean is the variance of the values (which divides by one less
     than their number), divided by their number. That of a difference is the sum of both.

@@ -64,6 +64,8 @@ class Layerwise(torch.optim.Optimizer):
     ) -> Tensor:
         """Change one weight in place; `size` and `length` are the norms of it and its direction.
 
+        The gradient is left as it is.
+
         Returns: the ratio that was used, for those who want to look at it.
         """
         raise NotImplementedError

@@ -33,8 +33,9 @@ class LARS(Layerwise):
             torch's SGD does. The two are equal while the rate is constant.
         decay_in_ratio: the ratio divides by |g| + decay |w| ("sum"), by |g + decay w| ("joint",
             as optax), or by |g| ("none").
-        zero_norm: where |w| or |g| is 0, on which the paper is silent, the ratio is 1 ("one"), or
-            1 without weight decay ("no_decay", as apex), or 0 ("stay": weights at 0 stay there).
+        zero_norm: where |w| or |g| (with "joint" |g + decay w|) is 0, on which the paper is silent,
+            the ratio is 1 ("one"), or 1 without weight decay ("no_decay", as apex), or 0 ("stay":
+            weights at 0 stay there).
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class LARC(LARS):
 
     The rate, which multiplies the ratio in LARS, is a ceiling here, so rate and trust are chosen
     anew. It has no paper: the defaults are those of its first implementation, NVIDIA's apex, which
-    multiplies by the rate after the momentum and leaves out the decay where a norm is 0.
+    multiplies by the rate after the momentum. Where a norm is 0 it has a ratio of 1 and no decay.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class LAMB(Layerwise):
         clamp: None takes |w| as it is; a number, often 10, is the most that counts of it.
         decay_in_ratio: weight decay is part of the direction whose norm counts ("joint"), or is
             added after it was scaled ("none": decoupled, as in AdamW).
-        zero_norm: where a norm is 0, the ratio is 1, as in LARS.
+        zero_norm: where a norm is 0, the ratio is 1 ("one") or 0 ("stay"), as in LARS.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class LAMB(Layerwise):
         bias_correction: bool = True,
         clamp: float | None = None,
         decay_in_ratio: Literal["joint", "none"] = "joint",
-        zero_norm: ZeroNorm = "one",
+        zero_norm: Literal["one", "stay"] = "one",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
@@ -178,8 +179,8 @@ class NovoGrad(Layerwise):
     """SGD with momentum on gradients that are divided by an average of their layer's norm.
 
     Choices on which implementations differ; the first of each is Algorithm 1 of the paper:
-        first_square: the average of squared norms begins with |g|^2 ("whole"), or with 0, so that
-            its first value is (1 - beta2) |g|^2 ("average").
+        first_square: the average of squared norms begins with |g|^2 of the first gradient that is
+            not 0 ("whole"), or with 0, so that its first value is (1 - beta2) |g|^2 ("average").
         averaging: False adds each scaled gradient to the momentum, True only 1 - beta1 of it.
     `eps` counts in every step; the paper's first step has none. There is no bias correction.
     """

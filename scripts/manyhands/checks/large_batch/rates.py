@@ -232,7 +232,7 @@ def as_setting(value: object) -> dict:
     return {"batch": whole(value.batch), "rate": float(number(value.rate))}
 
 
-FITS = "batch / fall <= largest"
+FITS = "round(batch / fall) <= largest"
 GROW = "batch = round(batch / fall)"
 LOWER = "rate *= fall"
 FILL = "full = max(batch, largest); batch, rate = full, rate * fall * full / batch"
@@ -273,7 +273,7 @@ grown_batch = Spec(
             The batch grows beyond `largest`. | {NEXT}
         {FITS} => batch <= largest
             The present batch is compared with `largest`, so the next one may exceed it. | {NEXT}
-        {FITS} => batch / fall < largest
+        {FITS} => round(batch / fall) < largest
             A batch of exactly `largest` is allowed, and it is refused here.
         {FITS} => True
         {GROW} => batch = min(largest, round(batch / fall))

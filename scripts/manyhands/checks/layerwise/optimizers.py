@@ -41,6 +41,7 @@ ONE_FOR_BOTH = HALF_A_GUARD.format("ratio")
 OWN_DECAY = "decay_of(size, length, options)"
 SCALED = "weight.grad.add(weight * decay).mul(ratio)"
 MOVE = 'weight.sub_(buffer if inside else buffer * options["lr"])'
+ADDED = 'scaled * options["lr"] if inside else scaled'
 KEPT = 'buffer.mul_(options["momentum"]).add_('
 ZEROS = "where_not_zero gives what the option `zero_norm` asks for where a norm is 0."
 PLACE = (
@@ -96,7 +97,7 @@ lars = of_optimizer(
         {KEPT} => buffer = buffer * options["momentum"] + (
             The new momentum buffer is not kept, so the next step begins with zeros again.
             | Change the buffer in place: mul_ and add_.
-        {KEPT} => buffer.mul_(options["momentum"]).add_((1 - options["momentum"]) *
+        {ADDED} => (1 - options["momentum"]) * ({ADDED})
             The gradient enters the buffer with 1 - momentum before it, as in a running mean.
             | The buffer is momentum times the old one plus the whole scaled gradient.
         weight.sub_(buffer if => weight = weight - (buffer if

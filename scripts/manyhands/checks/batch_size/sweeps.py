@@ -362,7 +362,8 @@ steps_to_target = Spec(
             return None => return num_steps - (in_a_row - 1) * every if in_a_row else None
                 A row that is shorter than `patience` counts at the end. | Return None there.
             evaluate() >= target => round(evaluate(), 2) >= target
-                The accuracies are rounded before they are compared. | Compare them as they are.
+                An accuracy just below the target counts, as it does after rounding.
+                | Compare it as it is.
             """,
             globals(),
         ),

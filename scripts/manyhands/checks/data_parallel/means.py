@@ -51,6 +51,9 @@ class Mixed(nn.Module):
         self.frozen = drawn(6)
         self.frozen.requires_grad_(False)
         self.unused = drawn(2)
+        self.norm = nn.LayerNorm(3)
+        nn.init.uniform_(self.norm.weight)
+        nn.init.uniform_(self.norm.bias)
         self.tied = self.matrix
         self.register_buffer("mean", torch.rand(3))
         self.register_buffer("count", torch.randint(1000, ()))

@@ -371,7 +371,7 @@ class Agent(NamedTuple):
 
 def agents() -> list[Agent]:
     """Heads and others; small job ids, multiples of 20000, and ids of any length."""
-    job_id = random.randint(1, 19_999)
+    job_id = random.randint(10_001, 19_999)
     far = random.randint(10**8, 10**9) * 20_000 + random.randint(1, 19_999)
     return [
         Agent(2, 4, "node17", job_id, True),

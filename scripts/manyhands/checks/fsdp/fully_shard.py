@@ -133,8 +133,8 @@ def wraps(n: int) -> list[Wrap]:
     """Every option, given and not given."""
     ways = [
         (1, {}),
-        (2, {"reshard": True}),
-        (1, {"reshard": False, "dtype": torch.bfloat16}),
+        (1, {"reshard": True}),
+        (2, {"reshard": False, "dtype": torch.bfloat16}),
         (2, {"offload": True}),
     ]
     return [Wrap(cases.draw_seed(), dims, options) for dims, options in ways]
@@ -526,7 +526,7 @@ train_sharded = Spec(
             Every rank works on the whole batch. | {SHARE}
         {SHARE} => inputs[:: world_size], targets[:: world_size]
             All ranks work on the same samples.
-        {SHARE} => inputs[rank::world_size], targets[-1 - rank :: -world_size]
+        {SHARE} => inputs[rank::world_size], targets.flip(0)[rank::world_size]
             The targets belong to other samples than the inputs. | {SHARE}
         sharded = {SHARD}\n    optimizer = {OPTIMIZER} => optimizer = {EARLY}\n    sharded = {SHARD}
             The optimizer was made before sharding, and holds parameters that the model has no more.

@@ -93,6 +93,7 @@ def tell_stages(case: Stages) -> str:
 ASK = "any(param.grad is not None for param in flat.params)"
 ORDER = "Reduce, step, zero_grad, gather: in this order."
 GATHER = "for work in [flat.gather() for flat in self.flats]:"
+OUTSIDE = "torch.distributed.all_reduce(flat.params[0].grad.new_zeros(1))"
 STEP = "self.optimizer.step()"
 sharded_optimizer = Spec(
     todo="10.2",
@@ -145,7 +146,7 @@ sharded_optimizer = Spec(
             The gradients are divided by the number of ranks once more. | reduce() has divided.
         {STEP} => [{STEP} for _ in self.flats]
             The optimizer steps once for each flat. | Step once: it has the shards of all flats.
-        flat.reduce() => dist.all_reduce(flat.params[0].grad.new_zeros(1)); flat.reduce()
+        flat.reduce() => {OUTSIDE}; flat.reduce()
             ! A message goes through other ranks than those of the flat. | flat.reduce() is enough.
         """,
         globals(),
@@ -271,7 +272,7 @@ reduce_during_backward = Spec(
         ready: list[nn.Parameter] = [] => pass
             One counter counts for several flats. | {COUNTS}
         ready.clear() => pass
-            The counter is not set back, so later backwards reduce nothing.
+            Only the first backward is reduced, as if the counter were never set back.
         {LAST} => if len(ready) >= len(flat.params):
         ready.clear() => pass
             The counter is not set back, so later backwards reduce too early.

@@ -448,7 +448,7 @@ checkpoint = Spec(
         x = x.detach().requires_grad_() => x = x.requires_grad_()
             The caller's own x was made to require a gradient. | {DETACH}
         ctx.save_for_backward(x, *params) => ctx.save_for_backward(x.clone(), *params)
-            A copy of x is kept, which takes memory of its own. | {SAVE}
+            What is kept is not just x as it was given, but a copy of it, or more. | {SAVE}
         ctx.save_for_backward(x, *params) => ctx.x = x; ctx.params = params
         x, *params = ctx.saved_tensors => x, params = ctx.x, ctx.params
             x is kept where autograd does not see it: it can neither count nor free it. | {SAVE}

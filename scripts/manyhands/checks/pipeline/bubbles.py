@@ -50,7 +50,7 @@ def timed() -> list[Timed]:
         (f"gpipe(3, {m})", schedules.gpipe(3, m)),
         (f"one_f_one_b(4, {m + 1})", schedules.one_f_one_b(4, m + 1)),
         ("interleaved(2, 4, 2)", schedules.interleaved(2, 4, 2)),
-        ("one_f_one_b(3, 60)", schedules.one_f_one_b(3, 60)),
+        ("one_f_one_b(3, 150)", schedules.one_f_one_b(3, 150)),
     ]
     cases = [Timed(schedule, None, name) for name, schedule in unit]
     cases += [Timed(schedule, drawn_costs(schedule), name) for name, schedule in drawn]
@@ -216,7 +216,7 @@ simulate = Spec(
             raise ValueError("deadlock: " + stuck(schedule, spans, done, num_stages)) => break
                 This schedule is a deadlock, and nothing is raised. | {ENDS}
             "deadlock: " + stuck(schedule, spans, done, num_stages) => "deadlock"
-                The message names neither a rank nor an action. | {ENDS}
+                The message names no rank that waits, and no action. | {ENDS}
             """.replace("\n            => ", " => "),
             globals(),
         ),

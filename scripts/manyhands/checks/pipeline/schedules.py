@@ -151,7 +151,7 @@ def gpipe_shapes() -> list[Shape]:
 
 
 ALL_FORWARDS = "First come all forwards, then all backwards: two loops, one after the other."
-FEWER = "Fewer micro-batches than ranks are refused, although the schedule exists for every m."
+FEWER = "A number of micro-batches is refused for which the schedule exists."
 KINDS = 'for kind in "FB" for i in range(m)]'
 A_NEW = "Action(kind, rank, i)"
 gpipe = Spec(

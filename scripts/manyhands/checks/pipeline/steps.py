@@ -371,7 +371,7 @@ Pipeline = Spec(
             The kept losses hold their graphs, and with these all activations, until the step ends.
             | Keep the loss without its graph: detach().
         {CAME} => self.mail.receive("F", stage, i)
-            What comes by mail has no history, so autograd makes no gradient for it unless asked.
+            The saved input does not ask for a gradient, so autograd makes none for it.
             | {ASKED}
         {SEND_F} => self.mail.send("F", out, stage + 1, i)
             The output is sent with its graph, and only numbers should travel. | Send out.detach().
@@ -392,7 +392,7 @@ Pipeline = Spec(
         {SEND_B} => self.mail.send("B", x.grad if grad is None else grad, stage - 1, i)
             backward passes on the gradient of its output, as it came. | Send x.grad.
         {ROOT} => group_src=0
-            The sum of the group's first rank went to all. | {ONLY_LAST}
+            All ranks got what a rank without the last stage has. | {ONLY_LAST}
         {SHARE} => dist.all_reduce(total, group=self.group); total /= self.p
             The loss is the mean over ranks, of which only one has losses. | {ONLY_LAST}
         """,

@@ -191,7 +191,7 @@ def torch_seen(answer: object, case: Torch, place: Place) -> dict:
     seen["the loss of one micro-batch"] = loss_fn(out, targets) if loss_fn else None
     seen["gradients are those of the mean over micro-batches"] = schedule.scale_grads
     frozen = [not param.requires_grad for layer in layers for param in layer.parameters()]
-    return seen | {"what is frozen stays so": sum(frozen) == case.is_frozen}
+    return seen | {"the same parameters are frozen as before": sum(frozen) == case.is_frozen}
 
 
 PARTS = "PipelineStage(module, index, num_stages, device, group=group) for each entry of `stages`."

@@ -239,6 +239,7 @@ my_range = Spec(
 
 # ---- 13.3 -----------------------------------------------------------------------------------
 
+CUT_BIAS = "None if linear.bias is None else my_part(linear.bias, 0, 1, group)"
 OUT_IN = "nn.Linear keeps its weight as (out, in)."
 TO_MY_PART = "Hand `unit` and `group` to my_part."
 LAST_ADDED = "Add the whole bias after `leave`, on every rank."
@@ -378,7 +379,7 @@ linear_layers = Spec(
             ColumnLinear keeps the whole layer, and so its memory. | Keep only this rank's part.
         my_part(linear.weight, 1, unit => my_part(linear.weight, 0, 1
             RowLinear is cut along its output features. | {OUT_IN}
-        self.bias = linear.bias\n => self.bias = linear.bias and my_part(linear.bias, 0, 1, group)\n
+        self.bias = linear.bias\n => self.bias = {CUT_BIAS}\n
             The bias of RowLinear is cut. | Every rank has the whole bias: the sum has all features.
         F.linear(x, self.weight), => F.linear(x, self.weight, self.bias),
         return {PLUS_BIAS} => return total

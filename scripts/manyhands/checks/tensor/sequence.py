@@ -73,11 +73,11 @@ def positions(n: int) -> list[Positions]:
 
 
 def part_of_sequence(case: Positions, length: int, *numbers: int) -> Tensor:
-    """Whole numbers (B, length, 3)."""
+    """Numbers (B, length, 3); thirds in float64, which a sum in float32 would round."""
     draw = cases.generator(case.seed, *numbers)
     if case.turned:
         shape = (length, case.num_sequences, 3)
-        return cases.values(shape, draw, case.dtype).transpose(0, 1)
+        return (cases.values(shape, draw, case.dtype) / 3).transpose(0, 1)
     return cases.values((case.num_sequences, length, 3), draw, case.dtype)
 
 
@@ -537,7 +537,8 @@ own_random = Spec(
             An error in the block is lost. | Write finally, and not except.
         {KEEP_FIRST} => {ON_CLASS}set_rng_states(common
         {KEEP_OWN} => {ON_CLASS}    
-            The states are kept on the class, so objects disturb one another. | Keep them in self.
+            Objects disturb one another, as when their states are kept on the class.
+            | Keep them in self.
         """,
         globals(),
     ),

@@ -256,6 +256,23 @@ def test_fully_sharded_models_equal_one_process(
             torch.testing.assert_close(found, one.detach(), rtol=1e-6, atol=1e-9)
 
 
+def replicated(kind: type[Layerwise]) -> tuple[list[float], list[Tensor]]:
+    model = nn.parallel.DistributedDataParallel(network())
+    ratios = five_steps(model, kind, batch().chunk(dist.get_world_size())[dist.get_rank()])
+    weights = [one.detach() for one in model.module.parameters()]
+    return ratios, weights
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_replicas_under_ddp_equal_one_process(kind: type[Layerwise]) -> None:
+    model = network()
+    wanted = five_steps(model, kind, batch())
+    for ratios, weights in run_ranks(replicated, 2, kind):
+        assert ratios == pytest.approx(wanted, rel=1e-6)
+        for found, one in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(found, one.detach(), rtol=1e-6, atol=1e-9)
+
+
 def norms_seen() -> tuple[list[float], list[float], list[float]]:
     """Norms of three tensors cut unevenly over three ranks, and DTensor's of a fourth."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -165,6 +165,7 @@ def test_every_training_script_has_a_job_that_starts_it_and_a_test():
     scripts = {path.stem for path in (ROOT / "scripts").glob("train_*.py")} - {"train_single"}
     # Those of many tasks have their tests in test_train_first_job.py and test_task_jobs.py.
     of_tasks = {"train_first_job", "train_loss_surface", "train_batch_size"}
+    of_tasks |= {"train_large_batch", "train_layerwise"}
     assert scripts == {f"train_{lesson}" for lesson in SCRIPTS} | of_tasks
     for script in scripts:
         job = (ROOT / "sbatch" / f"{script.removeprefix('train_')}.sbatch").read_text()

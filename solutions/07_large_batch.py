@@ -7,8 +7,8 @@
 #
 # Eight times as many GPUs can process eight times as many images per second, but only if each of them has enough
 # to do. So the global batch grows with the number of GPUs. Lesson 03 showed what happens then: beyond the critical
-# batch, a larger batch no longer saves steps. This lesson starts where that one ended, with a batch that is ten
-# times as large as the critical one, and asks **what can be done about it**.
+# batch, a larger batch no longer saves steps. This lesson starts where that one ended, with a batch that is about
+# ten times as large as the critical one, and asks **what can be done about it**.
 #
 # There are four levers, and every remedy that you will meet pulls one of them:
 #
@@ -437,8 +437,8 @@ if check.ready("7.2", "7.3", "7.5"):
 #
 # $$\frac{\partial L}{\partial x} = s \left( g - \overline{g} - \hat x \; \overline{g \, \hat x} \right),$$
 #
-# where $g = \partial L / \partial \hat x$, and both bars are means over the whole batch. They cost the second
-# message of the pair: one all-reduce of $2 C$ numbers.
+# where $g = \partial L / \partial \hat x$, and both bars are means over the whole batch. Both means
+# come out of one all-reduce of $2 C$ numbers.
 
 # %% exercise="NormOverRanks.forward NormOverRanks.backward" todo="7.6" minutes=35 difficulty=3 points=4
 from manyhands.large_batch.norms import NormOverRanks, _per_channel

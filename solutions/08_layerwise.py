@@ -31,6 +31,7 @@ from manyhands.data import images
 from manyhands.first_job.planning import my_share
 from manyhands.instruments import figures
 from manyhands.jobs import watch
+from manyhands.large_batch.remedies import descend
 from manyhands.large_batch.ties import ranked
 from manyhands.layerwise.base import ZeroNorm
 from manyhands.layerwise.norms import whole_norms
@@ -88,10 +89,7 @@ def steps_of(batch, seed=1):
     def step(rate):
         chosen = torch.randperm(len(data.train_inputs), generator=draw)[:batch]
         loss = loss_of(model, data.train_inputs[chosen], data.train_labels[chosen])
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for layer, gradient in zip(model.parameters(), gradients, strict=True):
-                layer.sub_(rate * gradient)
+        descend(model, loss, rate)
         return loss.item()
 
     return step

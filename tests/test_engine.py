@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -194,6 +195,18 @@ def test_a_mistake_is_named_only_if_it_shows_the_same():
     assert "Two mistakes together show this." in told(MEAN, two_mistakes)
     words = told(MEAN, median)
     assert verdict.NO_CAUSE in words and "check.hint('90.1')" in words
+
+
+def test_a_match_ends_the_search_for_a_mistake(monkeypatch):
+    """One at a time here; no slip is tried where a mistake of the exercise's own fits."""
+    sizes = []
+    of = verdict.Faces.of
+    monkeypatch.setattr(
+        verdict.Faces, "of", lambda faces, some, at: sizes.append(len(some)) or of(faces, some, at)
+    )
+    monkeypatch.setattr(verdict, "generic", lambda *given, **named: pytest.fail("slips are tried"))
+    assert "`skip` is ignored." in told(replace(MEAN, at_once=1), mean_of_all)
+    assert max(sizes) == 1
 
 
 def test_right_answers_of_another_shape_pass():

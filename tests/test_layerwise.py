@@ -381,10 +381,12 @@ def test_state_is_of_the_weight_s_type(kind: type[Layerwise]) -> None:
 def test_other_gradients_are_refused(kind: type[Layerwise], words: str, gradient: Callable) -> None:
     weight, found = gradient()
     weight.grad = found.to(weight.dtype)
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
     before = weight.detach().clone()
     with pytest.raises(ValueError, match=f"{kind.__name__} got a {words} gradient"):
-        kind([weight], lr=0.1).step()
-    assert torch.equal(weight, before)
+        kind([{"params": [other]}, {"params": [weight]}], lr=0.1).step()
+    assert torch.equal(weight, before) and torch.equal(other, torch.ones(3))
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])

@@ -19,7 +19,7 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
     than their number), divided by their number. That of a difference is the sum of both.
 
     Args:
-        some, others: a value for each seed; at least two each, not equally many.
+        some, others: a value for each seed; at least two each, not always equally many.
     """
     error = (variance(some) / len(some) + variance(others) / len(others)) ** 0.5
     return abs(fmean(some) - fmean(others)) <= 2 * error

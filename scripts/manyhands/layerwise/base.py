@@ -44,10 +44,9 @@ class Layerwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.ratios = []
+        self._refuse_others()
         for options in self.param_groups:
             weights = [weight for weight in options["params"] if weight.grad is not None]
-            for weight in weights:
-                self._refuse_others(weight.grad)
             directions = [self.direction(weight, options) for weight in weights]
             norms = whole_norms([*weights, *directions], self.shard_group) if weights else []
             pairs = zip(norms[: len(weights)], norms[len(weights) :], strict=True)
@@ -70,11 +69,14 @@ class Layerwise(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _refuse_others(self, gradient: Tensor) -> None:
-        if gradient.is_sparse or gradient.is_complex():
-            kind = "sparse" if gradient.is_sparse else "complex"
-            name = type(self).__name__
-            raise ValueError(f"{name} got a {kind} gradient; it takes dense, real ones")
+    def _refuse_others(self) -> None:
+        """Before any weight is changed."""
+        weights = [weight for options in self.param_groups for weight in options["params"]]
+        for gradient in (weight.grad for weight in weights if weight.grad is not None):
+            if gradient.is_sparse or gradient.is_complex():
+                kind = "sparse" if gradient.is_sparse else "complex"
+                name = type(self).__name__
+                raise ValueError(f"{name} got a {kind} gradient; it takes dense, real ones")
 
 
 def where_not_zero(ratio: Tensor, size: Tensor, length: Tensor, options: dict) -> Tensor:

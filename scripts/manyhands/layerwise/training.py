@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.batch_size.sweep import Labelled
+from manyhands.large_batch.remedies import accuracy
 from manyhands.layerwise import optimizers
 
 HIDDEN = 64
@@ -103,10 +104,3 @@ def train(
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of a batch."""
     return nn.functional.cross_entropy(model(inputs), labels)
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Labelled) -> float:
-    """The share of test images that are classified correctly."""
-    guesses = model(data.test_inputs).argmax(dim=1)
-    return (guesses == data.test_labels).float().mean().item()

@@ -55,8 +55,12 @@ class Faces:
         slips = generic(self.spec.truth, talks=bool(self.spec.layouts))
         return [mistake for mistake in slips if not mistake.ends]
 
-    def few(self, mistakes: list[Mistake]) -> Iterator[list[Mistake]]:
-        """As many at a time as the exercise wants: a match ends the search."""
+    def rounds(self) -> Iterator[list[Mistake]]:
+        """A few mistakes at a time, those of any function last and not made before."""
+        yield from self._few(self.listed)
+        yield from self._few(self.slips)
+
+    def _few(self, mistakes: list[Mistake]) -> Iterator[list[Mistake]]:
         for first in range(0, len(mistakes), self.spec.at_once):
             yield mistakes[first : first + self.spec.at_once]
 
@@ -204,7 +208,7 @@ def name(trial: Trial, index: int) -> Mistake | None:
     """
     faces = trial.faces
     seen: list[bool | None] = []
-    for tried in (*faces.few(faces.listed), *faces.few(faces.slips)):
+    for tried in faces.rounds():
         heads = faces.of(tried, [index])
         if named := best(trial, _near(trial, tried, heads, index)):
             return named

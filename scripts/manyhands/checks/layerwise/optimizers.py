@@ -6,8 +6,8 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.layerwise.steps import Training, of_optimizer, training
 from manyhands.layerwise import optimizers
 
-RENAMED = "`weight = ...` only gives the name to a new tensor, so the weights never change."
-IN_PLACE = "Change the weight in place: weight.sub_(...)."
+RENAMED = "The weights do not change."
+IN_PLACE = "Write weight.sub_(...): weight = weight - ... only gives the name to a new tensor."
 
 # ---- 8.2 ------------------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ def by_relaxation(schedule, cost=unit_cost):
                 moved, start[action] = moved or first > start[action], first
         if not moved:
             return [[(a, start[a], start[a] + cost(a)) for a in mine] for mine in schedule]
-    raise ValueError(f"deadlock: rank 0 or another one waits, at {action}")
+    raise ValueError(f"deadlock: a rank waits at {action}")
 
 
 def in_lock_step(schedule, cost=unit_cost):

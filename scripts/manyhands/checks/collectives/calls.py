@@ -59,6 +59,10 @@ class Call(NamedTuple):
         """The tensor of a rank of the job, and the memory that it is a view of."""
         draw = cases.generator(self.seed, who)
         tensor, memory = cases.shaped(self.form, sum(self.sizes), draw, self.dtype)
+        if self.op in ("min", "max"):
+            # Half of the numbers have one sign: a maximum that starts from 0 shows there.
+            half = memory.view(-1)[memory.numel() // 2 :]
+            half.abs_().add_(1).mul_(-1 if self.op == "max" else 1)
         if self.dtype is torch.int64:
             memory += (memory > 0) * 2**58  # no float holds these
         return tensor, memory[:]  # a tensor that is given other memory leaves this one as it is

@@ -42,18 +42,24 @@ class Backwards(NamedTuple):
     no_sync: bool = False
 
 
+TOUCHED = "a tensor was changed while its message was on its way"
+
+
 class Late(dist.Work):
     """An all_reduce whose result is there once somebody has waited for it."""
 
     def __init__(self, work: dist.Work, tensor: Tensor, result: Tensor, log: list[str]) -> None:
         super().__init__()
         self.work, self.tensor, self.result, self.log = work, tensor, result, log
+        self.sent = tensor.clone()
 
     def wait(self, *args: object) -> bool:
         """Bring the result."""
         self.log.append("wait")
         if self.work is not None:
             self.work.wait()
+            if not torch.equal(self.tensor, self.sent):
+                self.log.append(TOUCHED)
             self.tensor.copy_(self.result)
             self.work = None
         return True
@@ -226,6 +232,9 @@ bucketed_ddp = Spec(
         {SENT} => {SYNCED}
             Each bucket is waited for at once, so nothing is hidden behind the computation.
             | Pass async_op=True. {LATER}
+        out=self.flats[index] => out=max(self.flats, key=len)[: len(self.flats[index])]
+            All buckets are packed into one flat, which is overwritten while its message is on its
+            way. | Each bucket has a flat of its own: self.flats[index].
         {WAITS} => pass
             A message is not waited for before its flat is read. | {LATER}
         {WAITS} => work.wait() if work is self.in_flight[-1] else None

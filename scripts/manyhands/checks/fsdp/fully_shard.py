@@ -172,6 +172,9 @@ def wrapped_seen(answer: Callable, case: Wrap, place: Place) -> dict:
         "units that cast their inputs": options_of_units(
             units, lambda group: group.mp_policy.cast_forward_inputs
         ),
+        "units that keep a part of their own between forward and backward": options_of_units(
+            units, lambda group: group.post_forward_mesh_info not in (None, group.mesh_info)
+        ),
     }
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
     with Ledger() as ledger:
@@ -262,6 +265,9 @@ torch_fsdp = Spec(
             The root does not get the mesh. | {BOTH}
         reshard_after_forward=reshard => reshard_after_forward=bool(reshard)
             reshard=None keeps the units. | None leaves it to PyTorch: hand `reshard` over as it is.
+        reshard_after_forward=reshard => reshard_after_forward=2 if reshard else reshard
+            Where `reshard` is True, each pair of ranks keeps a whole unit between forward and
+            backward. | A number is the size of such a group: hand `reshard` over as it is.
         {UNIT} => fully_shard(unit, **options)
             `reshard` does not reach the units. | reshard_after_forward=reshard
         fully_shard(module, **options) => fully_shard(module, reshard_after_forward=True, **options)

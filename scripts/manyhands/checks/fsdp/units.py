@@ -50,12 +50,17 @@ class Walk(NamedTuple):
     num_more: int  # units
     reshard: bool
     recomputes: bool = False
+    is_root_frozen: bool = False
 
 
 def walks(n: int) -> list[Walk]:
     """Units that are freed after forward, that are kept, and that run again in backward."""
     seed = cases.draw_seed()
-    return [Walk(seed, 1, True), Walk(seed, 2, False), Walk(seed, 1, True, recomputes=True)]
+    return [
+        Walk(seed, 1, True),
+        Walk(seed, 2, False, is_root_frozen=True),
+        Walk(seed, 1, True, recomputes=True),
+    ]
 
 
 class Watch:
@@ -127,6 +132,7 @@ def walk_seen(answer: Callable, case: Walk, place: Place) -> dict:
     module = Units(case.num_more)
     if case.recomputes:
         module.through = checkpointed
+    module.embedding.weight.requires_grad_(not case.is_root_frozen)
     model = answer(module, list(module.units), reshard=case.reshard, group=place.group)
     if not isinstance(model, nn.Module) or not hasattr(model, "shards"):
         raise Wrong(f"FSDP(...) gives {kind(model)} without shards", "", "Keep __init__ as it is.")
@@ -163,6 +169,7 @@ def walk_seen(answer: Callable, case: Walk, place: Place) -> dict:
 def tell_walk(case: Walk) -> str:
     """How the units are treated."""
     more = ", with units that run again in backward" if case.recomputes else ""
+    more += ", with a root of which nothing is trained" if case.is_root_frozen else ""
     return f"FSDP with {4 + case.num_more} units, reshard={case.reshard}{more},"
 
 
@@ -208,6 +215,10 @@ fsdp = Spec(
             A unit that runs again in backward starts the unit after it. | Ask self.is_backward.
         self.is_backward = False\n            for => for
             is_backward stays True after the first backward. | {ALL}
+        self.is_backward = False\n            for => for
+        {REDUCE} => {REDUCE}\n        if index == 0: self.is_backward = False
+            The root's after_backward sets is_backward to False, and a root of which nothing is
+            trained has none. | {ALL}
         for flat in chain(*self.units):\n                flat.free() => pass
             Nothing is freed before the root's forward, so weights may be older than the last step.
             | {ALL}

@@ -275,11 +275,30 @@ def chains() -> list[Chain]:
     ]
 
 
+NOT_ON_CTX = "no tensor is kept on ctx itself but the random states"
+
+
 def own_storages(kept: list[Tensor], x: Tensor) -> bool:
     """Is what autograd keeps the memory of x, and random states besides?"""
     numbers = [one for one in kept if one.dtype is not torch.uint8]
     places = {one.untyped_storage().data_ptr() for one in numbers}
     return places == {x.untyped_storage().data_ptr()}
+
+
+def bare_context(y: Tensor) -> bool:
+    """Are there no tensors of numbers among what a Function has set on its ctx, which is y's node?
+
+    A tensor that is kept there is seen by nobody, and lives until backward. Random states are of
+    type uint8.
+    """
+    kept = list(vars(y.grad_fn).values())
+    while kept:
+        one = kept.pop()
+        if isinstance(one, list | tuple | dict):
+            kept += one.values() if isinstance(one, dict) else one
+        if isinstance(one, Tensor) and one.dtype is not torch.uint8:
+            return False
+    return True
 
 
 def checkpoint_seen(answer: object, case: Chain) -> dict:
@@ -297,6 +316,7 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
     x = y = first.sin() if case.wants_grad else first
     kept: list[Tensor] = []
     only_x = True
+    is_bare = True
     for layer in layers:
         last = y
         kept.clear()
@@ -307,6 +327,7 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
         if not isinstance(y, Tensor):
             raise malformed(y, "the tensor that the function gives", "forward returns function(x).")
         only_x = only_x and bool(layer.params or own_storages(kept, last))
+        is_bare = is_bare and (not y.requires_grad or bare_context(y))
     kept.clear()
     seen = {
         "calls of each function in forward": [len(layer.noise) for layer in layers],
@@ -330,6 +351,7 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
         "a random number after backward": torch.rand(1).item(),
         "the caller's x requires a gradient only if it did": x.requires_grad == case.wants_grad,
         "autograd keeps x itself, as it was given, and no other number": only_x,
+        NOT_ON_CTX: is_bare,
     }
     output = weakref.ref(y)
     del x, y, last
@@ -367,6 +389,7 @@ checkpoint = Spec(
         "a random number after backward": PUT_BACK,
         "autograd keeps x itself, as it was given, and no other number": f"Call {SAVE}.",
         "the result is freed when its last user is gone": "Keep no result on ctx.",
+        NOT_ON_CTX: f"Call {SAVE}, and compute everything else once more in backward.",
         "the gradients of the parameters": GRAD,
         "the gradient of x": GRAD,
     },

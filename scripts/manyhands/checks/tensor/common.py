@@ -48,9 +48,18 @@ def lets_go(whole: weakref.ref, place: Place) -> bool:
     return whole() is None or place.n == 1
 
 
-def own_memory(part: object) -> bool:
-    """Does a part keep no more memory than its own elements need?"""
-    return not isinstance(part, Tensor) or part.untyped_storage().nbytes() <= part.nbytes
+def own_memory(layer: nn.Module, part: object) -> bool:
+    """Does a layer keep no tensor that takes more memory than the elements of its part need?"""
+    if not isinstance(part, Tensor):
+        return True
+    kept: list[object] = [part, *vars(layer).values()]
+    while kept:
+        one = kept.pop()
+        if isinstance(one, list | tuple | dict):
+            kept += one.values() if isinstance(one, dict) else one
+        if isinstance(one, Tensor) and one.untyped_storage().nbytes() > part.nbytes:
+            return False
+    return True
 
 
 CALLS = (" in the first call, of all ranks", " in the second call")

@@ -307,7 +307,7 @@ def made(kind: object, name: str, case: Linears, place: Place, region: dict) -> 
         f"its weight and bias are the parameters of {name}": (
             {id(param) for param in layer.parameters()} == set(map(id, parts))
         ),
-        f"{name} keeps no memory but that of its part": own_memory(weight),
+        f"{name} keeps no memory but that of its part": own_memory(layer, weight),
         f"{name} lets go of the whole weight": lets_go(matrix, place),
         f"the layer that is given to {name} is unchanged": is_unchanged,
     }

@@ -1,5 +1,6 @@
 """Specs of 13.7 to 13.9: positions cut over ranks, sums of gradients, random numbers."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -453,7 +454,7 @@ def randoms_seen(answer: Callable, case: tuple[int], place: Place) -> dict:
         others.append(block(between))
     end = [four() for _ in range(2)]
     torch.manual_seed(seed)
-    plain = four()
+    plain = [number for _ in range(8) for number in four()]
     seen = {
         "the common numbers go on after __init__": outside[0] == common[0],
         "a block does not draw the common numbers": inside[0] not in common,
@@ -464,16 +465,28 @@ def randoms_seen(answer: Callable, case: tuple[int], place: Place) -> dict:
         "this holds after an error as well": inside[3] not in inside[:3],
         "the same seed gives the same numbers, also beside another object": again == inside,
         "another seed gives other numbers": others[0] != inside[0],
-        "they are not those after torch.manual_seed(seed)": inside[0] != plain,
+        "they are not those after torch.manual_seed(seed)": inside[0] != plain[:4],
         "the common numbers go on after several objects": end == common[4:6],
     }
     ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (place.rank, inside[0]))
+    own_row = [number for numbers in inside for number in numbers]
+    dist.all_gather_object(ranks, (place.rank, own_row))
     mine = [numbers for rank, numbers in ranks if rank == place.rank]
     apart = [numbers for rank, numbers in ranks if rank != place.rank]
-    seen["ranks of a group draw different numbers"] = inside[0] not in apart
+    seen["ranks of a group draw different numbers"] = own_row not in apart
     seen["the rank in the group counts, not that in the job"] = all(n == mine[0] for n in mine)
+    seen["no rank draws what another one draws some numbers later"] = not any(
+        overlap(own_row, other) for other in apart
+    )
+    seen[
+        "no rank draws the common numbers after torch.manual_seed(seed), some later"
+    ] = not overlap(own_row, plain)
     return seen
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    """Do two numbers that follow one another in one list do so in the other one as well?"""
+    return not set(itertools.pairwise(one)).isdisjoint(itertools.pairwise(other))
 
 
 def four() -> list[float]:
@@ -515,6 +528,9 @@ own_random = Spec(
             `seed` is not used. | {PLUS_RANK}
         {SEED} => torch.manual_seed(seed * dist.get_rank(group))
             The seed is multiplied by the rank, which is 0 on rank 0. | {PLUS_RANK}
+        {SEED} => torch.manual_seed(seed); torch.rand(dist.get_rank(group) + 1)
+            All ranks draw from one row of numbers, which each of them enters a little later.
+            | {PLUS_RANK}
         {SEED} => torch.seed()
             The numbers are others each time, so no run could be repeated. | torch.manual_seed
         set_rng_states(common, self.device)\n\n => \n

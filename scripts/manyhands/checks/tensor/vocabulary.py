@@ -82,7 +82,7 @@ def lookup_seen(answer: object, case: Lookup, place: Place) -> dict:
         "weight": tensor(weight),
         "weight is the one parameter": [id(p) for p in module.parameters()] == [id(weight)],
         "weight wants a gradient": weight.requires_grad,
-        "weight keeps no memory but that of its rows": own_memory(weight),
+        "weight keeps no memory but that of its rows": own_memory(module, weight),
         "the whole embedding is let go": lets_go(whole, place),
     }
     inputs = case.inputs(vocab, my_range(vocab, 1, place.group))

@@ -17,7 +17,7 @@ from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Faces, Trial
 
 LIMIT_S = 180
-NAMING_S = 8
+NAMING_S = 30  # more than in a verdict: a busy machine finds every mistake
 HANG_S = 2.0  # after which a mistake that ends the ranks is said to hang
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 

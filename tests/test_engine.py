@@ -197,6 +197,14 @@ def test_a_mistake_is_named_only_if_it_shows_the_same():
     assert verdict.NO_CAUSE in words and "check.hint('90.1')" in words
 
 
+def test_mistakes_that_there_was_no_time_for_are_not_denied():
+    tried = verdict.attempt(MEAN, median)
+    tried.faces.limit_s = 0.0
+    with pytest.raises(Wrong) as caught:
+        verdict.tell(tried)
+    assert caught.value.why == verdict.NO_TIME
+
+
 def test_a_match_ends_the_search_for_a_mistake(monkeypatch):
     """One at a time here; no slip is tried where a mistake of the exercise's own fits."""
     sizes = []

@@ -344,7 +344,10 @@ def _kept(path: Path) -> list[Sight]:
 def faces(
     spec: Spec, changes: list[Change], steps: list[Step], cases: dict, limit_s: float
 ) -> list[list[Row]]:
-    """The rows of each change; of those that end or hang the ranks none, or only the first ones."""
+    """The rows of each change; of those that end or hang the ranks none, or only the first ones.
+
+    Fewer changes where the time did not suffice; the one that it ended in counts as hanging.
+    """
     found: list[list[Row]] = []
     until_s = time.monotonic() + limit_s
     while len(found) < len(changes) and time.monotonic() < until_s:
@@ -353,4 +356,4 @@ def faces(
         found += [rows[at : at + len(steps)] for at in range(0, len(rows), len(steps))]
         if failed and len(rows) % len(steps) == 0:
             found.append([])  # the one that came next
-    return (found + [[]] * len(changes))[: len(changes)]
+    return found[: len(changes)]

@@ -11,6 +11,7 @@ machine are tried once more in new ranks; after that the answer is not judged.
 
 import functools
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from manyhands.checks.engine.values import same, show
 from manyhands.checks.engine.words import place, raised
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
 
-NAMING_S = 3.0  # for each round of mistakes that are tried
+NAMING_S = 3.0  # for all mistakes that are tried for an answer
+SURE_S = 1.5  # more, for one that shows the same at the first difference, to be tried in all steps
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
+NO_TIME = "This is the first difference; the check did not have the time to try all it knows."
 MOST_PAIRS = 200  # of mistakes, that are tried together
 Words = tuple[str, str, str]  # what was seen, why, what to try
 
@@ -33,16 +36,25 @@ class Faces:
     """What mistakes show in the same cases; each is tried once, however many answers there are.
 
     Args:
-        limit_s: for each round of mistakes that are tried; those that are left count as hanging.
+        limit_s: for all mistakes that are tried for one answer.
+
+    Attributes:
+        ran_out: was there a mistake that could not be tried in that time?
     """
 
     def __init__(self, spec: Spec, cases: dict, limit_s: float = NAMING_S) -> None:
         self.spec = spec
         self.cases = cases
         self.limit_s = limit_s
+        self.begin()
         self.steps = spec.steps(cases)
         self._pairs: dict[int, list[Mistake]] = {}
         self._known: dict[int, dict[int, Row | None]] = {}  # mistake -> step -> None: it ended
+
+    def begin(self) -> None:
+        """An answer's time begins here."""
+        self.until_s = time.monotonic() + self.limit_s
+        self.ran_out = False
 
     @functools.cached_property
     def listed(self) -> list[Mistake]:
@@ -84,7 +96,10 @@ class Faces:
                     yield both
 
     def of(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
-        """The rows of each mistake in these steps; fewer where it ends or hangs the ranks."""
+        """The rows of each mistake in these steps.
+
+        Fewer where it ends or hangs the ranks, or where there was no time to try it.
+        """
         indexes = tuple(indexes)
         lacking: dict[tuple[int, ...], list[Mistake]] = {}
         for mistake in mistakes:
@@ -93,11 +108,13 @@ class Faces:
         for missing, new in lacking.items():
             steps = [self.steps[index] for index in missing]
             changes = [mistake.change for mistake in new] if steps else []
-            found = faces(self.spec, changes, steps, self.cases, self.limit_s)
+            left_s = max(0.0, self.until_s - time.monotonic())
+            found = faces(self.spec, changes, steps, self.cases, left_s)
+            self.ran_out |= len(found) < len(changes)
             for mistake, face in zip(new, found, strict=False):
                 rows = itertools.chain(face, itertools.repeat(None))
                 self._known[id(mistake)] |= zip(missing, rows, strict=False)
-        every = [[self._known[id(mistake)][index] for index in indexes] for mistake in mistakes]
+        every = [[self._known[id(mistake)].get(i) for i in indexes] for mistake in mistakes]
         return [list(itertools.takewhile(bool, face)) for face in every]
 
 
@@ -207,6 +224,7 @@ def name(trial: Trial, index: int) -> Mistake | None:
     Slips are tried only where no mistake of the exercise's own fits, and pairs after them.
     """
     faces = trial.faces
+    faces.begin()
     seen: list[bool | None] = []
     for tried in faces.rounds():
         heads = faces.of(tried, [index])
@@ -228,6 +246,8 @@ def _near(trial: Trial, tried: list[Mistake], heads: list, index: int) -> list[M
 def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
     """The first that shows the same in all steps; or, where parts are independent, in one part."""
     indexes = range(len(trial.found))
+    if near:
+        trial.faces.until_s = max(trial.faces.until_s, time.monotonic() + SURE_S)
     full = trial.faces.of(near[:20], indexes)
     parts = [None]
     if trial.spec.independent:
@@ -365,17 +385,21 @@ def _words(trial: Trial, index: int, rank: int) -> Words:
         return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)
     if sight.kind == "lost":
         hint = "Every send needs its recv: write down who sends to whom in each step."
-        return f"{said}: {sight.data}", *(cause or (NO_CAUSE, hint))
+        return f"{said}: {sight.data}", *(cause or (_no_cause(trial), hint))
     if wanted.kind == "raised":
         return f"{said} raises nothing and gives {show(sight.data)}", *(cause or spec.refusal)
     seen = f"{said} {spec.say(judged(sight.data), judged(wanted.data))}"
     if cause is None:
         fact = spec.facts(judged(sight.data), judged(wanted.data), trial.case(index, rank))
-        cause = fact or NO_CAUSE, _advice(spec, _wrong_part(trial))
+        cause = fact or _no_cause(trial), _advice(spec, _wrong_part(trial))
     return seen, *cause
 
 
 PARTED = ("Not all ranks made the same calls.", "Look for a call that only some ranks reach.")
+
+
+def _no_cause(trial: Trial) -> str:
+    return NO_TIME if trial.faces.ran_out else NO_CAUSE
 
 
 def _advice(spec: Spec, part: str | None) -> str:

@@ -24,8 +24,9 @@ from manyhands.checks.engine.values import same, show
 from manyhands.checks.engine.words import place, raised
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
 
-NAMING_S = 3.0  # for all mistakes that are tried for an answer
-SURE_S = 1.5  # more, for one that shows the same at the first difference, to be tried in all steps
+VERDICT_S = 4.0  # for a verdict, of which trying mistakes takes what is left
+NAMING_S = 2.5  # at the least
+SURE_S = 1.0  # more, for one that shows the same at the first difference, to be tried in all steps
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
 NO_TIME = "This is the first difference; the check did not have the time to try all it knows."
 MOST_PAIRS = 200  # of mistakes, that are tried together
@@ -42,7 +43,7 @@ class Faces:
         ran_out: was there a mistake that could not be tried in that time?
     """
 
-    def __init__(self, spec: Spec, cases: dict, limit_s: float = NAMING_S) -> None:
+    def __init__(self, spec: Spec, cases: dict, limit_s: float) -> None:
         self.spec = spec
         self.cases = cases
         self.limit_s = limit_s
@@ -198,6 +199,7 @@ def tell(trial: Trial) -> None:
 
 def attempt(spec: Spec, answer: object) -> Trial:
     """Try an answer beside the truth; a second time where the machine was at fault."""
+    begin_s = time.monotonic()
     for _ in range(2):
         cases = spec.draw()
         steps = spec.steps(cases)
@@ -205,7 +207,9 @@ def attempt(spec: Spec, answer: object) -> Trial:
         wanted = rows[: len(steps)]
         if len(wanted) == len(steps) and not _is_a_fault(failed):
             found = rows[len(steps) :]
-            return Trial(spec, answer, Faces(spec, cases), wanted, found, failed)
+            left_s = VERDICT_S - (time.monotonic() - begin_s)
+            faces = Faces(spec, cases, max(NAMING_S, left_s))
+            return Trial(spec, answer, faces, wanted, found, failed)
     reason = failed or "the ranks ended early"
     raise NotJudged(f"the machine did not let the check finish ({' '.join(str(reason).split())})")
 

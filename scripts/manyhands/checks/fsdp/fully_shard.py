@@ -182,7 +182,9 @@ def wrapped_seen(answer: Callable, case: Wrap, place: Place) -> dict:
     optimizer.step()
     seen["messages of a step"] = sorted(f"{e.op} of {e.nbytes} bytes" for e in ledger.entries)
     if "dtype" not in case.options:
-        seen["weights after a step"] = [whole_of(param) for param in params.values()]
+        seen["this rank's part of the weights after a step"] = [
+            part_of(param) for param in params.values()
+        ]
     return seen
 
 
@@ -198,6 +200,12 @@ def whole_of(param: Tensor) -> Tensor:
     return found.detach().clone()
 
 
+def part_of(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter."""
+    found = param.to_local() if isinstance(param, DTensor) else param
+    return found.detach().clone()
+
+
 BOTH = "Give the units and the root the same mesh, mp_policy and offload_policy."
 FIRST = "First fully_shard each of `units`, then the module itself."
 UNIT = "fully_shard(unit, reshard_after_forward=reshard, **options)"
@@ -207,7 +215,7 @@ OWN = "fully_shard has other names for its options."
 torch_fsdp = Spec(
     todo="10.7",
     truth=course.torch_fsdp,
-    at_once=3,
+    at_once=8,
     layouts=WORLD,
     cases=wraps,
     observe=wrapped_seen,
@@ -275,7 +283,7 @@ torch_fsdp = Spec(
         if dtype is not None: => if False:
             `dtype` is ignored, so weights travel in float32. | mp_policy={POLICY}
         , reduce_dtype=torch.float32) => )
-            Gradients are summed in bfloat16. | reduce_dtype=torch.float32
+            Gradients are summed in a type of two bytes. | reduce_dtype=torch.float32
         if offload: => if False:
             `offload` is ignored. | offload_policy=CPUOffloadPolicy(...) for the units and the root
         if offload: => if True:

@@ -440,7 +440,7 @@ def collectives_deadlock(card: Card) -> None:
 def data_parallel_server(card: Card) -> None:
     """A parameter server beside a ring, for n = 4 and P parameters of four bytes: all workers'
     gradients go into the server and its weights come out, 2n times 4P bytes through one link; in
-    the ring 2 (n-1)/n times 4P bytes go through every link, however many ranks there are.
+    the ring each rank sends and receives 2 (n-1)/n times 4P bytes, whatever the number of ranks.
     """
     card.text(190, 24, "parameter server", BOLD)
     card.text(574, 24, "ring all-reduce", BOLD)
@@ -463,9 +463,9 @@ def data_parallel_server(card: Card) -> None:
     card.line((682, 117), (682, 192))
     card.line((625, 220), (520, 220))
     card.line((462, 193), (462, 118))
-    card.text(572, 146, "2 (n-1)/n x 4P bytes")
-    card.text(572, 166, "on every link")
-    for x, times in ((190, lambda n: 2 * n), (572, lambda n: 2 * (n - 1) / n)):
+    card.text(572, 146, "4 (n-1)/n x 4P bytes")
+    card.text(572, 166, "in and out of each rank")
+    for x, times in ((190, lambda n: 2 * n), (572, lambda n: 4 * (n - 1) / n)):
         words = [f"n = {n}: {4 * times(n):g}P bytes" for n in (4, 8)]
         card.text(x, 316, ",  ".join(words), BOLD)
 

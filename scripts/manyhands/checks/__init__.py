@@ -8,9 +8,18 @@ mistakes readers make.
 
 
 def score(
-    what: str, predicted: float | None, formula: float, measured: float, unit: str = ""
+    what: str,
+    predicted: float | None,
+    formula: float,
+    measured: float,
+    unit: str = "",
+    word: str = "expected",
 ) -> None:
-    """Print the learner's prediction, what the formula says, and the measurement side by side."""
+    """Print the learner's prediction, what the formula says, and the measurement side by side.
+
+    Args:
+        word: what the formula gives: "ideal" where a machine can only come near it.
+    """
 
     def text(value: float) -> str:
         return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
@@ -19,4 +28,4 @@ def score(
         yours = "no prediction" if predicted is None else f"you said {text(float(predicted))}"
     except (TypeError, ValueError):
         yours = f"you said {predicted!r}, which is no number"
-    print(f"{what}: {yours}, expected {text(formula)}, measured {text(measured)} {unit}".rstrip())
+    print(f"{what}: {yours}, {word} {text(formula)}, measured {text(measured)} {unit}".rstrip())

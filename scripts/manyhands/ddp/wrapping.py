@@ -34,8 +34,9 @@ def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None =
 def torch_ddp(module: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
     """Wrap `module` in PyTorch's DDP, with buckets of `bucket_mb` MB.
 
-    `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all else
-    stays as torch has it. Beyond `BucketedDDP` it finds unused parameters and syncs buffers.
+    `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all other
+    options keep torch's defaults. Beyond what `BucketedDDP` does, torch's class broadcasts rank 0's
+    buffers before each forward, and can find unused parameters, which is off by default.
     """
     device = next(module.parameters()).device
     ids = [device.index] if device.type == "cuda" else None

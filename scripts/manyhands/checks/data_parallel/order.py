@@ -104,7 +104,8 @@ LURES = {  # of a change: wrong steps -> why they are wrong; the steps left out 
         "MAGKCHDN": "By then the first layer has already computed with unequal weights.",
     },
     "mean": {
-        "GK": "A message may start there, but backward does not wait for it. Who has to, first?",
+        "GK": "A message may start there, but backward goes on without its result. Which step is "
+        "the first that cannot?",
         "ELBOJFIMA": "At that point there is no gradient yet.",
         "H": "By then the moments are already made from this rank's own gradients.",
         "DN": "The step of the optimizer needs the mean, and it comes before.",

@@ -302,12 +302,12 @@ def grid_of(
 
 
 def batch_size_halves(card: Card) -> None:
-    """Two halves of one question: the batch size sets how many images a second the machine trains
+    """Two halves of one question: the batch size sets how many images per second the machine trains
     on, and how many steps the task needs to a target; both together make the time to the target.
     """
     card.box(24, 92, 128, 60, "batch size", fill="data")
     halves = (
-        (22, "images a second", "the machine's half", "section 1", PAPER),
+        (22, "images per second", "the machine's half", "section 1", PAPER),
         (140, "steps to the target", "the task's half", "sections 2 to 5", PAPER),
     )
     for y, name, whose, where, fill in halves:

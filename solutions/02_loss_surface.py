@@ -6,11 +6,11 @@
 # # 02 Loss surfaces
 #
 # The loss of a line was a single bowl, and every way down led to the same place. Is the loss of a real
-# network anything like that? And does it matter which solution a training ends in?
+# network anything like that? And does it matter in which solution a training ends?
 #
-# You cannot look at a surface over thousands of parameters. But you can cut through it, along a line or
-# a plane. Each point of such a picture is a whole network, and there are many points: a good reason for
-# your first program in which several processors work on one result.
+# You cannot look at a surface over thousands of parameters, but you can cut through it along a line or a
+# plane. Each point of such a picture is a whole network, and there are hundreds of points: a good reason to
+# let several processors work on one result.
 
 # %%
 import time
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from IPython.display import Image, display
 from torch import Generator, Tensor, nn
 
 from manyhands.checks import loss_surface as check, score
@@ -41,9 +42,9 @@ print(data.note)
 # %% [markdown]
 # ## 1. From a line to a network
 #
-# A network differs from a line in three ways: it has many layers, between them stands something that is
-# not linear, and it has many more parameters. Here is a small one, with one hidden layer of 64 units,
-# trained for a second on pictures of digits.
+# How does a network differ from a line? It has several layers with a nonlinear function between them, and
+# many more parameters. Here is a small network, with one hidden layer of 64 units, trained for about a
+# second on pictures of digits.
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -52,8 +53,8 @@ print(network)
 print(f"{sum(p.numel() for p in network.parameters()):,} parameters; the line had 2")
 
 # %% [markdown]
-# In this lesson the **loss** is a function without arguments, which computes the loss of the network
-# with the parameters that it has at the moment. The parameters are a list of tensors.
+# In this lesson the **loss** is a function without arguments, which computes the loss of the network with
+# the parameters that the network has at that moment. The parameters are a list of tensors.
 
 
 # %%
@@ -67,9 +68,9 @@ loss = loss_of(network)
 print(f"loss {loss().item():.4f}; shapes {[tuple(p.shape) for p in parameters]}")
 
 # %% [markdown]
-# The basic move: go some way off, measure the loss there, and come back. A **direction** is a list of
-# tensors of the same shapes as the parameters. Come back exactly: a picture is made of hundreds of such
-# moves, and rounding errors would add up.
+# The basic move is to go some distance away, measure the loss there, and come back. A **direction** is a
+# list of tensors of the same shapes as the parameters. Come back exactly, because a picture is made of
+# hundreds of such moves and rounding errors would add up.
 
 # %% exercise="loss_at" todo="2.1" minutes=10 difficulty=2 points=2
 from manyhands.loss_surface.surface import loss_at
@@ -78,7 +79,7 @@ from manyhands.loss_surface.surface import loss_at
 check.loss_at(loss_at)
 
 # %% [markdown]
-# The first cut is the simplest: the straight line from one solution to another.
+# The simplest cut is the straight line from one solution to another.
 
 # %% exercise="slice_between" todo="2.2" minutes=5 difficulty=1 points=1
 from manyhands.loss_surface.surface import slice_between
@@ -89,12 +90,12 @@ check.slice_between(slice_between)
 # %% [markdown]
 # ### Not a bowl
 #
-# Take the trained network and write its 64 hidden units down in another order, with all their weights.
-# That is another point in the space of parameters, but the very same function: the outputs are added
-# up in another order, that is all.
+# Take the trained network and write its 64 hidden units down in another order, with all their weights. That
+# is another point in the space of parameters but the very same function, because the units' outputs are
+# only added up in another order.
 #
-# Now walk from the one to the other in a straight line. If the loss were a bowl, the loss half way would
-# be **at most** that of the ends. What do you expect?
+# Now walk in a straight line from the one point to the other. If the loss were a bowl (**convex**, in
+# mathematics), the loss half way would be **at most** that of the ends. What do you expect?
 
 # %%
 half_way = None  # your number: the loss half way, divided by the loss at the ends
@@ -116,21 +117,24 @@ if check.ready("2.1", "2.2"):
     print(f"half way / ends: you said {half_way}, a bowl allows at most 1, measured {higher:.2f}")
     figure, ax = figures.new_figure()
     figures.lines(
-        ax, {"loss": (shares, walk)}, "way from one solution (0) to the other (1)", "loss"
+        ax, {"loss": (shares, walk)}, "position between one solution (0) and the other (1)", "loss"
     )
     figures.show(
-        figure, "The loss between a network and its shuffled copy: a hill between two lows."
+        figure,
+        "The loss between a network and its shuffled copy: a hill between the two solutions.",
     )
 
 # %% [markdown]
-# A hill, several times as high as the ends. So the loss of this network is no bowl: it has at least two
-# separate lows. In fact it has as many copies of this one as there are orders of 64 units, more than
-# $10^{89}$.
+# The straight line leads over a hill, several times as high as the ends. A bowl has no hill on any straight
+# line, so the loss of this network is not convex. The hill does not prove that the two solutions lie in
+# separate valleys: between trained networks, curved paths of low loss have often been found (Garipov et al.
+# 2018, Draxler et al. 2018). But there are certainly many solutions, since each order of the 64 units gives
+# a copy of this one, more than $10^{89}$ in all.
 #
-# ### Why is a good solution found all the same?
+# ### How is a good solution found all the same?
 #
-# One part of the answer: with so many of them, there is one near any place where you start. Look at the
-# line from the **first** weights of a network to its **trained** ones:
+# Why does no hill stop the descent? One more cut gives a hint. Look for a hill on the line from the
+# **first** weights of a network to its **trained** ones:
 
 # %%
 if check.ready("2.1", "2.2"):
@@ -144,22 +148,24 @@ if check.ready("2.1", "2.2"):
         shares = [k / 20 for k in range(21)]
         curves[f"seed {seed}"] = (shares, slice_between(loss_of(fresh), own, trained, shares))
     figure, ax = figures.new_figure()
-    figures.lines(ax, curves, "way from the first weights (0) to the trained ones (1)", "loss")
+    figures.lines(
+        ax, curves, "position between the first weights (0) and the trained ones (1)", "loss"
+    )
     figures.show(figure, "Three slices from first to trained weights: all fall without a hill.")
 
 # %% [markdown]
-# Read it: downhill all the way. The descent did not take the straight line, but nothing stood in its
-# path. There are hills between solutions, and yet none between a start and **its** solution. (This is
-# what was seen, here and in larger networks; it is no law.)
+# All three curves go downhill all the way. The descent did not take the straight line, but nothing stood in
+# its path there. So there can be a hill between two solutions and yet none between a start and **its own**
+# solution. (Goodfellow et al. 2015 saw the same in larger networks, but it is no law.)
 
 # %% [markdown]
 # ## 2. The neighbourhood of a solution
 #
-# To see the surroundings, choose two random directions, and draw the loss over the plane through the
-# solution. How long should a direction be? The weights of one layer may be ten times as large as those
-# of another. A step of one length would hardly touch the first and wreck the second. So each **filter**
-# (the weights that make one output) is moved by its own length: distance 1 means "moved by as much as
-# its weights are long".
+# What does the loss look like around a solution? Choose two random directions, and draw the loss over the
+# plane that they span. How long should a direction be? The weights of one layer may be ten times as large
+# as those of another, so a step of one length would hardly touch the first and wreck the second. That is
+# why each **filter** (the weights that compute one output) is scaled on its own: distance 1 moves a filter
+# by a distance equal to its norm.
 
 # %% exercise="random_direction" todo="2.3" minutes=15 difficulty=2 points=2
 from manyhands.loss_surface.surface import random_direction
@@ -170,16 +176,17 @@ check.random_direction(random_direction)
 # %% [markdown]
 # ### Deep networks, with skips and without
 #
-# The networks to compare have 30 layers of convolutions. In the one kind, **skip connections** carry the
-# input of each pair of layers past them and add it to their output. In the other kind they are taken out.
-# All else is the same, even the first weights. The course's `resnet.ResNet` is a row of such blocks:
+# The networks to compare have 30 layers with weights: 29 convolutions and a linear layer at the end. One
+# kind has **skip connections**, which carry the input of each pair of convolutions past the pair and add it
+# to the pair's output. In the other kind the skip connections are removed. All else is the same, even the
+# first weights. The course's `resnet.ResNet` is a row of such blocks:
 
 # %% show="true"
 from manyhands.models.resnet import Block
 
 # %% [markdown]
 # Train two networks of each kind, with two seeds, dealt out to two ranks as in lesson 00. This takes some
-# ten seconds.
+# ten seconds. Compare the errors.
 
 # %%
 kinds = [(skip, seed) for seed in (1, 2) for skip in (True, False)]
@@ -209,38 +216,37 @@ def skips_first(item):
 
 for (skip, seed), model in sorted(networks.items(), key=skips_first):
     wrong = error_rate(model, data.test_inputs, data.test_labels)
-    print(
-        f"{NAME[skip]:13} seed {seed}: {wrong:.1%} of the test images are taken for another digit"
-    )
+    print(f"{NAME[skip]:13} seed {seed}: {wrong:.1%} of the test images are misclassified")
 
 # %% [markdown]
-# The kind without skips is much harder to train: the same recipe leaves it far behind. Does the surface
-# show why?
+# The networks without skips are much harder to train: the same recipe leaves them far behind. Does the
+# surface show why?
 #
-# (One detail. These networks have batch norms, which keep averages from training. Away from the solution
-# those averages are wrong, so from here on each norm uses the batch at hand.)
+# (One detail: these networks have batch norms, which scale by a mean and a variance and keep averages of
+# both from training. Away from the solution those averages are wrong, so from here on each norm uses the
+# batch at hand.)
 
 # %%
 for model in networks.values():
     resnet.use_batch_statistics(model)
 
 # %% [markdown]
-# ### Your first parallel program
+# ### One picture, several ranks
 #
-# A picture of 13 x 13 points takes 169 losses. They are independent: point (3, 5) does not have to wait
-# for point (3, 4). So deal them out. Each rank computes the losses of its own points. At the end all
-# ranks put them together.
+# A picture of 13 x 13 points takes 169 losses. They are independent: point (3, 5) does not have to wait for
+# point (3, 4). So the points can be dealt out. Each rank computes the losses of its own points, and at the
+# end the ranks put their results together.
 #
-# ![Nine points of a plane are dealt out to two ranks; each has a table with its own losses, and zeros for those of the other; an all-reduce adds up both tables, and then both ranks have all nine losses](figures/loss_surface_grid.svg)
+# ![Nine points of a plane are dealt out to two ranks; each rank has a table with its own losses, and zeros for those of the other; an all-reduce adds up both tables, and then both ranks have all nine losses](figures/loss_surface_grid.svg)
 #
-# One way to put them together: each rank has a table with zeros wherever another rank is at work. The sum
-# of all tables is the whole picture. `dist.all_reduce(table)` adds up the tables of all ranks, and
-# afterwards each of them holds the sum. (Lesson 04 builds this function. Like every collective, it has to
-# be called by **all** ranks, or those that call it wait.)
+# One way to put them together: each rank has a table with zeros wherever another rank is at work, so the
+# sum of all tables is the whole picture. `dist.all_reduce(table)` adds up the tables of all ranks, and
+# afterwards each rank holds the sum. (Lesson 04 builds this function. Like every collective, it has to be
+# called by **all** ranks; if one is missing, the others wait for it.)
 #
-# `my_share(tasks, rank, world_size)` from lesson 00 gives a rank's share of a list. As there, a `group` names
-# the ranks that take part; hand it on to `dist.get_rank`, `dist.get_world_size` and `dist.all_reduce`. With
-# `None` it is all ranks.
+# `my_share(tasks, rank, world_size)` from lesson 00 gives a rank's share of a list. As there, a `group`
+# names the ranks that take part; pass it on to `dist.get_rank`, `dist.get_world_size` and
+# `dist.all_reduce`. If it is `None`, all ranks take part.
 
 # %% exercise="surface" todo="2.4" minutes=15 difficulty=3 points=3
 from manyhands.loss_surface.surface import surface
@@ -250,7 +256,7 @@ check.surface(surface)
 
 
 # %% [markdown]
-# Draw one network's picture with one rank, and then with two. How many times faster will two be?
+# Draw one network's picture with one rank, and then with two. How many times faster will two ranks be?
 
 # %%
 speedup = None  # your number
@@ -277,17 +283,18 @@ if check.ready("2.1", "2.3", "2.4"):
     first = (True, 1)
     ((one, one_s),) = run_ranks(picture, 1, [first], timeout_s=120)
     (two, two_s), _ = run_ranks(picture, 2, [first], timeout_s=120)
-    score("speed-up of 2 ranks", speedup, 2, one_s / two_s)
+    score("speed-up of 2 ranks", speedup, 2, one_s / two_s, word="ideal")
     assert torch.equal(one[first], two[first])
     assert one[first][6, 6].item() == loss_of(networks[first])().item()
-    print("both pictures are equal in every bit, and in the middle stands the trained loss")
+    print("both pictures are equal bit for bit, and the point in the middle is the trained loss")
 
 # %% [markdown]
-# The work is cut into equal parts and there is one message at the end, so two ranks take about half the
-# time, if two cores are free for them. That the numbers are the same, bit for bit, is worth a line of code:
-# it is the first test of everything that you will make parallel.
+# The work is cut into nearly equal parts and there is one message at the end, so two ranks take about half
+# the time, if two cores are free for them. That the numbers are the same,
+# bit for bit, is worth a line of code, because this is the first test of everything that you will make
+# parallel.
 #
-# Now the other pictures.
+# Now draw the other pictures. How deep is the valley around each kind of network?
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
@@ -301,12 +308,14 @@ if check.ready("2.1", "2.3", "2.4"):
     )
 
 # %% [markdown]
-# Read it: blue is low, yellow is high, and both networks have the same scale. With skips there is a deep
-# funnel. Without them there is a shallow dish: the training came to rest high above the funnel's bottom.
-# (The corners come from the coarse grid: between two points the picture is a straight line.)
+# Blue is low, yellow is high, and both networks share one logarithmic scale. With skips there is a deep
+# funnel. Without them there is only a shallow dish, because training stopped at a loss far above the
+# funnel's bottom. (The corners come from the coarse grid: between two points the picture is a straight
+# line.)
 #
-# Is the way down smooth? Turn it into a number. Walk over the surface along a row, or a column. In a single
-# valley you only go down, and then up. Every further up and down makes the walk longer.
+# Is the way down smooth? On the shared scale the picture cannot say, but a number can. Walk over the
+# surface along a row or a column: in a single valley you only go down and then up, and every further up and
+# down makes the walk longer. **Roughness** says by how much, on the loss itself and not on its logarithm.
 
 # %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
 from manyhands.loss_surface.surface import roughness
@@ -322,8 +331,9 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
         print(f"{NAME[skip]:13} seed {seed}: {told}")
 
 # %% [markdown]
-# With two networks of each kind you have a hint, not a result. The job of this lesson does the same for
-# more networks on a finer grid. This is what it gave, stored with the course:
+# The surfaces without skips should come out many times rougher, but two networks of each kind are a hint,
+# not a result. The job of this lesson takes more networks and a finer grid. Here is what it gave, stored
+# with the course. Do the ranges of the two kinds overlap?
 
 # %%
 stored = storage.stored("loss_surface", "networks")
@@ -339,21 +349,23 @@ figure = figures.loss_surfaces(both, stored["distances"])
 figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and a rougher dish.")
 
 # %% [markdown]
-# What may you conclude? On these data, at this depth, with this recipe: the networks without skips ended at
-# higher losses, and the surroundings of those places are rougher. The picture does **not** show that the
-# roughness is the cause. It shows two dimensions out of about 17,000, and a network that is trained longer
-# sits at another place with other surroundings. Li et al. (2018), who invented these pictures, saw the same
-# change with 56 layers and more, and much less of it with 20.
+# What may you conclude? On these data, at this depth and with this recipe, the networks without skips ended
+# at higher losses, and the surroundings of every one are rougher than those of any network with skips. The
+# pictures do **not** show that the roughness is the cause. They show two dimensions out of about 17,000,
+# and a network that is trained longer ends at another place with other surroundings. Li et al. (2018), who
+# introduced the filter-wise directions, saw the same change with 56 layers and more, and much less of it
+# with 20.
 
 # %% [markdown]
 # ## 3. Flat and sharp
 #
-# Lesson 01 found the steepest direction of a line's loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row
-# and a column for each parameter; here that is $4810 \times 4810$, and the Hessian of a large model fits nowhere.
-# But its largest eigenvalue can be found without writing it down. It takes the gradient of a gradient, which
-# autograd can do: `torch.autograd.grad(..., create_graph=True)` gives gradients that can be differentiated once
-# more. This largest eigenvalue is called the **sharpness** of
-# a minimum: how fast the loss curves up in the steepest direction.
+# How do you measure whether a minimum is flat or sharp? Lesson 01 found the steepest direction of a line's
+# loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row and a column for
+# each parameter. For the network of section 1 that is $4810 \times 4810$, and the Hessian of a large model
+# is too large to store. But its largest eigenvalue can be found without writing the matrix down. All it
+# takes is the gradient of a gradient, which autograd can compute: `torch.autograd.grad(...,
+# create_graph=True)` gives gradients that can be differentiated once more. This largest eigenvalue is
+# called the **sharpness** of a minimum: how fast the loss curves up in the steepest direction.
 
 # %% exercise="sharpness" todo="2.6" minutes=15 difficulty=3 points=2
 from manyhands.loss_surface.surface import sharpness
@@ -362,10 +374,10 @@ from manyhands.loss_surface.surface import sharpness
 check.sharpness(sharpness)
 
 # %% [markdown]
-# Many slides say: small batches end in flat minima, large batches in sharp ones, and flat ones are better
-# on new data. Let us see. Train small networks with batches of 16, and with all 1,297 images at once; and
-# each of the two with and without **weight decay**, which pulls all weights towards 0 in each step. Three
-# seeds for each.
+# A claim that is often repeated goes back to Keskar et al. (2017): small batches end in flat minima, large
+# batches in sharp ones, and flat minima are better on new data. Is that so? Train small networks with
+# batches of 16 and with all 1,297 images at once, each with and without **weight decay**, which pulls all
+# weights towards 0 in each step. Each of the four settings gets three seeds.
 
 
 # %%
@@ -399,7 +411,7 @@ for share in run_ranks(train_share, 2, timeout_s=120):
     small |= share
 
 # %% [markdown]
-# Which kind will be the sharper one?
+# Which batch size will end in the sharper minimum? (Compare the length of the weights too.)
 
 # %%
 ratio = None  # your number: sharpness with batch 1,297 / sharpness with batch 16, no weight decay
@@ -435,8 +447,9 @@ if check.ready("2.6"):
     print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {measured:.2f}")
 
 # %% [markdown]
-# And the picture that goes with it: the loss on the line from the small-batch solution (at 0) to the
-# large-batch solution (at 1). "Apart" is the length of that line, in the same unit as the length of the weights.
+# The next figure goes with the table: the loss on the line from the small-batch solution (at 0) to the
+# large-batch solution (at 1). "Apart" is the length of that line, in the same unit as the length of the
+# weights. How high do the two solutions lie?
 
 # %%
 if check.ready("2.1", "2.2", "2.6"):
@@ -462,23 +475,27 @@ if check.ready("2.1", "2.2", "2.6"):
     )
 
 # %% [markdown]
-# Read it, on the left first, without weight decay. Beyond the large-batch solution (to the right of 1) the loss
-# rises faster than beyond the small-batch one. The table says the same: small batches end in a place about three
-# times flatter, and make fewer mistakes. So far the slides are right.
+# Look at the left panel first, without weight decay. Beyond the large-batch solution (to the right of 1)
+# the loss rises faster than beyond the small-batch one. The table says the same: small batches end in a
+# place about three times flatter, and make fewer mistakes. So far the claim holds.
 #
-# But look at the length of the weights. Small batches took four times as many steps, and their weights have grown
-# longer. Weight decay stops that growth. Then the small-batch solution is almost three times **sharper** than it
-# was, and most of the difference is gone: on the right the two lie close together on level ground. And there the
-# sharper one of the two, from large batches, makes **fewer** mistakes.
+# But small batches took four times as many steps, so their weights have grown longer and their training
+# loss is lower, about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of
+# cross-entropy vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So compare
+# at equal loss. Weight decay stops the growth, and on the right both solutions lie almost equally high.
+# There the small-batch solution is almost three times **sharper** than it was, and most of the difference
+# is gone. What is more, the sharper one of the two, from large batches, makes **fewer** mistakes.
 #
-# (Two warnings. On the left the large-batch solution is not quite a minimum: the loss still falls towards the
-# other one. And on a logarithmic axis a wide curve need not be a flat one; the number in the table is surer.)
+# (Three warnings. On the left the large-batch solution is not quite a minimum, since the loss still falls
+# towards the other one. On a logarithmic axis a wide curve need not be a flat one, so trust the table. And
+# the test errors differ by a few images out of 500.)
 #
-# ### The slides disagree: is flat good?
+# ### Does the sharpness decide how good a solution is?
 #
-# A two-minute experiment. Multiply the first layer of a network by 8, its biases too, and divide the weights
-# of the second by 8. A ReLU lets a factor through, so the function stays the same, bit for bit (8 is a
-# power of two, which floats divide by exactly).
+# This can be settled in two minutes. Multiply the first layer of a network by 8, its biases too, and divide
+# the weights of the second layer by 8. A ReLU lets a positive factor through, so the function stays the
+# same, bit for bit (8 is a power of two, which floats divide by exactly). Does the sharpness stay the same
+# too?
 
 # %%
 if check.ready("2.1", "2.3", "2.6"):
@@ -498,24 +515,30 @@ if check.ready("2.1", "2.3", "2.6"):
         print(f"{name:10}: sharpness {sharp:8.3f}, loss at distance 0.5 {away:.4f}")
 
 # %% [markdown]
-# The same function, the same mistakes on every image, and a sharpness more than ten times as large. So the
-# bare number cannot be what makes a solution good or bad (Dinh et al. 2017). The filter-wise directions of
-# section 2 do not see the rescaling: that is what they were made for. Even so, whether flatness in some
-# better sense explains anything is still argued about. Be careful with it.
+# The function is the same and makes the same mistakes on every image, but its sharpness is more than ten
+# times as large. So the bare number cannot be what makes a solution good or bad (Dinh et al. 2017). The
+# loss at distance 0.5 has not changed, because the filter-wise directions of section 2 grow and shrink with
+# the filters: that is what they were made for. Whether flatness in some better sense explains anything is
+# still debated, so be careful with the argument.
 
 # %% [markdown]
 # ## 4. Run it as a job
 #
-# The job trains networks of both kinds and draws their surfaces, with your `random_direction`, `surface` and
-# `roughness`. All ranks work on each picture. Here it is small: one network of each kind with 18 layers, half the
-# training, a coarse grid. The stored run above says how to ask for more. The pictures stand in the run's folder,
-# as `surfaces.png`.
+# The job trains networks of both kinds and draws their surfaces with your `random_direction`, `surface` and
+# `roughness`. All ranks work together on each picture. Here the job is small: one network of each kind with
+# 18 layers, half the training, a coarse grid. The stored run above shows how to ask for more. The
+# last cell shows the pictures, which are in the run's folder as `surfaces.png`. They are coarser
+# than those above, since the grid has fewer points.
 
 # %%
 if check.ready("2.1", "2.3", "2.4", "2.5"):
     check.keep()
-    small = "--grid 7 --networks 1 --blocks 8 --epochs 4".split()
-    folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small)
+    small_run = "--grid 7 --networks 1 --blocks 8 --epochs 4".split()
+    folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small_run)
+
+# %%
+if check.ready("2.1", "2.3", "2.4", "2.5"):
+    display(Image(folder / "surfaces.png", alt="The surfaces of both networks of this job"))
 
 # %%
 check.summary()
@@ -525,9 +548,9 @@ check.summary()
 #
 # You can now
 #
-# - cut through the loss of any network along lines and planes, and come back to the same bit,
+# - cut through the loss of any network along lines and planes, and come back to the same bits,
 # - show that a network's loss is no bowl,
-# - deal out the points of a picture to ranks, put them together, and prove that the numbers are the same,
+# - deal out the points of a picture to ranks, put them together, and check that the numbers are the same,
 # - compute the largest eigenvalue of a Hessian that is too large to write down,
 # - say what is doubtful about "flat minima are better".
 #
@@ -535,23 +558,24 @@ check.summary()
 #
 # <details><summary>A picture has 169 points and you use 4 ranks. How many points does the slowest rank compute, and which speed-up is the best possible?</summary>
 #
-# 169 = 4 · 42 + 1, so one rank has 43. The best possible speed-up is 169 / 43 = 3.93.
+# Since 169 = 4 · 42 + 1, one rank has 43 points. The best possible speed-up is 169 / 43 = 3.93.
 # </details>
 #
 # <details><summary>One rank gets a wrong seed and draws other directions than the rest. What does the picture look like?</summary>
 #
-# Every n-th point comes from another plane: a pattern of stripes or dots, most visible far from the middle, where
-# the planes differ most. No error tells you. Comparing with one rank does.
+# With n ranks, every n-th point comes from another plane: a pattern of stripes or dots, most visible far
+# from the middle, where the planes differ most. No error tells you, but a comparison with one rank does.
 # </details>
 #
 # <details><summary>The sharpness of a solution is 40. What does lesson 01 say about the learning rate?</summary>
 #
-# Plain gradient descent with a rate above 2 / 40 = 0.05 would be thrown out of this minimum in the steepest
-# direction.
+# Plain gradient descent with a learning rate above 2 / 40 = 0.05 would be thrown out of this minimum in the
+# steepest direction.
 # </details>
 #
 # **Sources**: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets",
-# https://arxiv.org/abs/1712.09913; Goodfellow, Vinyals, Saxe 2015, https://arxiv.org/abs/1412.6544; Keskar et
-# al. 2017, "On Large-Batch Training for Deep Learning", https://arxiv.org/abs/1609.04836; Dinh et al. 2017,
-# "Sharp Minima Can Generalize For Deep Nets", https://arxiv.org/abs/1703.04933; He et al. 2015,
-# https://arxiv.org/abs/1512.03385.
+# https://arxiv.org/abs/1712.09913; Goodfellow, Vinyals, Saxe 2015, https://arxiv.org/abs/1412.6544; Garipov
+# et al. 2018, https://arxiv.org/abs/1802.10026, and Draxler et al. 2018, https://arxiv.org/abs/1803.00885;
+# Keskar et al. 2017, "On Large-Batch Training for Deep Learning", https://arxiv.org/abs/1609.04836; Cohen
+# et al. 2021, https://arxiv.org/abs/2103.00065; Dinh et al. 2017, "Sharp Minima Can Generalize For Deep
+# Nets", https://arxiv.org/abs/1703.04933; He et al. 2015, https://arxiv.org/abs/1512.03385.

@@ -338,6 +338,25 @@ def test_a_subgroup_leaves_other_ranks_alone():
         assert found == [(first, first + 0.5), (rank, first + 0.5), (rank, first + 0.5)]
 
 
+def test_gradients_that_lie_elsewhere_on_each_rank_are_averaged():
+    """One is a column of a matrix; one is transposed on rank 0 only."""
+
+    def mean():
+        rank = dist.get_rank()
+        module = nn.Module()
+        module.column = nn.Parameter(torch.zeros(4))
+        module.matrix = nn.Parameter(torch.zeros(2, 3))
+        module.column.grad = (torch.arange(12.0).view(4, 3) * (1 + rank))[:, 1]
+        grad = torch.arange(6.0).view(2, 3) * (1 + rank)
+        module.matrix.grad = grad.t().contiguous().t() if rank == 0 else grad
+        data_parallel.average_gradients(module)
+        return module.column.grad, module.matrix.grad
+
+    for column, matrix in run_ranks(mean, 2):
+        assert column.tolist() == [1.5, 6.0, 10.5, 15.0]
+        assert torch.equal(matrix, torch.arange(6.0).view(2, 3) * 1.5)
+
+
 def test_tensors_in_another_layout_are_averaged_as_well():
     """A convolution in channels-last layout, and a buffer that is a column of a matrix."""
 

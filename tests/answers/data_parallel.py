@@ -155,7 +155,9 @@ def parameters_and_buffers(module):
 def broadcast_data_directly(module, group=None):
     with torch.no_grad():
         for tensor in parameters_and_buffers(module):
-            dist.broadcast(tensor.data, group=group, group_src=0)
+            whole = tensor.data.contiguous()
+            dist.broadcast(whole, group=group, group_src=0)
+            tensor.data.copy_(whole)
 
 
 def broadcast_as_objects(module, group=None):
@@ -168,9 +170,11 @@ def broadcast_as_objects(module, group=None):
 
 def broadcast_all_at_once(module, group=None):
     tensors = [tensor.detach() for tensor in parameters_and_buffers(module)]
-    works = [dist.broadcast(t, group=group, group_src=0, async_op=True) for t in tensors]
-    for work in works:
+    whole = [tensor.contiguous() for tensor in tensors]
+    works = [dist.broadcast(t, group=group, group_src=0, async_op=True) for t in whole]
+    for work, tensor, new in zip(works, tensors, whole, strict=True):
         work.wait()
+        tensor.copy_(new)
 
 
 def broadcast_in_the_order_of_a_set(module, group=None):
@@ -206,7 +210,9 @@ def with_gradients(module):
 
 def average_with_avg(module, group=None):
     for param in with_gradients(module):
-        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+        whole = param.grad.contiguous()
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+        param.grad.copy_(whole)
 
 
 def average_flat(module, group=None):

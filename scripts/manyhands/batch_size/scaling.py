@@ -31,7 +31,7 @@ def throughput(
     repeats: int,
     synchronize: Callable[[], object],
 ) -> float:
-    """Samples a second: the batch, divided by the median time of a step.
+    """Samples per second: the batch, divided by the median time of a step.
 
     The first steps are slower, since memory is allocated and caches are cold: they do not count. On
     a GPU `step` returns before the work is done. `synchronize` waits for it: call it before every
@@ -119,7 +119,7 @@ def fit_steps(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, 
 def average_over_ranks(
     gradient: Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, float]:
-    """Make one gradient of those of all ranks: that of one large batch.
+    """Average the gradients of all ranks: the result is the gradient of one large batch.
 
     Args:
         gradient: of this rank's own batch; all ranks have batches of one size. Left as it is. (P,)

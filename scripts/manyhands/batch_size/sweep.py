@@ -3,7 +3,7 @@
     batch 1, 2, 4, ... x rate 0.05, 0.1, ... x seed 1, 2, 3      each of them a training of its own
 
 The network has one hidden layer. There is no momentum and no schedule, so that the learning rate is
-all there is to tune. Price of a step: 6 operations a weight and sample.
+all there is to tune. Price of a step: 6 operations per weight and sample.
 Source: Shallue et al. 2019, https://arxiv.org/abs/1811.03600 (how to compare batch sizes).
 """
 
@@ -62,7 +62,7 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """The share of test images that are told right."""
+        """The share of test images that are classified correctly."""
         guesses = self.model(self.data.test_inputs).argmax(dim=1)
         return (guesses == self.data.test_labels).float().mean().item()
 

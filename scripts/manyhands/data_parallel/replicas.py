@@ -26,7 +26,11 @@ Bucket = list[nn.Parameter]
 
 
 def broadcast_state(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite every parameter and buffer with those of the group's rank 0, in place."""
+    """Overwrite every parameter and buffer with those of the group's rank 0, in place.
+
+    A message is one piece of memory. A tensor whose elements do not lie side by side, such as a
+    column of a matrix, is sent as a contiguous copy, and copied back.
+    """
     for tensor in [*module.parameters(), *module.buffers()]:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, group=group, group_src=0)
@@ -38,12 +42,14 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
     The mean, not the sum: a rank's loss is already the mean over its B/N samples, so the mean of
     the N gradients is the gradient of the mean over all B. Parameters without a gradient (frozen
-    ones) are skipped; a tied parameter is averaged once.
+    ones) are skipped; a tied parameter is averaged once. The elements of a gradient need not lie
+    side by side, nor in the same order on every rank.
     """
     for param in module.parameters():
         if param.grad is not None:
-            dist.all_reduce(param.grad, group=group)
-            param.grad /= dist.get_world_size(group)
+            whole = param.grad.contiguous()
+            dist.all_reduce(whole, group=group)
+            param.grad.copy_(whole / dist.get_world_size(group))
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -4,10 +4,10 @@
                                +-- all-reduce: sum 60, count 52 --> mean 1.15 on every rank
     rank 1: 50 losses, sum 50 -+
 
-    mean_over_ranks   one number from all ranks' validation data: 16 bytes a rank
+    mean_over_ranks   one number from all ranks' validation data: 16 bytes per rank
     torch_ddp         PyTorch's data parallelism; lesson 05's BucketedDDP is the same by hand
 
-Price of a step with either: see data_parallel/replicas.py.
+Cost of a step with either: see data_parallel/replicas.py.
 Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704.
 """
 
@@ -32,7 +32,7 @@ def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None =
 
 
 def torch_ddp(module: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
-    """Wrap `module` in PyTorch's DDP, with buckets of `bucket_mb` MB.
+    """Wrap `module` in PyTorch's DDP, with buckets of at most `bucket_mb` MiB.
 
     `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all other
     options keep torch's defaults. Beyond what `BucketedDDP` does, torch's class broadcasts rank 0's

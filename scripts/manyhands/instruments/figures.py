@@ -159,7 +159,7 @@ def steps_by_batch(
     Args:
         results: for each batch size its "batch", its "mean" steps, and the "steps" of each seed.
         least, critical: of the fit, least * (1 + critical / batch).
-        noise_scale: the critical batch as gradients foretell it.
+        noise_scale: the critical batch as predicted from gradients.
     """
     batches = [one["batch"] for one in results]
     means = [one["mean"] for one in results]

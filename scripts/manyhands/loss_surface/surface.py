@@ -7,7 +7,7 @@
 
 Parameters are a list of tensors, and a direction is a list of tensors of the same shapes. `loss` is
 a function without arguments that computes the loss of the parameters as they are at the moment.
-Price: a picture of G x G points costs G^2 / N forward passes a rank, and one all-reduce of 8 G^2
+Price: a picture of G x G points costs G^2 / N forward passes per rank, and one all-reduce of 8 G^2
 bytes. Sources: Li et al. 2018, https://arxiv.org/abs/1712.09913; Goodfellow et al. 2015,
 https://arxiv.org/abs/1412.6544 (lines); Keskar et al. 2017, https://arxiv.org/abs/1609.04836.
 """
@@ -31,7 +31,7 @@ def loss_at(
     directions: Sequence[Direction],
     distances: Sequence[float],
 ) -> float:
-    """The loss some way off: each direction is gone as far as its distance says.
+    """The loss at some distance: move along each direction by its distance, and evaluate.
 
     Then the parameters are what they were, bit for bit, also where `loss` raises an error.
 
@@ -66,7 +66,7 @@ def slice_between(
 
 @torch.no_grad()
 def random_direction(parameters: Sequence[Tensor], generator: Generator) -> list[Tensor]:
-    """A random direction in which each filter is as long as that filter of the parameters.
+    """A random direction in which each filter has the same norm as that filter of the parameters.
 
     A filter is what makes one output: tensor[i], of a tensor with two or more dimensions. Tensors
     with fewer dimensions, which are biases and norms, are not moved: their direction is 0.

@@ -278,10 +278,10 @@ def integral(series: Series, lives: Sequence[Span]) -> float:
     return total
 
 
-def mean_busy(device: Device, lives: Sequence[Span]) -> float:
-    """Share of the run's time that a device worked."""
-    whole_s = sum(end_s - begin_s for begin_s, end_s in lives)
-    return integral(device.busy, lives) / whole_s if whole_s else 0.0
+def mean_busy(device: Device, paid: Sequence[Span]) -> float:
+    """Share of the time that was granted in which a device worked."""
+    whole_s = sum(end_s - begin_s for begin_s, end_s in paid)
+    return integral(device.busy, paid) / whole_s if whole_s else 0.0
 
 
 def scheduler_words(job: Mapping) -> str:

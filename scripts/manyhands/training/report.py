@@ -279,7 +279,7 @@ def idle_lines(record: Record) -> list[str]:
             idle.append(f"Rank {rank} wrote no samples.")
     for device in record.devices:
         if device.rank is not None and device.busy and is_idle(device, record):
-            share = mean_busy(device, record.lives)
+            share = mean_busy(device, record.paid)
             idle.append(f"Rank {device.rank} was idle: {share:.0%} busy on average.")
     if len(idle) > 6:
         idle = [*idle[:5], f"{len(idle) - 5} more ranks likewise."]

@@ -148,14 +148,14 @@ def draw_rows(
     color_of: Callable[[Device], str],
 ) -> None:
     """Draw one row a device over time, filled up to its share of `top`, with words at its end."""
-    clock = Clock(record.lives)
+    clock = Clock(record.paid)
     room_in = ax.get_position().height * ax.figure.get_figheight() / max(1, len(rows))
     granted: dict[bool, list[Series]] = {True: [], False: []}  # with a rank, and without
     used: dict[str, list[Series]] = {}  # by colour
     for row, (device, series, words) in enumerate(rows):
         color = GREY if device.rank is None else color_of(device)
         for life, part in enumerate(split(series, record.lives)):
-            begin, end = (clock.place(life, time_s) for time_s in record.lives[life])
+            begin, end = (clock.place(life, time_s) for time_s in record.paid[life])
             box = [(begin, row + 0.4), (begin, row - 0.4), (end, row - 0.4), (end, row + 0.4)]
             granted[device.rank is not None].append(box)
             if part:
@@ -223,12 +223,12 @@ def short(host: str) -> str:
 def draw_busy(ax: Axes, record: Record) -> str:
     """Draw how busy every granted device was."""
     rows = [
-        (device, device.busy, f"{mean_busy(device, record.lives):.0%}" if device.busy else "")
+        (device, device.busy, f"{mean_busy(device, record.paid):.0%}" if device.busy else "")
         for device in record.devices
     ]
     draw_rows(ax, record, rows, 1.0, lambda device: GREEN if device.is_gpu else BLUE)
     words = "A full row worked all the time; the number is the mean over time."
-    words += " Grey was granted and left unused."
+    words += " Grey was granted and left unused, as while the programs start."
     if any(device.rank is None for device in record.devices):
         words += " Hatched rows had no rank."
     return words + (" A dotted line is a restart." if len(record.lives) > 1 else "")

@@ -34,6 +34,12 @@ REASONS = {
 }
 
 
+ONE_PIECE = (
+    "A tensor whose elements do not lie side by side was sent as if they did: on CPUs the message "
+    "takes the memory from its first element on, without an error."
+)
+
+
 class Mixed(nn.Module):
     """Parameters of several types and forms, each drawn anew, and buffers of all kinds."""
 
@@ -58,6 +64,7 @@ class Mixed(nn.Module):
         self.register_buffer("mean", torch.rand(3))
         self.register_buffer("count", torch.randint(1000, ()))
         self.register_buffer("mask", torch.randint(2, (4,)) == 1)
+        self.register_buffer("column", torch.rand(3, 2)[:, 0])
         self.register_buffer("scratch", torch.rand(7), persistent=False)
 
 
@@ -196,6 +203,8 @@ broadcast_state = Spec(
         {COPY} => pass
             A tensor whose elements do not lie side by side keeps its own values: the message went
             into a copy. | Copy the result back: {COPY}.
+        whole = tensor.detach().contiguous() => whole = tensor.detach()
+            {ONE_PIECE} | whole = tensor.detach().contiguous(), and copy the result back.
         whole = tensor.detach().contiguous() => whole = tensor.detach().clone()
         {COPY} => pass
             Every rank still has its own values: the message went into a copy.
@@ -220,8 +229,10 @@ broadcast_state = Spec(
 
 # ---- 5.6 ------------------------------------------------------------------------------------
 
-SUMS = "dist.all_reduce(param.grad, group=group)"
-DIVIDES = "param.grad /= dist.get_world_size(group)"
+SUMS = "dist.all_reduce(whole, group=group)"
+MEAN = "whole / dist.get_world_size(group)"
+PUT = f"param.grad.copy_({MEAN})"
+WHOLE = "whole = param.grad.contiguous()"
 SKIPS = "if param.grad is not None:"
 ZEROS = "torch.zeros_like(param)"
 IN_PLACE = "Change param.grad in place, or assign the mean to it."
@@ -241,7 +252,11 @@ def with_gradients(case: Replica, rank: int) -> nn.Module:
         if param.requires_grad and name != "unused" and case.part != "none":
             draw = cases.generator(case.seed, rank, number)
             grad = cases.values(param.numel() or 1, draw, param.dtype).view(param.shape)
-            param.grad = grad.t().contiguous().t() if name == "matrix" else grad
+            if name == "matrix" and rank % 2 == 0:
+                grad = grad.t().contiguous().t()  # in another order than on the other ranks
+            if name == "wide":
+                grad = torch.stack([grad, grad], dim=1)[:, 0]  # a column of a matrix
+            param.grad = grad
     return model
 
 
@@ -276,28 +291,31 @@ average_gradients = Spec(
     cases=gradients,
     observe=averaged,
     tell=say_replica("average_gradients"),
-    advice={"": "all_reduce each param.grad that is not None, and divide it."},
+    advice={"": f"For each gradient that is not None: {WHOLE}, all_reduce, {PUT}."},
     hints=(
         "dist.all_reduce(tensor) leaves the sum over all ranks in `tensor`, on every rank.",
         "The mean is the sum divided by dist.get_world_size(group).",
-        "Frozen and unused parameters have .grad None: skip those.",
+        "Frozen and unused parameters have .grad None: skip those. A gradient whose elements do "
+        "not lie side by side is sent as param.grad.contiguous(), and the mean is copied back.",
     ),
     mistakes=mistakes(
         """
-        {DIVIDES} => pass
+        {MEAN} => whole
             The gradients are sums over the ranks, not means. | {DIVIDE}
-        {DIVIDES} => {DIVIDES} ** 2
+        {MEAN} => {MEAN} ** 2
             The sum is divided by the number of ranks twice. | {DIVIDE}
-        {DIVIDES} => param.grad //= dist.get_world_size(group)
+        {MEAN} => whole // dist.get_world_size(group)
             The means are rounded down to whole numbers. | Divide with /.
-        {DIVIDES} => {DIVIDES} if dist.get_rank(group) == 0 else 1
+        {MEAN} => {MEAN} if dist.get_rank(group) == 0 else whole
             Rank 0 holds the mean, and the others hold the sum. | {DIVIDE}
-        {SUMS} => dist.reduce(param.grad, group=group, group_dst=0)
+        {WHOLE} => whole = param.grad
+            {ONE_PIECE} | {WHOLE}, and copy the mean back: param.grad.copy_(...).
+        {SUMS} => dist.reduce(whole, group=group, group_dst=0)
             Rank 0 holds the mean, and the others do not: dist.reduce gives the sum to one rank.
             | all_reduce gives it to all.
-        {SUMS} => dist.all_reduce(param.grad.clone(), group=group)
-            The sum never reaches param.grad: it went into a copy. | {IN_PLACE}
-        {SUMS} => dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
+        {PUT} => pass
+            The mean never reaches param.grad: it went into a copy. | {IN_PLACE}
+        {SUMS} => dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
             The largest of the gradients is taken, not the sum. | The default operation is SUM.
         {SUMS} => dist.all_reduce(param.detach(), group=group)
             The weights are summed up, not the gradients. | all_reduce param.grad.

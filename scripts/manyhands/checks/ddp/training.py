@@ -171,7 +171,7 @@ torch_ddp = Spec(
         "bucket_cap_mb=...",
         "The module's own device says what to do: next(module.parameters()).device.",
         "device_ids is [device.index] where device.type is 'cuda', and None on the CPU; "
-        "bucket_cap_mb counts in MB, as bucket_mb does.",
+        "bucket_cap_mb is in MiB, as bucket_mb is.",
     ),
     mistakes=mistakes(
         """
@@ -191,9 +191,9 @@ torch_ddp = Spec(
         device_ids=ids, =>
             device_ids is left out, so a batch on the CPU would not be copied to the GPU. | {IDS}
         , bucket_cap_mb=bucket_mb =>
-            bucket_mb is not passed on, and torch then takes 25 MB. | {CAP}
+            bucket_mb is not passed on, and torch then takes 25 MiB. | {CAP}
         bucket_cap_mb=bucket_mb => bucket_cap_mb=bucket_mb * 1e6
-            bucket_cap_mb is given in bytes, and torch counts in MB. | {CAP}
+            bucket_cap_mb is given in bytes, and torch counts in MiB. | {CAP}
         bucket_mb) => bucket_mb, find_unused_parameters=True)
             torch is asked to look for unused parameters, which costs time in every step. | {ELSE}
         bucket_mb) => bucket_mb, static_graph=True)

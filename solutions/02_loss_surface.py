@@ -308,12 +308,12 @@ if check.ready("2.1", "2.3", "2.4"):
     )
 
 # %% [markdown]
-# Blue is low, yellow is high, and both networks share one logarithmic scale. With skips there is a deep
-# funnel. Without them there is only a shallow dish, because training stopped at a loss far above the
-# funnel's bottom. (The corners come from the coarse grid: between two points the picture is a straight
-# line.)
+# Blue is low, yellow is high. In the upper row both networks share one logarithmic scale, and in the lower
+# row each has the loss itself, in a scale of its own. With skips there is a deep funnel. Without them there
+# is only a shallow dish, because training stopped at a loss far above the funnel's bottom. (The corners
+# come from the coarse grid: between two points the picture is a straight line.)
 #
-# Is the way down smooth? On the shared scale the picture cannot say, but a number can. Walk over the
+# Is the way down smooth? The lower row gives an impression, but only a number can be compared. Walk over the
 # surface along a row or a column: in a single valley you only go down and then up, and every further up and
 # down makes the walk longer. **Roughness** says by how much, on the loss itself and not on its logarithm.
 

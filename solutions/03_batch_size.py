@@ -80,8 +80,8 @@ check.throughput(throughput)
 
 # %% [markdown]
 # Now measure the throughput for batch sizes from 1 to 8192. On a CPU there is nothing to wait for. If each
-# step took as long as one with a single image, batch 256 would have 256 times the throughput of batch 1
-# (this ideal is printed as "expected"). How many times will it really be?
+# step took as long as one with a single image, batch 256 would have 256 times the throughput of batch
+# 1. How many times will it really be?
 
 # %%
 gain = None  # your number
@@ -175,7 +175,7 @@ check.best_rate(best_rate)
 # trainings are needed.
 #
 # Predict before you start: by which factor do the steps shrink from batch 4 to batch 8, and by which from
-# batch 64 to 128? (The "expected" 2 is perfect scaling: twice the batch, half the steps.)
+# batch 64 to 128? (The "ideal" 2 is perfect scaling: twice the batch, half the steps.)
 
 # %%
 from_4_to_8, from_64_to_128 = None, None  # your numbers: steps before / steps after
@@ -204,8 +204,8 @@ if check.ready("3.3"):
     for batch, (rate, mean) in best.items():
         steps = found[batch][rate]
         print(f"batch {batch:3}: {mean:6.0f} steps ({min(steps)} to {max(steps)}) at rate {rate}")
-    score("from 4 to 8", from_4_to_8, 2, best[4][1] / best[8][1])
-    score("from 64 to 128", from_64_to_128, 2, best[64][1] / best[128][1])
+    score("from 4 to 8", from_4_to_8, 2, best[4][1] / best[8][1], word="ideal")
+    score("from 64 to 128", from_64_to_128, 2, best[64][1] / best[128][1], word="ideal")
 
 # %% [markdown]
 # Look at the learning rates first. If the best one stands at an end of the grid, a wider grid might hold a

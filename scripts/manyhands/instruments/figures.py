@@ -8,7 +8,6 @@ Source: https://jfly.uni-koeln.de/color/
 """
 
 import io
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -410,7 +409,10 @@ def contours(
 
 
 def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) -> Figure:
-    """Each surface from above and as a relief, all in one scale of colours.
+    """Each surface from above, all in one logarithmic scale; below it as a relief in its own scale.
+
+    The first row compares the depths. The second shows the loss itself, on which roughness is
+    counted, and which the shared scale would flatten where one surface is much deeper.
 
     Args:
         surfaces: name -> losses; losses[i][j] is at distances[i] along the first direction and at
@@ -420,7 +422,8 @@ def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) 
     low = min(everything)
     high = max(everything)
     levels = [low * (high / low) ** (k / 14) for k in range(15)]
-    figure = Figure(figsize=(8, 6.6), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(8, 6.8), facecolor="white", layout="constrained")
+    row = []
     for number, (name, losses) in enumerate(surfaces.items()):
         flat = figure.add_subplot(2, len(surfaces), number + 1)
         filled = contours(flat, distances, distances, losses, levels)
@@ -428,15 +431,16 @@ def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) 
         flat.set_title(name, fontsize=11, color=BLACK)
         flat.plot(0, 0, "x", color="white", markersize=7)
         label(flat, "along direction 1", "along direction 2")
+        row.append(flat)
         relief = figure.add_subplot(2, len(surfaces), len(surfaces) + number + 1, projection="3d")
         one, other = np.meshgrid(distances, distances, indexing="ij")
-        logs = np.log10(np.asarray(losses, dtype=float))
-        bounds = {"vmin": math.log10(low), "vmax": math.log10(high)}
-        relief.plot_surface(one, other, logs, cmap=SURFACE, rcount=60, ccount=60, **bounds)
-        relief.set(xlabel="direction 1", ylabel="direction 2", zlim=tuple(bounds.values()))
-        relief.set_zlabel("log10(loss)")
+        heights = np.asarray(losses, dtype=float)
+        relief.plot_surface(one, other, heights, cmap=SURFACE, rcount=60, ccount=60)
+        relief.set(xlabel="direction 1", ylabel="direction 2")
+        relief.set_zlabel("loss (nats)")
+        relief.set_title(f"{name}: in its own scale", fontsize=10, color=BLACK)
         relief.view_init(elev=32, azim=-55)
-    bar = figure.colorbar(filled, ax=figure.axes, shrink=0.5, format="{x:.2g}")
+    bar = figure.colorbar(filled, ax=row, format="{x:.2g}")
     bar.set_label("loss (nats)", fontsize=10, color=BLACK)
     return figure
 

@@ -411,7 +411,7 @@ def collectives_ring(card: Card) -> None:
 
 
 def collectives_deadlock(card: Card) -> None:
-    """A deadlock and the way out: two ranks each stand in send, waiting for the other to receive,
+    """A deadlock and the way out: two ranks each block in send, waiting for the other to receive,
     and neither gets to its recv; when send and receive are started together, both messages pass.
     """
     card.text(194, 24, "both send first: nobody goes on", BOLD)
@@ -421,7 +421,7 @@ def collectives_deadlock(card: Card) -> None:
         for left in (24, 396):
             card.text(left + 65 + 210 * rank, 58, f"rank {rank}", BOLD)
         x = 24 + 210 * rank
-        card.box(x, 76, 130, 52, "send", "stands here", fill=RED)
+        card.box(x, 76, 130, 52, "send", "blocks here", fill=RED)
         card.box(x, 188, 130, 52, "recv", "is not reached", fill=LIGHT_GREY)
         x = 396 + 210 * rank
         card.box(x, 76, 130, 36, "start the send", fill="communication")

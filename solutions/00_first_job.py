@@ -1,16 +1,16 @@
 # ---
-# manyhands: {title: A first job, minutes: 60, goal: "Say why training is spread out, tell rank, local rank and world size apart, and submit, watch and read a job of your own", job: {flags: "", loss: [0.022, 0.034]}}
+# manyhands: {title: A first job, minutes: 60, goal: "Say why training is spread over many processors, tell rank, local rank and world size apart, and submit a job of your own, watch it, and read its report", job: {flags: "", loss: [0.022, 0.034]}}
 # ---
 
 # %% [markdown]
 # # 00 A first job
 #
-# Why is training spread over many processors at all? Who is who, when one program runs as many
-# processes? And how does a program get to run on a machine that it shares with hundreds of people?
+# Why is training spread over many processors at all? When one program runs as many processes, how does each
+# of them know who it is? And how does a program get to run on a machine that hundreds of people share?
 #
-# In an hour you will have worked out how long a large training takes, run your first program on
-# several processes, measured how the error falls with more data, and submitted a job, watched it,
-# and read in its report what it wasted.
+# In this lesson you work out how long a large training run takes, run your first program on several
+# processes, measure how the error falls with more data, submit a job, watch it, and read in its report how
+# much of the machine it wasted.
 
 # %%
 import math
@@ -40,24 +40,23 @@ print(f"torch {torch.__version__}, {num_cores} cores; the ranks of this notebook
 # %% [markdown]
 # ## 1. Why one processor is not enough
 #
-# Three things outgrow a single device: **memory**, **speed** and **data**.
+# Training outgrows a single device in three ways: in **memory**, in **speed** and in **data**.
 #
-# **Memory.** A model's weights have to lie somewhere while it is trained. The largest model of the
-# Llama 3 family has 405 billion parameters. With 2 bytes for each of them, how many GPUs of 80 GB
-# does it take to hold the weights alone? (Training needs about eight times as much; lesson 09 counts
-# it.)
+# **Memory.** A model's weights have to be stored somewhere while it is trained. The largest model of the
+# Llama 3 family has 405 billion parameters. At 2 bytes per parameter, how many GPUs with 80 GB each does it
+# take to hold the weights alone? (Training needs about eight times as much memory, as lesson 09 shows.)
 
 # %% tags=["nbval-check-output"]
 parameters = 405e9
 print(f"{2 * parameters / 1e9:,.0f} GB of weights: {2 * parameters / 80e9:.1f} GPUs of 80 GB")
 
 # %% [markdown]
-# **Speed.** Training a Transformer takes about 6 floating-point operations (**FLOPs**) for each
-# parameter and each token of text: 2 in forward, 4 in backward. The same model read 15.6 trillion
-# tokens.
+# **Speed.** Training a Transformer takes about 6 floating-point operations (**FLOPs**) per parameter and
+# per token of text: 2 in the forward pass and 4 in the backward pass. The same Llama model was trained on
+# 15.6 trillion tokens.
 #
-# Such numbers are long, so people count in **PF/s-days**. One is the work of a machine that does
-# $10^{15}$ FLOPs in each second, for a day.
+# Their product is hard to read, so such work is often given in **PF/s-days**. One PF/s-day is what a
+# machine that does $10^{15}$ FLOPs per second finishes in a day.
 
 # %% tags=["nbval-check-output"]
 tokens = 15.6e12
@@ -66,8 +65,9 @@ petaflops_days = flops / (1e15 * 24 * 3600)
 print(f"{flops:.1e} FLOPs = {petaflops_days:,.0f} PF/s-days")
 
 # %% [markdown]
-# How many days is that on a given machine? A data sheet says what a device reaches at its **peak**.
-# A training reaches a part of it, the **utilisation**, often 0.3 to 0.5.
+# How many days is that on a given machine? A data sheet states the **peak** speed of a device. Real
+# training reaches only a fraction of the peak, called the **utilisation**, which is often between 0.3 and
+# 0.5.
 
 # %% exercise="days_on_devices" todo="0.1" minutes=5 difficulty=1 points=1
 from manyhands.first_job.planning import days_on_devices
@@ -76,9 +76,10 @@ from manyhands.first_job.planning import days_on_devices
 check.days_on_devices(days_on_devices)
 
 # %% [markdown]
-# The data sheet of NVIDIA's H100 says 989 TFLOP/s for numbers of 16 bits. The Llama 3 paper reports
-# a utilisation of 0.38 to 0.43 on 16,384 of them. Before you run the next cell: how many days does
-# the largest model need on these, and how many **years** on one node with 8?
+# For 16-bit numbers the peak of NVIDIA's H100 is 989 TFLOP/s. (Its data sheet prints twice as much; the
+# reason follows below.) The Llama 3 paper reports a utilisation of 0.43 on 8,192 of these GPUs, and of 0.41
+# and 0.38 on 16,384. Before you run the next cell, which takes 0.40, predict: how many days does the
+# largest model need on 16,384 GPUs, and how many **years** on one node with 8 of them?
 
 # %%
 days_on_16384, years_on_8 = None, None  # your numbers
@@ -94,18 +95,18 @@ if check.ready("0.1"):
     print(f"8 GPUs:      you said {years_on_8}, the formula says {node_years:.0f} years")
 
 # %% [markdown]
-# The paper looks closely at 54 days of that training, which were not all of it. So the formula has
-# the right size.
+# The paper analyses a period of 54 days, which was only a part of that training run, so the formula gives
+# the right order of magnitude.
 #
-# Time to train matters even where nobody is in a hurry, because deep learning is an experimental
-# science: you try, look, and try again. Whoever waits a day for an answer asks five questions a
-# week; whoever waits ten minutes asks thirty a day.
+# Training time matters even when nobody is in a hurry, because deep learning is an experimental science:
+# you try, look, and try again. If an answer takes a day, you can ask five questions a week; if it takes ten
+# minutes, you can ask thirty a day.
 #
-# ### The slides disagree: 30 days, or 300?
+# ### Would that take 30 days, or 300?
 #
-# Another course's slides say that 1000 PF/s-days are "about 30 days" on one DGX H100, a node with 8
-# GPUs, since it does 32 PF/s; and that the fastest computer of November 2009 did 2 PF/s. Is
-# that how long your training would take?
+# A slide that is often shown says that a training run of 1000 PF/s-days takes "about 30 days" on one DGX
+# H100, a node with 8 GPUs, because such a node does 32 PF/s. It adds that the fastest computer of November
+# 2009 did 2 PF/s. Is that how long your own training run would take?
 
 # %% tags=["nbval-check-output"]
 if check.ready("0.1"):
@@ -115,40 +116,43 @@ if check.ready("0.1"):
     print(f"16 bits, dense, 40% of peak: {yours:.0f} days")
 
 # %% [markdown]
-# The 32 PF/s are a peak, for numbers of 8 bits, when half of all weights are zero in a given pattern
-# ("with sparsity", says the data sheet). With 16 bits and without such zeros the peak is a quarter of
-# that, and a training reaches less than half of it. The computer of 2009 was measured, with 64 bits.
+# The two answers differ by a factor of ten, because the 32 PF/s are a peak that holds only for 8-bit
+# numbers and for weights of which half are zero in a prescribed pattern (the data sheet says "with
+# sparsity"). With 16 bits and dense weights the peak is a quarter of that, and training reaches less than
+# half of this quarter. The speed of 2009, by contrast, was measured, and with 64-bit numbers.
 #
-# Ask of every such figure: how many bits? With zeros, or dense? Peak, or measured?
+# So ask about every such figure: how many bits? Sparse or dense? Peak or measured?
 #
-# **Two ways out.** Either every device holds the whole model and works on its own part of the data:
-# **data parallelism**, lessons 05 to 11, which is faster. Or the model is cut and each device holds
-# a part of it: **model parallelism**, lessons 12 to 14, which is larger. At the end they are
-# combined.
+# **Two ways out.** Either every device holds the whole model and works on its own part of the data. This is
+# **data parallelism** (lessons 05 to 11), and it makes training faster. Or the model is split, and each
+# device holds a part of it. This is **model parallelism** (lessons 12 to 14), and it makes larger models
+# possible. At the end the two are combined.
 
 # %% [markdown]
 # ## 2. Who is who: rank, local rank, world size
 #
-# A parallel program is one program that is started many times. Each copy is a **process**. All run
-# the same lines, so each has to ask: who am I?
+# How do the copies of one program share the work? A parallel program is a single program that is started
+# many times, and each copy is a **process**. All processes run the same lines, so each one first has to
+# find out which of them it is. Four terms describe its place:
 #
 # - The **world size** is the number of processes in the job.
-# - The **rank** is the number of a process in the job, from 0 to world size - 1.
+# - The **rank** is the number of a process within the job, from 0 to world size - 1.
 # - A **node** is one computer of the cluster. It has a few GPUs, often 4 or 8.
-# - The **local rank** is the number of a process on its node, from 0. It chooses the GPU.
+# - The **local rank** is the number of a process on its own node, counted from 0. It determines which GPU
+#   the process uses.
 #
 # ![Two nodes, node1 and node2, have two GPUs each with one process on every GPU, so the world size is 4; rank 3 is local rank 1 on node2, device cuda:1; thick fast links join the GPUs inside a node, a thin slow network joins the nodes](figures/first_job_map.svg)
 #
-# The launcher, `torchrun`, tells each process who it is, in variables of its environment: `RANK`,
-# `LOCAL_RANK`, `WORLD_SIZE`, and `LOCAL_WORLD_SIZE`, the number of processes on this node.
+# The launcher, `torchrun`, tells each process its place through environment variables: `RANK`,
+# `LOCAL_RANK`, `WORLD_SIZE`, and `LOCAL_WORLD_SIZE`, which is the number of processes on this node.
 #
-# Inside a node GPUs are joined by fast links: in a DGX H100, 900 GB/s for each GPU. Between nodes
-# there is a network: 50 GB/s for each GPU there (400 Gbit/s). So it matters which ranks share a
-# node. Let the ranks draw the map themselves. Each knows its own line of it:
-# `Place(rank, host, local_rank, device)`, a named tuple.
+# It matters which ranks share a node, because the GPUs inside a node are joined by much faster links. In a
+# DGX H100, each GPU can send 450 GB/s to the other GPUs of its node (data sheets say 900, which counts both
+# directions) but only 50 GB/s (400 Gbit/s) over the network to other nodes. So let the ranks draw a map of
+# who runs where. Each rank knows only its own line: `Place(rank, host, local_rank, device)`, a named tuple.
 #
-# Messages travel in a **group**: some of the ranks, or all of them, which is what `group=None` means.
-# A function of this course takes the group as an argument and hands it on.
+# Messages travel within a **group** of ranks, so the functions of this course that communicate take the
+# group as an argument and pass it on. For now it is always `group=None`, which means all ranks.
 
 # %% exercise="device_map" todo="0.2" minutes=10 difficulty=2 points=2
 from manyhands.first_job.planning import device_map
@@ -158,8 +162,9 @@ check.device_map(device_map)
 
 
 # %% [markdown]
-# Now on four real processes of this machine. `run_ranks(function, 4)` starts four processes, calls
-# the function in each, and returns a list with what each of them returned.
+# Now try your function on four real processes of this machine. `run_ranks(function, 4)` starts four
+# processes, calls the function in each, and returns a list of the four results. The cell prints rank 0's
+# map and checks that the other three are equal to it.
 
 
 # %%
@@ -174,34 +179,35 @@ if check.ready("0.2"):
     assert all(other == maps[0] for other in maps)
 
 # %% [markdown]
-# All four hold the same map, though each knew only its own line: that is what communication is for.
-# Messages that all ranks take part in are called **collectives**; lesson 04 builds them. On GPUs
-# a library called NCCL carries them, on CPUs one called gloo. (NCCL is sometimes expanded to "NVIDIA
-# Common Communications Library", also on slides. The word is *Collective*.)
+# All four ranks hold the same map, although each of them knew only its own line of it: they have
+# communicated. Messages in which all ranks of a group take part are called **collectives**, and lesson 04
+# builds them. On GPUs they are carried by a library called NCCL (NVIDIA Collective Communications Library),
+# on CPUs by one called Gloo.
 
 # %% [markdown]
 # ## 3. A first parallel program: how does the error fall with more data?
 #
-# The third reason is **data**. A larger set gives a better model. How much better?
+# The third reason for many processors is **data**: a model that is trained on more data is usually better.
+# How much better?
 #
-# Measure it. The task: tell which digit a small picture shows. Train networks on 20 images, 40, 80
-# and so on, four networks of each size, and count the mistakes on 500 images that no network has
-# seen.
+# Measure it on a small task: recognise the digit in a tiny picture. Networks are trained on 20 images, on
+# 40, on 80 and so on, four networks for each size, and their mistakes are counted on 500 test images that
+# none of them has seen.
 
 # %% tags=["nbval-check-output"]
 data = images.load("embedded")
 sizes = [20 * 2**k for k in range(7)]
 tasks = [(size, seed) for size in sizes for seed in range(4)]
 print(data.note)
-print(f"{len(tasks)} trainings: {sizes} images, 4 networks each")
+print(f"{len(tasks)} training runs: {sizes} images, 4 networks each")
 
 # %% show="true"
 from manyhands.first_job.power_law import error_rate, num_steps, train_on
 
 # %% [markdown]
-# These 28 trainings have nothing to do with each other. That is the easiest kind of parallel
-# program: deal the tasks out, and nobody has to wait for anybody. Each rank has to find its own
-# share without asking, so that every task is done, and none is done twice.
+# None of these 28 training runs needs anything from another one. This is the easiest kind of parallel
+# program: deal the tasks out, and no process has to wait for another. Each rank has to work out its own
+# share without asking, so that every task is done and none is done twice.
 
 # %% exercise="my_share" todo="0.3" minutes=5 difficulty=1 points=1
 from manyhands.first_job.planning import my_share
@@ -210,8 +216,8 @@ from manyhands.first_job.planning import my_share
 check.my_share(my_share)
 
 # %% [markdown]
-# The next cell does all trainings with one rank, and then with two, on two processes that share no
-# memory. How many times faster will two be?
+# The next cell does all the training runs first with one rank, then with two, which are processes that
+# share no memory. How many times as fast will two ranks be?
 
 # %%
 speedup = None  # your number
@@ -236,19 +242,21 @@ if check.ready("0.3"):
     (one_result,) = run_ranks(train_share, 1, timeout_s=120)
     two_results = run_ranks(train_share, 2, timeout_s=120)
     one_s, two_s = one_result[1], max(seconds for _, seconds in two_results)
-    score("speed-up of 2 ranks", speedup, 2, one_s / two_s)
+    score("speed-up of 2 ranks", speedup, 2, one_s / two_s, word="ideal")
     results = [result for share, _ in two_results for result in share]
     assert sorted(results) == sorted(one_result[0])
 
 # %% [markdown]
-# The results are the same, in another order: each training has its own seed, so it does not matter
-# which rank does it. Two ranks need about half the time, where two cores are free for them.
+# The results are the same up to their order, because each training run has its own seed and it does not
+# matter which rank does it. If two cores are free for them, two ranks need about half the time. If other
+# programs use the cores too, the speed-up is smaller.
 #
-# ### A power law
+# ### Does the error follow a law?
 #
-# When such errors are drawn on two logarithmic axes they often lie near a straight line. The error is
-# then a **power law** of the number of images, $a \cdot \text{size}^{-b}$. People have found such
-# lines for translation, language models, images and speech (Hestness et al. 2017). Fit yours.
+# When errors like these are plotted on two logarithmic axes, they often lie near a straight line. The error
+# is then a **power law** of the number of images, $a \cdot \text{size}^{-b}$. Such lines have been found
+# for translation, language models, images and speech (Hestness et al. 2017). Fit yours, and look in the
+# plot for sizes at which the points leave the line.
 
 # %% exercise="fit_power_law" todo="0.4" minutes=10 difficulty=2 points=2
 from manyhands.first_job.power_law import fit_power_law
@@ -275,9 +283,12 @@ if check.ready("0.3", "0.4"):
     figures.show(figure, f"Error against data size on logarithmic axes: a line of slope -{b:.2f}.")
 
 # %% [markdown]
-# Read it: the points of one size spread, because the networks saw different images, and they lie
-# around the line. A line on these axes says two things. Progress can be **predicted**: from small
-# trainings you can tell what a large one will reach, before you pay for it. And it is **dear**:
+# The points of one size scatter around the line, because the four networks saw different images. At the
+# largest size the points tend to lie on the line or above it, a hint that the line may not go on for ever.
+#
+# A straight line on these axes says two things. Progress can be **predicted**: small training runs tell you
+# what a large one will reach before you pay for it. But progress is also **expensive**, as the next cell
+# shows:
 
 # %%
 if check.ready("0.3", "0.4"):
@@ -285,54 +296,58 @@ if check.ready("0.3", "0.4"):
     print(f"for an error of 1% the line says {(a / 0.01) ** (1 / b):,.0f} images")
 
 # %% [markdown]
-# Do not trust the last number far: it lies outside what was measured, and every line ends somewhere,
-# at mistakes that no data can mend. (With `--data FOLDER` and MNIST's files the job below
-# draws the line up to 40,960 images.)
+# Do not trust the second number far, because it is extrapolated beyond the measured sizes, and every such
+# line flattens in the end, at mistakes that no amount of data can correct. (With `--data FOLDER` and the
+# files of MNIST, a larger set of digits, the job below continues the line up to 40,960 images.)
 #
-# The best size of a model grows as well, but more slowly than the data (same paper). So the need for
-# compute can be foretold, and it is large. More data, larger models and more experiments: that is
-# why training is spread out.
+# The best model size grows with the data as well, although more slowly (same paper). So the need for
+# compute can be predicted, and it is large. More data, larger models and more experiments: that is why
+# training is spread over many processors.
 
 # %% [markdown]
 # ## 4. Where a job runs
 #
-# Large machines are shared. You never start a program on their GPUs yourself. You write down what
-# you need, hand it in, and wait. A program called **Slurm** decides who gets which nodes, and when.
+# How do you get at the GPUs of a large machine? It is shared, so you never start a program on its GPUs
+# yourself. You write down what you need, hand this request in, and wait, while a program called **Slurm**
+# decides who gets which nodes, and when.
 #
 # ![From your browser or terminal you reach the login node, where sbatch puts your job last of three in Slurm's queue, and from there jobs go to the compute nodes, which have GPUs but no internet; below, login node and compute nodes read and write one shared file system, into which prepare_data.py on the login node brings data from the internet](figures/first_job_cluster.svg)
 #
-# - The **login node** is where you arrive. It has internet, and it is for editing and submitting.
-# - The **compute nodes** have the GPUs. Most of them have no internet. So data has to be fetched
-#   before, on the login node: `python scripts/prepare_data.py`. A job of this course that finds no
-#   data says so, and says what to run where. (One course has you put 75 lines into comments, run the
-#   rest on the login node, and take the comments out again.)
-# - All nodes read the same files. So one process writes what all know, such as a log: rank 0. Where
-#   each node has a disk of its own, one process of each node unpacks the data there: local rank 0.
+# - The **login node** is where you arrive. It has internet access, and it is meant for editing and
+#   submitting.
+# - The **compute nodes** have the GPUs, but most of them have no internet access. So data has to be
+#   downloaded beforehand, on the login node, with `python scripts/prepare_data.py`. A job of this course
+#   that finds no data says so, and tells you which command to run where.
+# - All nodes see the same **shared file system**. All ranks hold the same information, so only one of them,
+#   rank 0, writes files such as the log. Some sites also give each node a disk of its own; there one
+#   process per node, local rank 0, unpacks the data.
 #
-# Whoever goes from one node to several takes on three concerns: who gets which resources, the
-# network between the nodes, and where the data lies.
+# So several nodes raise three new questions: who gets which resources, how fast the network is, and where
+# the data is stored.
 #
-# A **job file** is a shell script. Lines at its beginning that start with `#SBATCH` are read by
-# Slurm. They are the form that you fill in. The rest is what runs. This is the job file of this
-# lesson:
+# A **job file** is a shell script whose first lines start with `#SBATCH`. Slurm reads these lines as a form
+# that you fill in; the rest of the script is what runs. This is the job file of this lesson:
 
 # %% tags=["nbval-check-output"]
 print(Path("../sbatch/first_job.sbatch").read_text())
 
 # %% [markdown]
-# Time is written as hours:minutes:seconds. `%x` stands for the job's name, `%j` for its number. With
-# `--signal` and `--requeue` a job saves before its time is over and queues again (lesson 11). The
-# lines below the `#SBATCH` lines find `launch.sh`, which starts the processes.
+# Time is written as hours:minutes:seconds. In the name of the output file, `%x` stands for the job's name
+# and `%j` for its number. Three lines let a job survive its time limit: `--signal=B:USR1@120` makes Slurm
+# warn the job 120 seconds before the end so that it can save its state, `--requeue` allows the job to go
+# back into the queue, and `--open-mode=append` makes the restarted job continue the same output file
+# (lesson 11). The lines below the `#SBATCH` lines find `launch.sh`, which starts the processes.
 #
-# You hand the file in with `sbatch sbatch/first_job.sbatch`, see the queue with `squeue --me`, and
-# take a job back with `scancel NUMBER`. Inside a job, `srun COMMAND` runs a command on all its nodes.
+# `sbatch sbatch/first_job.sbatch` submits the job file, `squeue --me` shows your jobs in the queue, and
+# `scancel NUMBER` cancels one of them. Inside a job, `srun COMMAND` runs a command on all its nodes.
 #
-# `--ntasks-per-node=1` surprises many. Slurm can start one task for each GPU itself. With torchrun it
-# must not: Slurm starts one torchrun on each node, and torchrun starts a process for each GPU. (One
-# task a node is also what you get where a file does not say.)
+# The line `--ntasks-per-node=1` surprises many people, because a node has several GPUs. Slurm could start
+# one task per GPU itself, but with torchrun it must not: Slurm starts one torchrun on each node, and
+# torchrun then starts one process per GPU. (One task per node is also Slurm's default.)
 #
-# On several nodes the torchruns have to find each other. `launch.sh` hands them the name of the first
-# node, a port, and the number of the job; in lesson 06 you write that yourself. Now write a job file.
+# On several nodes the torchrun processes have to find each other, so `launch.sh` gives them the name of the
+# first node, a port, and the number of the job. In lesson 06 you will write that part yourself. Now write a
+# job file.
 
 # %% exercise="job_file" todo="0.5" minutes=10 difficulty=2 points=2
 from manyhands.first_job.planning import job_file
@@ -347,20 +362,23 @@ if check.ready("0.5"):
 # %% [markdown]
 # ### What only your site knows
 #
-# Whom is the time charged to? What is the queue with the GPUs called? That differs from centre to
-# centre, so it stands in one file, `sbatch/site.env`, and in no job file. Here is a site that
-# does not exist. Its answers look like those of many that do:
+# Which account pays for the time? What is the queue with the GPUs called? (Slurm's word for a queue is
+# *partition*.) The answers differ from one computing centre to the next, so they are kept in one file,
+# `sbatch/site.env`, and in none of the job files. Here are the answers of an imaginary site, which look
+# like those of many real ones:
 
 # %% tags=["nbval-check-output"]
 print(SITE)
 
 # %% [markdown]
-# - `sbatch` reads variables whose names begin with `SBATCH_`. They win over the lines of a job file.
-# - The nodes of a job meet under the name that the first node has in the fast network. If it differs
-#   from its own name, the difference is the `HEAD_SUFFIX`.
-# - The `*` marks the queue that you get when you name none. It is not part of the name.
-# - **GRES** are a node's special devices: here the kind of GPU, and how many.
-# - `=` in a shell file has no space around it, and `export` hands a variable on to `sbatch`.
+# - `sbatch` reads environment variables whose names begin with `SBATCH_`. They take precedence over the
+#   `#SBATCH` lines of a job file.
+# - The nodes of a job find each other by the name of the first node. Some sites append a suffix to a node's
+#   name for the fast network (g14 becomes g14-ib); put that suffix in `HEAD_SUFFIX`.
+# - The `*` marks the partition that you get if you name none. It is not part of the name.
+# - **GRES** (generic resources) are the special devices of a node: here the kind of GPU, and how many of
+#   them.
+# - A shell assignment has no spaces around `=`, and `export` makes the variable visible to `sbatch`.
 
 # %% exercise="site_file" todo="0.6" minutes=10 difficulty=2 points=1
 from manyhands.first_job.planning import site_file
@@ -369,8 +387,8 @@ from manyhands.first_job.planning import site_file
 check.site_file(site_file)
 
 # %% [markdown]
-# For your own site, copy `sbatch/site.env.example` to `sbatch/site.env`, fill it in, and let it be
-# checked. Nothing is submitted:
+# For your own site, copy `sbatch/site.env.example` to `sbatch/site.env`, fill it in, and have it checked.
+# The check submits nothing:
 #
 # ```sh
 # bash sbatch/check_site.sh
@@ -381,14 +399,14 @@ check.site_file(site_file)
 # %% [markdown]
 # ## 5. Submit, watch, read the report
 #
-# The next cell writes your functions that passed to `mine/first_job.py` and submits this lesson's job
-# with them in it: the trainings of section 3, as a program of their own. Where there is Slurm it
-# goes into the queue; here it may just start. `ranks=1` asks for a single process, **whatever the
-# job was granted**.
+# How much of the hardware that a job was given does it use? The next cell writes your functions that passed
+# their checks to `mine/first_job.py`, and submits this lesson's job, which uses them: the training runs of
+# section 3, as a program of their own. Where there is Slurm, the job goes into the queue; otherwise it
+# simply starts. `ranks=1` asks for a single process, **whatever the job was granted**.
 #
-# You will see the state of the job, what the rank prints, and how many networks are trained. The curve
-# shows the error of each network. It falls because later networks get more images. The stop button ends
-# the job after the training that goes on; what is done is kept.
+# While the job runs you see its state, what the rank prints, and how many networks have been trained. The
+# curve shows the error of each network, and it falls because later networks get more images. The stop
+# button ends the job after the current training run, and all finished results are kept.
 
 # %%
 if check.ready("0.3", "0.4"):
@@ -396,14 +414,16 @@ if check.ready("0.3", "0.4"):
     folder_of_one = watch.run("../sbatch/first_job.sbatch", "--impl", "mine", ranks=1)
 
 # %% [markdown]
-# The last figure is the report; `report.html` in the same folder is longer, and `power_law.png` there
-# is the fitted line. At the head of the report, and at the beginning of the job's log, stands which of
-# the granted devices had no rank. In the figure they are hatched.
+# The last figure above is the report. The same folder holds a longer version, `report.html`, and the fitted
+# line, `power_law.png`. The head of the report says which of the granted devices had no rank; in the figure
+# they are hatched.
 #
-# Slurm charges for what was **granted**, used or not. Asking for four GPUs does not use four: that
-# takes four processes. This is the most common waste on shared machines, and no error tells you.
+# Slurm charges for what was **granted**, whether or not it was used. Asking for four GPUs does not use four
+# GPUs: that takes four processes. This is the most common waste on shared machines, and no error message
+# tells you about it.
 #
-# How much was used? The job wrote down twice a second how busy each rank's device was.
+# So how much was used? Twice a second the job recorded how busy each rank's device was. Your function turns
+# these samples into the hours charged and used.
 
 # %% exercise="device_hours" todo="0.7" minutes=10 difficulty=2 points=1
 from manyhands.first_job.planning import device_hours
@@ -412,8 +432,9 @@ from manyhands.first_job.planning import device_hours
 check.device_hours(device_hours)
 
 # %% [markdown]
-# Now with a rank for each core, and beside the first. Predict: which share of the granted core-hours
-# will each of the two jobs have used?
+# The next cell runs the same job with one rank per core (at least two ranks, at most four), and the one
+# after it compares the two jobs. Predict: what share of the granted core-hours will each of the two jobs
+# have used?
 
 # %%
 used_by_one, used_by_all = None, None  # shares, from 0 to 1
@@ -442,7 +463,11 @@ if check.ready("0.3", "0.4", "0.7"):
         busy = [[min(1.0, cores) for _, cores in rank] for rank in ranks]
         charged, used = device_hours(busy, granted, seconds)
         score(
-            f"{name}: share of {granted} granted cores", said, len(ranks) / granted, used / charged
+            f"{name}: share of {granted} granted cores",
+            said,
+            len(ranks) / granted,
+            used / charged,
+            word="at most",
         )
 
 # %%
@@ -461,12 +486,15 @@ if check.ready("0.3", "0.4", "0.7"):
     figures.show(figure, "Busy cores of each rank over time, for a job with 1 rank and with more.")
 
 # %% [markdown]
-# Each rank keeps about one core busy while it trains. One rank leaves the others idle from the first
-# second to the last. More ranks use them, and the training is over sooner. (The whole job is not much
-# shorter here: most of its seconds pass while the processes start.) On a node with four GPUs the
-# picture is the same, with GPUs for cores. It is also why the first job of another course (JSC,
-# "Parallelize Training") takes 1 h 32 min on one of the four GPUs that it asked for, and 25 min when
-# all four have a rank.
+# The formula's value assumes that every rank keeps one core busy from beginning to end, so it is an upper
+# bound. The measured shares come near it on a quiet machine and stay well below it if other programs use
+# the same cores, so compare the two jobs with each other. With one rank the other cores have no work from
+# the first second to the last, while more ranks use more of the granted cores and finish the training
+# sooner. (The whole job need not be much shorter here, because much of its time passes while the processes
+# start.)
+#
+# On a node with four GPUs the picture is the same: a job that asks for all four and starts one rank uses at
+# most a quarter of what it is charged for.
 
 # %%
 check.summary()
@@ -476,34 +504,35 @@ check.summary()
 #
 # You can now
 #
-# - say how long a training takes on a machine, and which figures of a data sheet to distrust,
+# - estimate how long a training run takes on a machine, and say which figures of a data sheet to distrust,
 # - tell rank, local rank and world size apart, and find out which rank runs where,
 # - deal out independent tasks to ranks,
-# - measure and fit how the error falls with more data,
-# - write a job file and a site file, submit a job, watch it, and say what it used of what it got.
+# - measure how the error falls with more data, and fit a power law to it,
+# - write a job file and a site file, submit a job, watch it, and say how much of what it was granted it
+#   used.
 #
 # **Questions**
 #
 # <details><summary>Eight processes run on two nodes with four GPUs each. Which device does rank 6 use?</summary>
 #
-# It is local rank 2 of the second node: `cuda:2` there. `cuda:6` does not exist, because a node counts its
-# own GPUs only.
+# Rank 6 is local rank 2 of the second node, so it uses `cuda:2` there. `cuda:6` does not exist, because a
+# node counts only its own GPUs.
 # </details>
 #
-# <details><summary>A job asks for two nodes with four GPUs each for an hour, and one process runs for half an hour. What is charged?</summary>
+# <details><summary>A job asks for two nodes with four GPUs each for an hour, and its only process runs for half an hour. What is charged?</summary>
 #
-# Slurm charges for the time until the job ends: 8 GPUs for half an hour are 4 GPU-hours. One GPU was used: 0.5
-# GPU-hours.
+# Slurm charges for the time until the job ends: 8 GPUs for half an hour are 4 GPU-hours. Only one GPU was
+# used, for 0.5 GPU-hours.
 # </details>
 #
 # <details><summary>Your job stops at once with "there is no data". The files are on the internet. What do you do?</summary>
 #
-# Fetch them on the login node, which has internet, into the shared file system, with
-# `scripts/prepare_data.py`; then submit again. The job cannot do it.
+# You download them on the login node into the shared file system with `scripts/prepare_data.py`, and then
+# submit the job again. The job cannot download them itself.
 # </details>
 #
-# **Sources**: Llama Team 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783; Hestness
-# et al. 2017, "Deep Learning Scaling is Predictable, Empirically", https://arxiv.org/abs/1712.00409;
-# Kaplan et al. 2020, https://arxiv.org/abs/2001.08361 (6 FLOPs for each parameter and token); NVIDIA,
-# data sheets of H100 and DGX H100; TOP500, https://top500.org/lists/top500/2009/11/; Slurm's
-# documentation of sbatch, https://slurm.schedmd.com/sbatch.html.
+# **Sources**: Llama Team 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783; Hestness et
+# al. 2017, "Deep Learning Scaling is Predictable, Empirically", https://arxiv.org/abs/1712.00409; Kaplan et
+# al. 2020, https://arxiv.org/abs/2001.08361 (6 FLOPs per parameter and token); NVIDIA, data sheets of H100
+# and DGX H100; TOP500, https://top500.org/lists/top500/2009/11/; Slurm's documentation of sbatch,
+# https://slurm.schedmd.com/sbatch.html.

@@ -1,15 +1,16 @@
 # ---
-# manyhands: {title: Gradient descent, minutes: 75, goal: "Fit a line by gradient descent with all samples and with some, foretell the learning rate at which it diverges, and measure how the noise of a step falls with the batch size"}
+# manyhands: {title: Gradient descent, minutes: 75, goal: "Fit a line by gradient descent with all samples and with some, predict the learning rate at which it diverges, and measure how the noise of a step falls with the batch size"}
 # ---
 
 # %% [markdown]
 # # 01 Gradient descent
 #
-# Every training in this course, on one processor or on a thousand, repeats one step: look at some
-# samples, work out in which direction the loss falls, and go a little way. How many samples should a
-# step look at? That number is the **batch size**. Later the samples of a batch are spread over processors.
+# Every training run in this course, on one processor or on a thousand, repeats one step: look at some
+# samples, work out in which direction the loss falls, and go a little way in that direction. How many
+# samples should one step look at? That number is the **batch size**, and it matters because later the
+# samples of a batch are spread over the processors.
 #
-# Here the model is a straight line. It has two parameters, so you can see the whole loss and the way
+# Here the model is a straight line. It has only two parameters, so you can see the whole loss and the path
 # that you take through it.
 
 # %%
@@ -31,8 +32,8 @@ print(f"torch {torch.__version__}, one process on the CPU, no data to fetch")
 # %% [markdown]
 # ## 1. A line and its loss
 #
-# The data: 100 points around the line $y = 2x - 1$, with noise. They are made here, the same each
-# time, so that you know what should come out.
+# What does the loss of a model look like? To see one, take 100 points around the line $y = 2x - 1$, with
+# noise added. They are generated here, the same each time, so you know what should come out.
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
@@ -41,8 +42,8 @@ y = 2 * x - 1 + 0.5 * torch.randn(100, generator=generator)
 print(f"{len(x)} samples, x from {x.min():.2f} to {x.max():.2f}")
 
 # %% [markdown]
-# The model is $w x + b$. Its two parameters stand in a tensor `[w, b]`. The **loss** says how wrong a
-# line is: here the mean of the squared errors.
+# The model is $w x + b$, and its two parameters are stored in a tensor `[w, b]`. The **loss** says how
+# wrong a line is: here it is the mean of the squared errors.
 
 # %% show="true"
 from manyhands.gradient_descent.descent import mean_squared_error
@@ -54,8 +55,9 @@ for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
     )
 
 # %% [markdown]
-# The true line has a loss of 0.28 and not 0: no line goes through all the points. Since there are only
-# two parameters, the loss of every line in sight can be computed and drawn like a map.
+# The true line has a loss of 0.28 and not 0, because no line goes through all the points. Since there are
+# only two parameters, the loss of every line in sight can be computed and drawn like a map. Look for the
+# lowest point and for the shape around it.
 
 # %%
 ws, bs = torch.linspace(-1.5, 4.5, 41), torch.linspace(-4, 3, 41)
@@ -76,16 +78,17 @@ figures.show(
 )
 
 # %% [markdown]
-# Read it: dark is low. From one line to the next the loss doubles. There is a single
-# lowest point, in a long valley: if w is a little too large, b can make up for most of it.
+# Darker is lower. The curves are **contours**, lines of equal loss. The dot in the middle is the contour of
+# 0.28, and from each contour to the next the loss doubles. There is a single lowest point, in a long
+# valley, because a smaller $b$ can make up for most of a $w$ that is a little too large.
 
 # %% [markdown]
 # ## 2. The gradient
 #
-# You will not have a map of a real model's loss. What you can have at any place is the **gradient**:
-# the derivatives of the loss by each parameter. It points to where the loss grows fastest. For the
-# mean of $(w x + b - y)^2$ the chain rule gives both in a line. Work them out on paper; PyTorch could do it
-# for you, and in the next cell it does.
+# How do you find the way down without a map, which nobody has for a real model? At any point you can
+# compute the **gradient**: the derivatives of the loss with respect to each parameter. It points in the
+# direction in which the loss grows fastest. For the mean of $(w x + b - y)^2$ the chain rule gives both
+# derivatives in one line. Work them out on paper first; PyTorch will check them afterwards.
 
 # %% exercise="gradient" todo="1.1" minutes=10 difficulty=1 points=1
 from manyhands.gradient_descent.descent import gradient
@@ -94,7 +97,7 @@ from manyhands.gradient_descent.descent import gradient
 check.gradient(gradient)
 
 # %% [markdown]
-# PyTorch's **autograd** works out the same from the loss alone. Compare the two:
+# PyTorch's **autograd** computes the same gradient from the loss alone. Compare the two:
 
 # %% tags=["nbval-check-output"]
 if check.ready("1.1"):
@@ -108,9 +111,9 @@ if check.ready("1.1"):
 # %% [markdown]
 # ## 3. Gradient descent
 #
-# Go against the gradient, a little at a time. How far is set by the **learning rate**: a step
-# subtracts rate times the gradient. When do you stop? At the lowest point the gradient is zero, so
-# stop when it is short enough; and in any case after so many steps.
+# How does the gradient lead to the lowest point? Go against it, a little at a time. The **learning rate**
+# sets how far: each step subtracts the learning rate times the gradient. At the lowest point the gradient
+# is zero, so stop when it is short enough, and in any case after a given number of steps.
 
 # %% exercise="descend" todo="1.2" minutes=10 difficulty=1 points=2
 from manyhands.gradient_descent.descent import descend
@@ -126,12 +129,12 @@ if check.ready("1.1", "1.2"):
     print(f"w = {w:.2f}, b = {b:.2f}, loss {mean_squared_error(path[-1], x, y):.3f}")
 
 # %% [markdown]
-# It ends near the true line, not on it: this is the best line for these 100 points, and its loss is a
-# little below that of the true one.
+# The descent ends near the true line but not on it, because it has found the best line for these 100
+# points, whose loss is a little below that of the true one.
 #
 # ### How fast may you go?
 #
-# A larger rate needs fewer steps, up to a point. Try some.
+# A larger learning rate needs fewer steps, but only up to a point. Try some, and watch the number of steps.
 
 # %%
 if check.ready("1.1", "1.2"):
@@ -140,17 +143,19 @@ if check.ready("1.1", "1.2"):
         print(f"rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
 
 # %% [markdown]
-# With 0.3 it never gets there: after some steps the numbers are too large for a float (`nan` is "not a
-# number"). The descent **diverges**. Where is the limit?
+# Up to 0.25, ten times the learning rate needs about a tenth of the steps. But with 0.3 the descent never
+# arrives: after some steps the numbers are too large for a float (`nan` means "not a number"). The descent
+# **diverges**. Where is the limit?
 #
-# In one dimension it is easy to see. Near its lowest point a loss looks like a parabola, $\frac{h}{2}
-# d^2$, where $d$ is the distance to that point and $h$ the second derivative. Its gradient is $h d$. A
-# step of rate $r$ makes of $d$ the distance $d - r h d = (1 - r h) d$. If $r h$ is above 2, the new
-# place is farther away than the old one, on the other side, and each step makes it worse.
+# In one dimension the limit is easy to find. Near its lowest point a loss looks like a parabola,
+# $\frac{h}{2} d^2$, where $d$ is the distance to that point and $h$ is the second derivative. Its gradient
+# is $h d$, so a step with the learning rate $r$ turns the distance $d$ into $d - r h d = (1 - r h) d$. If
+# $r h$ is above 2, the new point is farther away than the old one, on the other side, and each step makes
+# the distance larger.
 #
-# With two parameters there are two such directions, along and across the valley. The second
-# derivatives of the loss stand in a matrix, the **Hessian**; the directions are its **eigenvectors**
-# and the values of $h$ its **eigenvalues**. The steepest direction sets the limit.
+# With two parameters there are two such directions, along the valley and across it. The second derivatives
+# of the loss form a matrix, the **Hessian**. Its **eigenvectors** are the two directions, and its
+# **eigenvalues** are the two values of $h$. The steepest direction, with the largest $h$, sets the limit.
 
 # %% exercise="largest_rate" todo="1.3" minutes=10 difficulty=2 points=2
 from manyhands.gradient_descent.descent import largest_rate
@@ -159,13 +164,12 @@ from manyhands.gradient_descent.descent import largest_rate
 check.largest_rate(largest_rate)
 
 # %% [markdown]
-# The Hessian of this loss holds neither $w$ and $b$ nor $y$: the loss is a parabola, so its second derivatives
-# are the same everywhere.
+# The Hessian of this loss contains neither $w$ and $b$ nor $y$, because the loss is a parabola and the
+# second derivatives of a parabola are the same everywhere.
 #
-# Now the test. Take a rate 2 % below your limit, and one 2 % above. Below it, what is left of the distance
-# should shrink. Above it, each step should make
-# the distance across the valley larger, by the factor $|1 - r h|$. Which factor is that, 2 % above the
-# limit?
+# Now test learning rates 2 % below and 2 % above your limit. Below it, the distance to the lowest point
+# should shrink. Above it, each step should multiply the distance across the valley by $|1 - r h|$, which is
+# more than 1. Predict: how large is this factor 2 % above the limit?
 
 # %%
 growth = None  # your number
@@ -177,32 +181,33 @@ growth = abs(1 - 1.02 * 2)
 if check.ready("1.1", "1.2", "1.3"):
     limit = largest_rate(x)
     best = descend(start, x, y, 0.5 * limit, 1e-6, 5000)[-1]
-    print(f"largest rate {limit:.4f}")
+    print(f"largest learning rate {limit:.4f}")
     for share in (0.98, 1.02):
         path = descend(start, x, y, share * limit, 0.0, 300)
         away = (path - best).norm(dim=1).tolist()
         print(
-            f"{share} of it: distance {away[0]:.2f} at the start, {away[300]:.3g} after 300 steps"
+            f"{share} of the limit: distance {away[0]:.2f} at the start, {away[300]:.3g} after 300 steps"
         )
-    score("growth a step", growth, 1.04, (away[300] / away[200]) ** 0.01)
+    score("growth per step", growth, 1.04, (away[300] / away[200]) ** 0.01)
 
 # %% [markdown]
-# The limit is where the formula says it is. (The growth was measured over the last 100 steps: at the
-# beginning the distance **along** the valley counts too, and that one shrinks.)
+# The limit is where the formula says it is. (The growth is measured over the last 100 steps, because at the
+# beginning the distance **along** the valley counts too, and that distance shrinks.)
 #
-# This is the reason why learning rates are a matter of care. The steepest direction limits the rate,
-# and then the way along the flattest direction takes many steps: the longer the valley, the more. For
-# a real network nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
+# This limit is why learning rates need so much care. The steepest direction caps the learning rate, so the
+# way along the flattest direction takes many steps: the longer the valley, the more. For a real network
+# nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
 
 # %% [markdown]
 # ## 4. Some samples instead of all
 #
-# A step on all samples looks at all of them. With 100 that is nothing; a language model has trillions.
-# But the gradient of a **few samples drawn at random** points about the same way, and costs less. This
-# is **stochastic gradient descent**. The few samples are a **mini-batch**, or batch for short.
+# Does a step have to look at all samples? With 100 of them that costs little, but a language model is
+# trained on trillions of tokens. The gradient of a **few samples drawn at random** is cheaper, and its
+# expected value is the gradient of all samples, so on average it points in the right direction. This is
+# **stochastic gradient descent**. The few samples are a **mini-batch**, or batch for short.
 #
-# Usually they are drawn without replacement: shuffle all samples, deal them out in batches, and when
-# all are used, shuffle again. Once through all of them is an **epoch**.
+# Batches are usually drawn without replacement: shuffle all samples, deal them out in batches, and shuffle
+# again when all of them have been used. One pass through all samples is an **epoch**.
 
 # %% exercise="mini_batches" todo="1.4" minutes=5 difficulty=1 points=1
 from manyhands.gradient_descent.descent import mini_batches
@@ -216,8 +221,9 @@ if check.ready("1.4"):
         print(chosen.tolist())
 
 # %% [markdown]
-# Now the loop. How a step is made from a gradient is left open: it is handed in as a function, so that
-# you can try another way of stepping later without a new loop. The plain way is
+# Each number comes once, and the last batch is smaller. Now write the loop over batches. How a step is made
+# from a gradient is left open: the step is passed in as a function, so that you can try another kind of
+# step later without a new loop. The plain step is
 #
 # ```python
 # def step(parameters, slope):  # the slope is the gradient of a batch
@@ -232,8 +238,8 @@ check.descend_in_batches(descend_in_batches)
 
 
 # %% [markdown]
-# Three descents from the same start, each with 60 steps of rate 0.1: with all 100 samples, with 10,
-# and with a single one.
+# How do the paths differ? Here are three descents from the same start, each with 60 steps and a learning
+# rate of 0.1: with all 100 samples, with batches of 10, and with single samples.
 
 
 # %%
@@ -272,12 +278,13 @@ if check.ready("1.1", "1.4", "1.5"):
     )
 
 # %% [markdown]
-# Read it: with all samples the path is smooth. With 10 it shakes, but goes the same way. With one it
-# jumps about, and at the end it does not come to rest: each sample wants a line of its own.
+# With all samples the path is smooth. With batches of 10 it shakes but goes the same way. With single
+# samples it jumps about and does not settle even near the lowest point, because each sample pulls towards a
+# different line.
 #
-# But the three did not do the same amount of work. 60 steps on all samples look at 6,000 samples, 60
-# steps on one look at 60. Compare them by the samples they looked at: which of the three has the lowest
-# loss after 100 samples, and which after 1,000?
+# But the three descents did not do the same amount of work: 60 steps with all samples look at 6,000
+# samples, and 60 steps with single samples look at only 60. Compare them by the samples that they looked
+# at: which of the three has the lowest loss after 100 samples, and which after 1,000?
 
 # %%
 after_100, after_1000 = None, None  # 100, 10 or 1: the batch size
@@ -305,20 +312,21 @@ if check.ready("1.1", "1.4", "1.5"):
         print(f"after {samples:4} samples {told}. Lowest: {lowest}, you said {said}")
 
 # %% [markdown]
-# Read it: for each sample that is looked at, small batches get down much faster at first. Later the
-# curve of single samples stays above that of ten, because its steps keep jumping. (A smaller learning
-# rate towards the end calms them: that is why most trainings let the rate fall.)
+# Per sample, small batches get down much faster at first, because they take many more steps. Later, the
+# curve of single samples stays above the curve of batches of 10, because its steps keep jumping. (A smaller
+# learning rate towards the end calms such steps, which is why most training runs let the learning rate
+# fall.)
 #
-# So why would anyone take large batches? Because a processor does the samples of one batch **at the
-# same time**, and many processors even more of them. What counts then is the number of steps, not of
-# samples. Lesson 03 measures this trade.
+# So why would anyone use large batches? Because a processor works on the samples of a batch **at the same
+# time**, and many processors can work on even more. What counts then is the number of steps, not the number
+# of samples. Lesson 03 measures this trade-off.
 
 # %% [markdown]
 # ## 5. How noisy is a batch?
 #
-# The gradient of a batch differs from that of all samples. By how much, and how does it depend on the
-# batch size $M$? Take the squared distance between the two, and its mean over many batches: the
-# **variance** of the gradient.
+# By how much does the gradient of a batch differ from the gradient of all samples, and how does the
+# difference depend on the batch size $M$? Take the squared distance between the two, averaged over many
+# batches: this is the **variance** of the gradient.
 
 # %% exercise="gradient_variance" todo="1.6" minutes=10 difficulty=2 points=2
 from manyhands.gradient_descent.descent import gradient_variance
@@ -327,10 +335,11 @@ from manyhands.gradient_descent.descent import gradient_variance
 check.gradient_variance(gradient_variance)
 
 # %% [markdown]
-# A mean of $M$ independent numbers has a variance $M$ times smaller than one of them. If that holds
-# here, the variance is $V / M$, where $V$ is the variance of a single sample's gradient. Measure it at the
-# start of the path and fit a power law with lesson 00's function. Which slope will the line have on two
-# logarithmic axes? And by which factor does the variance fall from batch 4 to batch 64?
+# The mean of $M$ independent numbers has a variance $M$ times smaller than that of one number. If this rule
+# holds here, the variance is $V / M$, where $V$ is the variance of a single sample's gradient. The next
+# cell measures the variance at the start of the path and fits a power law with the function from lesson 00.
+# Predict: what slope will the line have on two logarithmic axes? And by what factor does the variance fall
+# from batch 4 to batch 64?
 
 # %%
 exponent, fall = None, None  # your numbers
@@ -352,13 +361,14 @@ if check.ready("1.1", "1.6"):
 
 
 # %% [markdown]
-# The slope is -1, within the error of a measurement: twice the batch halves the variance.
+# The slope is -1 up to measurement error, so twice the batch halves the variance.
 #
 # ### With replacement or without?
 #
-# Your function drew its batches **with** replacement: a sample could come twice. That is what $V / M$
-# is about. But a training draws **without**. Then a batch of all 100 samples has no noise at all. The
-# formula for that case has one more factor, $\frac{N - M}{N - 1}$, for $M$ of $N$ samples.
+# Your function drew its batches **with** replacement: a sample could come twice. The rule $V / M$ is about
+# this case. But training draws **without** replacement, and then a batch of all 100 samples has no noise at
+# all. For $M$ of $N$ samples the formula then has one more factor, $\frac{N - M}{N - 1}$. Where do the two
+# curves separate?
 
 
 # %%
@@ -374,31 +384,32 @@ if check.ready("1.1", "1.4", "1.6"):
     N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
     without = [variance_without(M, epochs=3 * M) for M in sizes]
     fine = range(1, 100)
-    measured = {"without": (sizes, without), "with replacement": (batches, variances)}
+    measured = {"without replacement": (sizes, without), "with replacement": (batches, variances)}
     predicted = {
         "with replacement": (fine, [V / M for M in fine]),
-        "without": (fine, [V / M * (N - M) / (N - 1) for M in fine]),
+        "without replacement": (fine, [V / M * (N - M) / (N - 1) for M in fine]),
     }
     figure, ax = figures.new_figure()
     figures.measured_and_predicted(ax, measured, predicted, "batch size", "gradient variance")
     figures.show(
-        figure, "Variance of the gradient against batch size: slope -1, then a steep fall."
+        figure,
+        "Variance of the gradient against batch size: slope -1 with replacement, a steep fall to 0 without.",
     )
 
 # %% [markdown]
-# Read it: the points lie on their curves. As long as a batch is a small part of the data, the
-# difference does not matter. With a large data set every batch is a small part.
+# The points lie close to their curves, which separate only where a batch is a considerable part of the
+# data. In a large data set every batch is a small part, so the difference does not matter.
 #
-# Keep this law in mind: **k times the batch, a k-th of the variance**. On $k$ processors the gradients
-# of $k$ batches are averaged, which is one batch $k$ times as large. Whether you can use the calmer
-# steps, by going faster, is what lessons 03 and 07 are about.
+# Keep this law in mind: **k times the batch, one k-th of the variance**. When $k$ processors average the
+# gradients of $k$ batches, they compute the gradient of one batch that is $k$ times as large. Lessons 03
+# and 07 ask whether you can turn the calmer steps into faster training.
 
 # %% [markdown]
 # ## 6. Momentum (optional)
 #
-# In a long valley plain descent crawls along the bottom, since the rate is limited by the steep sides.
-# **Momentum** adds up the gradients of earlier steps: along the valley they all agree and grow
-# together, across it they cancel.
+# Can you get through a long valley faster? Plain descent crawls along the bottom, because the steep sides
+# limit the learning rate. **Momentum** adds up the gradients of earlier steps. Along the valley these
+# gradients all agree, so their sum grows; across the valley they alternate, so they largely cancel.
 
 # %% exercise="Momentum.__init__ Momentum.__call__" todo="1.7" minutes=10 difficulty=2 points=1
 from manyhands.gradient_descent.descent import Momentum
@@ -415,14 +426,16 @@ if check.ready("1.1", "1.4", "1.5", "1.7"):
         print(f"momentum {momentum:4}: {near.long().argmax().item():3} steps until within 0.01")
 
 # %% [markdown]
-# Up to a point momentum saves most of the steps. With too much of it the path swings past the lowest
-# point and back, many times.
+# Up to a point momentum saves most of the steps, because where the gradient stays the same, momentum $\mu$
+# lengthens the steps until they are $1 / (1 - \mu)$ times as long: five times for 0.8. With too much
+# momentum the path swings past the lowest point and back many times.
 
 # %% [markdown]
 # ## 7. Turn the knobs
 #
-# Learning rate, batch size and momentum, all at once. The rows are batch sizes. The first three columns
-# have growing learning rates; the last one has the small rate and momentum 0.8. Each path has 60 steps.
+# How do learning rate, batch size and momentum act together? The rows are batch sizes. The first three
+# columns have growing learning rates; the last one has the small learning rate and momentum 0.8. Each path
+# has 60 steps. Compare the last column with the second, and see what happens in the third.
 
 
 # %%
@@ -449,11 +462,12 @@ if check.ready("1.1", "1.4", "1.5"):
     )
 
 # %% [markdown]
-# Read it, column by column. In 60 steps a rate of 0.02 does not get far, and a rate of 0.1 gets near the
-# lowest point. At 0.26, just below the limit, the path with all samples jumps from side to side and still
-# gets there. With batches of 10 it jumps much farther, and with single samples it is thrown out of the
-# picture: a sample with a large $x$ has a steeper valley of its own, so its limit is lower. Momentum at the
-# small rate is about as fast as the rate of 0.1.
+# Go column by column. In 60 steps a learning rate of 0.02 does not get far, and 0.1 gets near the lowest
+# point. At 0.26, just below the limit, the path with all samples jumps from side to side and still gets
+# there. With batches of 10 it jumps much farther, and with single samples it is thrown out of the picture,
+# because a sample with a large $x$ has a steeper valley of its own and so a lower limit. Momentum 0.8 with
+# the small learning rate gets about as far as the learning rate 0.1, because along the valley its steps
+# become as long as those of $0.02 / (1 - 0.8) = 0.1$.
 #
 # How low is the limit of single samples?
 
@@ -465,7 +479,8 @@ if check.ready("1.3"):
     )
 
 # %% [markdown]
-# Where the notebook has widgets, you can turn the knobs yourself:
+# The learning rate 0.1 lies just below the lowest of these limits, while 0.26 is above the limits of nearly
+# half of the samples. Where the notebook has widgets, you can now turn the knobs yourself:
 
 
 # %%
@@ -494,27 +509,28 @@ check.summary()
 #
 # - write the gradient of a simple loss by hand, and compare it with autograd,
 # - descend with all samples, and with batches drawn without replacement,
-# - foretell the learning rate at which descent diverges: 2 divided by the Hessian's largest eigenvalue,
+# - predict the learning rate at which descent diverges: 2 divided by the Hessian's largest eigenvalue,
 # - say how the noise of a step depends on the batch size, and measure it.
 #
 # **Questions**
 #
 # <details><summary>All your x are ten times as large as before. What happens to the largest learning rate?</summary>
 #
-# The mean of x² in the Hessian grows a hundredfold, and it is most of the largest eigenvalue. Here the largest
-# rate is 78 times smaller than it was. That is one reason why inputs are scaled before training.
+# The mean of x² in the Hessian grows a hundredfold, and it makes up most of the largest eigenvalue. Here
+# the largest learning rate becomes 78 times smaller. That is one reason why inputs are scaled before
+# training.
 # </details>
 #
-# <details><summary>Somebody uses the sum of the squared errors as loss, not their mean. What changes when the batch gets twice as large?</summary>
+# <details><summary>Somebody uses the sum of the squared errors as the loss, not their mean. What changes when the batch gets twice as large?</summary>
 #
-# The gradient of a sum is twice as large too, so the same learning rate takes steps twice as long, and may
-# diverge. With the mean, the gradient keeps its size, and only its noise changes.
+# The gradient of the sum gets about twice as large too, so the same learning rate takes steps twice as
+# long, and the descent may diverge. With the mean the gradient keeps its size, and only its noise changes.
 # </details>
 #
 # <details><summary>By how much must the batch grow so that the gradient's typical error, not its square, is halved?</summary>
 #
-# The variance is the mean of the squared error. Half the error is a quarter of the variance: four times the
-# batch.
+# The variance is the mean of the squared error. Half the error means a quarter of the variance, so the
+# batch must be four times as large.
 # </details>
 #
 # **Sources**: Bottou, Curtis, Nocedal 2018, "Optimization Methods for Large-Scale Machine Learning",

@@ -5,15 +5,16 @@
 # %% [markdown]
 # # 04 Collectives: what ranks can say to each other
 #
-# When several processors train one model, they have to exchange numbers. They do it in a few fixed
-# patterns, the **collectives**: everybody takes part in the same one at the same time. All of
-# distributed training, from data parallelism to tensor parallelism, is made of these patterns.
+# When several processors train one model, they have to exchange numbers. They do so in a few fixed
+# patterns, the **collectives**, in which all of them take part together. All of distributed
+# training, from data parallelism to tensor parallelism, is made of these patterns.
 #
 # ![Four ranks hold coloured blocks; broadcast copies one block to all, reduce adds all blocks up on one rank, gather collects them on one rank, all-gather collects them on all, reduce-scatter leaves each rank one piece of the sum, and all-reduce leaves the whole sum on all](figures/collectives_overview.svg)
 #
-# PyTorch offers each as one call. What happens inside? How many messages does it send, and how long
-# will it take? In this lesson you build them yourself, from two calls only: one that sends, and one
-# that receives. Then you count every message, and predict the time from two numbers.
+# PyTorch offers each pattern as one call. What happens inside? How many messages does it send, and
+# how long will it take? In this lesson you build the collectives yourself, from two calls only: one
+# that sends, and one that receives. Then you count every message, and predict the time from two
+# numbers.
 
 # %%
 import math
@@ -44,15 +45,15 @@ print(
 # %% [markdown]
 # ## 1. Send and receive
 #
-# A **rank** is one process of a job, and also its number. `run_ranks(fn, 2)` starts two of them,
-# calls `fn` in each, and returns the two results as a list. Ranks share no memory. They have two
-# calls to reach each other:
+# A **rank** is one process of a job, and also its number. `run_ranks(fn, 2)` starts two ranks,
+# calls `fn` in each, and returns the two results as a list. Ranks share no memory, so they send
+# each other messages, with two calls:
 #
 # - `dist.send(tensor, dst=1)` sends the numbers in `tensor` to rank 1.
-# - `dist.recv(tensor, src=0)` waits for a message from rank 0, and writes it into `tensor`. Size and
-#   type have to be those of the tensor that was sent.
+# - `dist.recv(tensor, src=0)` waits for a message from rank 0 and writes it into `tensor`, whose
+#   size and type must be those of the tensor that was sent.
 #
-# Here rank 0 holds 10 and rank 1 holds 20. You will see what rank 1 holds after the message.
+# Here rank 0 holds 10 and rank 1 holds 20. Watch what rank 1 holds after the message.
 
 
 # %% tags=["nbval-check-output"]
@@ -76,8 +77,8 @@ run_ranks(first_message, 2)
 #
 # ### The ledger
 #
-# You will want to know exactly who sent how many bytes to whom. A `Ledger` writes that down, for
-# everything that happens inside its `with` block. You will see one line a call. A number of type
+# To know what a collective costs, you have to know who sent how many bytes to whom. A `Ledger`
+# records every message inside its `with` block. You will see one line per call. A number of type
 # float32 has 4 bytes.
 
 
@@ -95,17 +96,17 @@ for entries in run_ranks(recorded, 2, first_message):
 # %% [markdown]
 # ### Groups
 #
-# Not every pattern is for all ranks. A **process group** is a list of ranks, and every function of
-# this lesson takes one as its last argument, `group`. `None` means everybody. Inside a group the
+# Not every pattern involves all ranks. A **process group** is a list of ranks, and every function
+# of this lesson takes one as its last argument, `group`. `None` means all ranks. Inside a group the
 # ranks count from 0 again, so ask for your place with `dist.get_rank(group)` and for the number of
-# ranks with `dist.get_world_size(group)`, and name partners by `group_dst` and `group_src`. Here the
-# ranks 3 and 1 of a job form a group, in this order.
+# ranks with `dist.get_world_size(group)`, and name partners by `group_dst` and `group_src`. Here
+# ranks 3 and 1 of a job form a group, in this order, and the first sends its number to the second.
 
 
 # %% tags=["nbval-check-output"]
 def message_in_a_group():
     group = dist.new_group([3, 1], sort_ranks=False)  # every rank of the job makes this call
-    rank = dist.get_rank(group)  # -1 for those who are not in it
+    rank = dist.get_rank(group)  # -1 for ranks outside the group
     tensor = torch.tensor([float(dist.get_rank())])
     if rank == 0:
         dist.send(tensor, group=group, group_dst=1)
@@ -118,15 +119,15 @@ for job_rank, group_rank, value in run_ranks(message_in_a_group, 4):
     print(f"rank {job_rank} of the job, {group_rank} in the group, holds {value:.0f}")
 
 # %% [markdown]
-# Rank 1 of the job received the 3 of its partner. A number that means "rank in the job" where "rank
-# in the group" is meant is one of the most common mistakes in this field. All your functions will
-# be tried with such a group.
+# Rank 1 of the job received the 3 of its partner. To confuse the rank in the job with the rank in
+# the group is one of the most common mistakes in this field, so your functions will be tried with
+# such a group.
 #
 # ### Tensors that are not in one piece
 #
-# A message is one piece of memory. A column of a matrix is not: its numbers lie far apart. The
-# context manager `flat`, given below, helps: `with flat(tensor) as vector:` gives you a vector that
-# can be sent, and whatever you write into the vector is in `tensor` afterwards.
+# A message is one piece of memory. A column of a matrix is not, because its numbers lie far apart.
+# The context manager `flat`, given below, helps: `with flat(tensor) as vector:` gives you a vector
+# that can be sent, and whatever you write into the vector is in `tensor` afterwards.
 
 # %% show="true"
 from manyhands.collectives.trees import flat
@@ -138,13 +139,32 @@ with flat(matrix[:, 1]) as vector:
 print(matrix.tolist())
 
 # %% [markdown]
-# Only the second column has changed.
+# Only the second column has changed. Are PyTorch's own calls as careful? `dist.send` refuses a column
+# with an error. Now try `dist.all_reduce`, which adds up a tensor over all ranks: the second column
+# should become 1 + 2 = 3 on both ranks, and the other columns should stay 1 on rank 0 and 2 on rank 1.
+
+
+# %%
+def all_reduce_of_a_column():
+    matrix = torch.full((4, 3), 1.0 + dist.get_rank())
+    dist.all_reduce(matrix[:, 1])
+    return matrix.tolist()
+
+
+for rank, matrix in enumerate(run_ranks(all_reduce_of_a_column, 2)):
+    print(f"rank {rank}:", *matrix)
+
+# %% [markdown]
+# With gloo (seen in PyTorch 2.13) there is no error, and the result is wrong: the call takes four
+# numbers that lie side by side, from the column's first one on, so it adds up parts of other columns.
+# That is why every function of this lesson works on the vector of `flat`, and why its checks try
+# columns too.
 #
 # ### Putting two tensors together
 #
-# A reduction makes one tensor of many. Which one, is the **operation**: the sum, the smallest, the
-# largest, or the average, number by number. Two tensors are put together at a time. For the
-# average, add up on the way and divide once, when all ranks are in.
+# A **reduction** combines the tensors of all ranks into one, number by number. The **operation**
+# says how: by the sum, the smallest, the largest or the average. Two tensors are combined at a
+# time. For the average, only add on the way, and divide once at the end, when all ranks are in.
 
 # %% exercise="combine" todo="4.1" minutes=5 difficulty=1 points=1
 from manyhands.collectives.trees import combine
@@ -155,8 +175,8 @@ check.combine(combine)
 # %% [markdown]
 # ## 2. One to all: broadcast
 #
-# One rank, the **root**, has a tensor. Afterwards all have it. The simple way: the root sends it to
-# everybody, one after the other.
+# How does the tensor of one rank, the **root**, reach all others? In the simplest way the root
+# sends it to everybody, one after the other.
 
 # %% exercise="broadcast_naive" todo="4.2" minutes=10 difficulty=1 points=1
 from manyhands.collectives.trees import broadcast_naive
@@ -165,13 +185,14 @@ from manyhands.collectives.trees import broadcast_naive
 check.broadcast_naive(broadcast_naive)
 
 # %% [markdown]
-# With 8 ranks the root sends 7 messages, one behind the other, and six ranks stand by with nothing
-# to do. But a rank that has the tensor can pass it on. Then the number of those who have it
+# With 8 ranks the root sends 7 messages, one after the other, and meanwhile six ranks have nothing
+# to do. But a rank that has the tensor can pass it on. Then the number of ranks that have it
 # doubles in every round. The pattern is a **tree**.
 #
 # ![On the left rank 0 sends to ranks 1 to 7, seven messages in a row; on the right the tree needs three rounds: 0 to 1, then 0 to 2 and 1 to 3, then four messages at once from ranks 0 to 3 to ranks 4 to 7](figures/collectives_tree.svg)
 #
-# A count of places that starts at the root makes any rank a root: `place = (rank - root) % n`.
+# In the figure rank 0 is the root. To allow any root, count places from the root:
+# `place = (rank - root) % n`.
 
 # %% exercise="broadcast_tree" todo="4.3" minutes=20 difficulty=2 points=2
 from manyhands.collectives.trees import broadcast_tree
@@ -212,9 +233,10 @@ if check.ready("4.2", "4.3"):
 # %% [markdown]
 # ## 3. All to one: reduce and gather
 #
-# A tree also works backwards. In the last round of the broadcast, four ranks sent to four others. In
-# the first round of a **reduce**, those four send theirs back, and the receivers combine. Then two
-# send to two, then one to the root.
+# The tree saves the root most of its sends. Does it help in the other direction, too? It does,
+# because a tree also works backwards. In the last round of the broadcast on 8 ranks, four ranks
+# sent to four others. In the first round of a **reduce**, those four send their tensors back, and
+# the receivers combine. Then two send to two, then one to the root.
 
 # %% exercise="reduce_tree" todo="4.4" minutes=15 difficulty=2 points=2
 from manyhands.collectives.trees import reduce_tree
@@ -224,8 +246,8 @@ check.reduce_tree(reduce_tree)
 
 # %% [markdown]
 # A **gather** collects the tensors without combining them. Every rank holds a list `chunks`, with
-# one tensor for each rank. On rank r only `chunks[r]` has something in it; the others are room for
-# what comes. Afterwards the root's list is full. The chunks may have different sizes.
+# one tensor for each rank. On rank r only `chunks[r]` is filled; the others are room for the chunks
+# of the other ranks. Afterwards the root's list is full. The chunks may have different sizes.
 
 # %% exercise="gather" todo="4.5" minutes=10 difficulty=1 points=1
 from manyhands.collectives.trees import gather
@@ -236,8 +258,8 @@ check.gather(gather)
 # %% [markdown]
 # ### All to all: two ways to an all-reduce
 #
-# An **all-reduce** is a reduce whose result everybody gets. Two versions follow from what you have.
-# They are given. Read them: which rank has the most to do?
+# An **all-reduce** is a reduce whose result everybody gets. Two versions follow from the functions
+# you have, and both are given. Read them: which rank has the most to do?
 
 # %% show="true"
 from manyhands.collectives.trees import all_reduce_naive, all_reduce_tree
@@ -245,7 +267,7 @@ from manyhands.collectives.trees import all_reduce_naive, all_reduce_tree
 
 # %%
 def busiest_bytes(fn, world_size, nbytes):
-    """Bytes that the busiest rank sends and those that the busiest rank receives."""
+    """The most bytes that any rank sends, and the most that any rank receives."""
     results = run_ranks(recorded, world_size, fn, torch.zeros(nbytes // 4))
     sent, received = [0] * world_size, [0] * world_size
     for (sender, receiver), count in traffic(entry for mine in results for entry in mine).items():
@@ -263,17 +285,18 @@ if check.ready("4.1", "4.2", "4.3", "4.4", "4.5"):
         )
 
 # %% [markdown]
-# Rank 0 is the busiest in both. In the naive version it moves 7 times the tensor in, and 7 times
-# out; in the tree it is 3 times. The more ranks, the worse. With a model of a billion parameters
-# that rank is where all the others wait.
+# Rank 0 is the busiest in both. In the naive version it receives 7 times the tensor and sends it 7
+# times; in the tree it is 3 times each. The more ranks, the worse: with a model of a billion
+# parameters, all others would wait for rank 0. To share the work evenly, every rank has to send and
+# receive at the same time.
 
 # %% [markdown]
 # ## 4. When everybody sends first
 #
-# Next, all ranks shall send and receive at the same time. Take two ranks: each sends its tensor to
-# the other, then receives. Read the function and predict what happens.
+# How can all ranks send and receive at the same time? Take two ranks: each sends its tensor to the
+# other, then receives. Read the function and predict what happens.
 #
-# ![Two ranks each stand in send, waiting for the other to receive, and neither gets to its recv; when send and receive are started together, both messages pass](figures/collectives_deadlock.svg)
+# ![Two ranks each block in send, waiting for the other to receive, and neither gets to its recv; when send and receive are started together, both messages pass](figures/collectives_deadlock.svg)
 
 
 # %%
@@ -290,24 +313,27 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# A `send` returns when its message has been taken, also when it is only a few bytes. Each rank waits in `send` for the other to call
-# `recv`, and none of them gets there. That is a **deadlock**. Outside this course such a program
-# stands still until somebody ends it. Here the wait has a limit, and the message names the ranks
-# and the line in which each of them waits.
+# With gloo, a `send` returns only when its message has been taken, even one of a few bytes. So each
+# rank waits in `send` for the other to call `recv`, and neither gets there. This is a **deadlock**.
+# Outside this course such a program hangs until somebody ends it. Here the wait has a limit, and
+# the message names the ranks and the line in which each of them waits. Other backends differ: MPI
+# may buffer a small message and return at once, and NCCL returns once the message is queued on the
+# GPU. So a program with this mistake may work on one backend and hang on another.
 #
-# One cure is an order: even ranks send first, odd ranks receive first. It works, but only one
-# direction is used at a time. The better one: *start* both messages, then wait for both.
+# One cure is an order: even ranks send first, odd ranks receive first. It works, but uses only one
+# direction at a time. It is better to *start* both messages, then wait for both.
 #
-# - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i stands
-#   for "immediately"). Each returns a **work**. `work.wait()` returns when that message is through.
-# - `dist.batch_isend_irecv([...])` starts several at once. It takes a list of
-#   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`, and
-#   returns a list of works. Between GPUs this is the safe way: there a send waits for its receive, and
-#   NCCL carries separate messages of two ranks one after the other. Both would stand in their send. A
-#   batch goes all at once.
+# - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i
+#   stands for "immediate"). Each returns a **work**, and `work.wait()` returns when that message is
+#   through.
+# - `dist.batch_isend_irecv([...])` starts several messages together. It takes a list of
+#   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`,
+#   and returns a list of works. Between GPUs this is the safe way, because NCCL carries separate
+#   messages of two ranks one after the other: if both queue their send first, both block in their
+#   send. A batch goes all at once.
 #
-# Until the work is through, do not touch a tensor on its way. Wait for each work once: a second `wait`
-# for the same receive can hang.
+# Until its work is through, do not touch a tensor that is being sent or received. Wait for each
+# work only once, because a second `wait` for the same receive can hang.
 
 # %% exercise="start_exchange" todo="4.6" minutes=10 difficulty=1 points=1
 from manyhands.collectives.ring import start_exchange
@@ -316,8 +342,8 @@ from manyhands.collectives.ring import start_exchange
 check.start_exchange(start_exchange)
 
 # %% [markdown]
-# `exchange`, given below, starts both and waits for both. It is the step from which all rings are
-# built.
+# `exchange`, given below, starts both messages and waits for both. It is the step from which all
+# rings are built.
 
 # %% show="true"
 from manyhands.collectives.ring import exchange
@@ -325,17 +351,20 @@ from manyhands.collectives.ring import exchange
 # %% [markdown]
 # ## 5. The ring
 #
-# Put the ranks in a ring. In each step every rank sends one chunk to the next rank and receives one
-# from the rank before it. Nobody is the root. All links are in use, all the time.
+# How can an all-reduce keep all ranks equally busy? Put the ranks in a ring. In each step every
+# rank sends one chunk to the next rank and receives one from the rank before it. There is no root,
+# and all links are in use all the time.
 #
 # ![Four ranks in a ring, each with four chunks; in one step every rank sends one chunk to the next rank and receives another from the rank before it](figures/collectives_ring.svg)
 #
 # ### All-gather
 #
-# Every rank has one chunk, and wants those of all. In step 0 each sends its own. In every later step
-# it sends on what came last. After n-1 steps each chunk has been all the way round.
+# Every rank has one chunk and needs the chunks of all. In step 0 each rank sends its own chunk. In
+# every later step it passes on the chunk that it received last. After n-1 steps each chunk has
+# reached every rank.
 #
-# Take 4 ranks, and write down on paper what rank 0 sends in steps 0, 1 and 2, before you write code.
+# Take 4 ranks, and write down on paper what rank 0 sends in steps 0, 1 and 2, before you write
+# code.
 
 # %% exercise="all_gather_ring" todo="4.7" minutes=20 difficulty=2 points=2
 from manyhands.collectives.ring import all_gather_ring
@@ -346,16 +375,17 @@ check.all_gather_ring(all_gather_ring)
 # %% [markdown]
 # ### Reduce-scatter
 #
-# Now the other half. Every rank holds n chunks of its own numbers. In the end rank r shall hold the
-# sum of all ranks' chunk r. A sum travels round the ring and grows: each rank adds its own part
-# and sends it on. The sum for rank r starts at rank r+1, and arrives at rank r last.
+# Now the other half. Every rank holds n chunks of its own numbers, and in the end rank r must hold
+# the sum of all ranks' chunk r. So a sum travels round the ring and grows: each rank adds its own
+# part and sends the sum on. The sum for rank r starts at rank r+1, and arrives at rank r last.
 #
-# First, one step of it: send a chunk, receive another, and combine what has come with one's own.
-# The receiving takes time, and so does the combining. With a large chunk in **pieces**, the first
-# piece is combined while the next ones still travel. So: start to receive all pieces and to send all
-# pieces, then wait for one receive after the other, and combine. `tensor.split(size)` cuts a tensor
-# into pieces of `size` numbers, which are views. What is sent may be a little larger than what is
-# received, and so have a piece more: 10 numbers make two chunks of 3 and two of 2.
+# First write one step of it: send a chunk, receive another, and combine the received chunk with
+# your own. Receiving takes time, and so does combining. If a large chunk is sent in **pieces**, the
+# first piece can be combined while the next ones still travel. So start to receive all pieces and
+# to send all pieces, then wait for one receive after the other, and combine. `tensor.split(size)`
+# splits a tensor into pieces of `size` numbers, which are views. The chunk you send may be a little
+# larger than the one you receive, and so have a piece more: 10 numbers on 4 ranks make two chunks
+# of 3 and two of 2.
 
 # %% exercise="exchange_and_combine" todo="4.8" minutes=15 difficulty=2 points=2
 from manyhands.collectives.ring import exchange_and_combine
@@ -365,7 +395,7 @@ check.exchange_and_combine(exchange_and_combine)
 
 # %% [markdown]
 # Then the ring. Again on paper first: with 4 ranks, which chunk does rank 0 send in step 0, so that
-# chunk 0 comes home in the last step?
+# the sum of chunk 0 arrives at rank 0 in the last step?
 
 # %% exercise="reduce_scatter_ring" todo="4.9" minutes=15 difficulty=2 points=2
 from manyhands.collectives.ring import reduce_scatter_ring
@@ -376,8 +406,8 @@ check.reduce_scatter_ring(reduce_scatter_ring)
 # %% [markdown]
 # ### All-reduce
 #
-# You have both halves. `vector.tensor_split(n)` cuts a vector into n chunks, which are views: what
-# you write into them is in the vector. Their sizes differ by at most 1.
+# You have both halves. `vector.tensor_split(n)` splits a vector into n chunks whose sizes differ by
+# at most 1. The chunks are views, so whatever you write into them is in the vector.
 
 # %% exercise="all_reduce_ring" todo="4.10" minutes=10 difficulty=1 points=1
 from manyhands.collectives.ring import all_reduce_ring
@@ -388,8 +418,8 @@ check.all_reduce_ring(all_reduce_ring)
 # %% [markdown]
 # ### Predict: the bytes of a ring
 #
-# 4 ranks all-reduce a tensor of 4800 bytes in a ring. How many messages does each rank send, and how
-# many bytes in all? Write both down before you run the next cell.
+# 4 ranks all-reduce a tensor of 4800 bytes in a ring. How many messages does each rank send, and
+# how many bytes in all? Write both down before you run the next cell.
 
 # %%
 ring_messages, ring_bytes = None, None  # your numbers, for one rank
@@ -407,8 +437,9 @@ if check.ready("4.10"):
     )
 
 # %% [markdown]
-# Now for 1 to 8 ranks. The tensor has 840 numbers, which 1 to 8 all divide. You will see how many
-# bytes the busiest rank sends, for the three all-reduces, as multiples of the tensor's size S.
+# What happens with more ranks? Try 1 to 8, with a tensor of 840 numbers, because each of 1 to 8
+# divides 840. The table shows how many bytes the busiest rank sends in the three all-reduces, as
+# multiples of the tensor's size S. Compare how the columns grow.
 
 # %% tags=["nbval-check-output"]
 if check.ready("4.1", "4.2", "4.3", "4.4", "4.5", "4.10"):
@@ -422,17 +453,20 @@ if check.ready("4.1", "4.2", "4.3", "4.4", "4.5", "4.10"):
         assert sent[2] == 2 * (n - 1) / n
 
 # %% [markdown]
-# The busiest rank of the ring never sends more than twice the tensor, however many ranks there are.
-# Patarasuk and Yuan (2009) proved that no all-reduce can do with less. That is why rings carry the
-# gradients of large jobs.
+# The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never
+# sends as much as twice the tensor, however many ranks there are. Patarasuk and Yuan (2009) proved
+# that its 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why rings carry the
+# gradients of many large jobs. Only network switches that add up messages on their way need less
+# (SHARP, Graham et al. 2016).
 
 # %% [markdown]
 # ### Look: your own ring, step by step
 #
-# The next figure is drawn from the messages that *your* `all_reduce_ring` has really sent. Each rank
-# starts with numbers that carry its mark, so every message tells whose parts are in it. A column is
-# a rank, a row is a chunk, and a cell names the ranks whose numbers are in that chunk by now. Arrows
-# are the messages of the round. Where your notebook has widgets, a slider below it takes you through.
+# The next figure is drawn from the messages that *your* `all_reduce_ring` has really sent. Each
+# rank starts with numbers that carry its mark, so every message shows whose parts are in it. A
+# column is a rank, a row is a chunk, and a cell names the ranks whose numbers are in that chunk so
+# far. Arrows are the messages of the round. If your notebook has widgets, a slider below the figure
+# takes you through the rounds.
 
 # %%
 from manyhands.instruments.replay import record, replay
@@ -445,31 +479,31 @@ if check.ready("4.10"):
     )
 
 # %% [markdown]
-# In the first three rounds the sums grow. After them every rank holds one chunk that is complete: the
-# reduce-scatter is done. In the last three rounds the complete chunks travel on and overwrite the
-# unfinished ones: the all-gather.
+# In the first three rounds the sums grow. After them every rank holds one chunk that is complete:
+# the reduce-scatter is done. In the last three rounds, the all-gather, the complete chunks travel
+# on and overwrite the unfinished ones.
 #
 # Try `all_reduce_tree` or `all_reduce_naive` in the cell above, too.
 
 # %% [markdown]
 # ## 6. How long does it take?
 #
-# A message costs a fixed time, however small it is: the **latency**, called alpha. On top comes a
-# time for each byte, called beta; 1/beta is the **bandwidth**. So a message of $s$ bytes takes
+# A message takes a fixed time, however small it is: the **latency**, called alpha. To this comes a
+# time per byte, called beta; 1/beta is the **bandwidth**. So a message of $s$ bytes takes
 #
 # $$t(s) = \alpha + \beta s$$
 #
-# Which part counts? Measure single messages on this machine: two ranks play ping-pong, and half of
-# a round trip is one message. Each size is tried some times, and the lower quartile is taken: a busy
-# machine makes a message slower, never faster. You will see that ten bytes take nearly as long as
-# ten thousand.
+# Which part dominates? Measure single messages on this machine: two ranks play ping-pong, and half
+# of a round trip is one message. Each size is tried several times, and the lower quartile is taken,
+# because a busy machine makes a message slower, never faster. Compare the times of the small
+# messages with each other, then those of the large ones.
 
 # %%
 SIZES = [2**k for k in range(3, 24, 2)]  # 8 bytes to 8 MB
 
 
 def ping_pong(sizes, repeats=30):
-    """Time of one message (s) for each size (bytes): the lower quartile of some tries."""
+    """Time of one message (s) for each size (bytes): the lower quartile of the repeats."""
     rank, quartiles = dist.get_rank(), []
     for nbytes in sizes:
         tensor, times = torch.zeros(nbytes // 4), []
@@ -493,10 +527,13 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
     )
 
 # %% [markdown]
-# (If other programs are busy on your machine, some lines are too long. Run the cell again.) Two
-# numbers describe this table. Fit them. The times differ by a factor of a hundred, so an
-# ordinary least-squares fit would look at the largest message only. Let every message count by its
-# *relative* error.
+# Ten bytes take about as long as ten thousand, because nearly all of the time is latency. Only for
+# large messages does the time grow with the size. (If other programs are busy on your machine, some
+# times are too long. Run the cell again.)
+#
+# Two numbers describe this table. Fit them. The longest time is many times the shortest, so an
+# ordinary least-squares fit would be determined by the largest messages only. Let every message
+# count by its *relative* error.
 
 # %% exercise="fit_alpha_beta" todo="4.11" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import fit_alpha_beta
@@ -508,14 +545,16 @@ check.fit_alpha_beta(fit_alpha_beta)
 if check.ready("4.11"):
     alpha_s, beta_s = fit_alpha_beta(SIZES, machine_s)
     print(f"this machine: alpha {1e6 * alpha_s:.0f} microseconds, 1/beta {1e-9 / beta_s:.2f} GB/s")
-    print(f"half of the time is latency up to {alpha_s / beta_s:,.0f} bytes")
+    print(f"latency takes half of the time at {alpha_s / beta_s:,.0f} bytes, and more below that")
 
 # %% [markdown]
 # ### From a message to a collective
 #
-# A collective is some messages in a row. Messages of different ranks in the same round go at the
-# same time. So its time is (number of rounds) x (alpha + beta x bytes of one message). You have
-# built all of them: say how many rounds each has, and how large its messages are.
+# The last line above gives the size at which latency takes half of the time; below that size it
+# takes more. How long does a whole collective take? It is a number of messages in a row, and
+# messages of different ranks in the same round travel at the same time. So its time is (number of
+# rounds) x (alpha + beta x bytes of one message). You know all nine collectives: say how many
+# rounds each has, and how large its messages are.
 
 # %% exercise="rounds_and_message" todo="4.12" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import rounds_and_message
@@ -526,13 +565,14 @@ check.rounds_and_message(rounds_and_message)
 # %% [markdown]
 # ### Predict: where does the ring beat the tree?
 #
-# An all-reduce on 4 ranks takes 4 rounds as a tree and 6 as a ring. But the messages of the ring are
-# four times smaller. So the tree should win for small tensors, and the ring for large ones.
+# An all-reduce on 4 ranks takes 4 rounds as a tree and 6 as a ring, but the messages of the ring
+# are four times smaller. So the tree should win for small tensors, and the ring for large ones.
 #
 # For the experiment you get a network of your own. Inside `with SlowNetwork(...)` every rank has a
 # network card that carries messages at the speed you choose: here 4 ms of latency and 100 MB/s. It
-# sleeps as long as a real network would take. The messages and your functions are real; the time
-# that a message takes is a model. On such a network, from how many bytes on is the ring faster?
+# sleeps for as long as such a network would take. The messages and your functions are real; the
+# time that a message takes is a model. On this network, from how many bytes on is the ring faster?
+# Write your number down, then check that a fit finds the chosen speeds again.
 
 # %%
 crossing_bytes = None  # your number
@@ -556,8 +596,10 @@ if check.ready("4.11"):
     print(f"slow network: alpha {1e3 * slow_alpha_s:.2f} ms, 1/beta {1e-6 / slow_beta_s:.0f} MB/s")
 
 # %% [markdown]
-# The fit finds what was put in, with a little on top: the machine's own latency, and a sleep that
-# always lasts a bit longer than asked for. Now all nine collectives on 4 ranks.
+# The fit finds roughly what was put in, with a little on top: the machine's own latency, and a
+# sleep that always lasts a bit longer than asked for. Now run all nine collectives on 4 ranks.
+# Compare the predicted and measured time in each pair, and look in the figure for the size at which
+# the ring overtakes the tree.
 
 
 # %%
@@ -630,12 +672,15 @@ if check.ready(*TODOS, "4.11", "4.12"):
     }
     figure, ax = figures.new_figure(width=6, height=4)
     figures.measured_and_predicted(ax, times_ms, model_ms, "tensor size (bytes)", "time (ms)")
-    figures.show(figure, "Time of three all-reduces on 4 ranks against size, on the slow network.")
+    figures.show(
+        figure, "Time of three all-reduces against tensor size, on 4 ranks and the slow network."
+    )
 
 # %% [markdown]
 # The lines are the predictions, and the points are measured. On a quiet machine they agree within
-# about a tenth or two: two numbers and a count of messages describe a network well. The naive version
-# is never the best. The tree is best for small tensors, the ring for large ones.
+# about a tenth or two, so two numbers and a count of messages describe a network well. The tree is
+# best for small tensors, the ring for large ones. The naive version is never the best, though for
+# small tensors it may keep up with the ring, because both need six messages in a row.
 #
 # Where do the lines of tree and ring cross? Set their times equal and solve for the size $S$:
 #
@@ -657,12 +702,17 @@ if check.ready(*TODOS, "4.11", "4.12"):
     )
 
 # %% [markdown]
-# A good library knows that, too. NCCL and MPI choose the pattern by the size of the tensor.
+# The two measured sizes should enclose the formula's. Good libraries use this, too: NCCL and MPI
+# choose the pattern by the size of the tensor. The rule "tree for small, ring for large" holds for
+# the tree of this lesson, which sends the whole tensor in every round. NCCL also has double trees,
+# through which a tensor flows in small pieces. They reach nearly the full bandwidth with far fewer
+# rounds than a ring (Sanders et al. 2009; Jeaugey 2019).
 
 # %% [markdown]
 # ### And on this machine, without the slow network?
 #
-# Here messages are copies in memory, and four ranks share the cores. Predict: will the model hold?
+# Here messages are copies in memory, and four ranks share the cores. Predict: will the model hold,
+# and will the ring still win for the large tensor?
 
 # %%
 if check.ready(*TODOS, "4.11", "4.12"):
@@ -671,17 +721,17 @@ if check.ready(*TODOS, "4.11", "4.12"):
     print_table(on_machine, alpha_s, beta_s)
 
 # %% [markdown]
-# Mostly not: the collectives take longer than predicted, often several times as long. The model says
-# that messages of one round go at the same time. On a machine with fewer cores than ranks they take
-# turns, since a rank that sends needs a core, and it adds up on that core as well. A model is as
-# good as its assumptions. On a cluster, where each rank has its own processor and network link, they
-# hold better.
+# With few cores it mostly does not: the collectives take longer than predicted, often several times
+# as long, and the ring may lose its lead. The model says that messages of one round go at the same
+# time. On a machine with fewer cores than ranks they take turns, since a rank needs a core to send,
+# and to add up as well. A model is as good as its assumptions. These hold better on a cluster,
+# where each rank has its own processor and network link.
 
 # %% [markdown]
 # ## 7. Beside the library
 #
-# How good is your ring? The same 16 MB on 4 ranks, by hand and by gloo, in turn. You will see
-# one number: your time divided by the library's.
+# How good is your ring? The next cell all-reduces the same 16 MB on 4 ranks, by hand and by gloo,
+# in turn. Look at the last number, your time divided by the library's.
 
 
 # %%
@@ -704,16 +754,17 @@ if check.ready(*TODOS):
     print(f"by hand / library: {both['by hand'] / both['library']:.2f}")
 
 # %% [markdown]
-# A few lines of Python come close, because the work is in the messages and not in the lines. With
-# several tries you will see it waver: the ranks share the cores with everything else on the
-# machine. `make bench` measures the same at 64 MB with many pairs.
+# A few lines of Python usually come close, because nearly all of the time goes into moving and
+# adding numbers, which compiled code does in both. The ratio changes from try to try, because the
+# ranks share the cores with everything else on the machine. `make bench` measures the same at 64 MB
+# with many pairs.
 #
-# ### The slides disagree: what does NCCL stand for?
+# ### What does NCCL stand for?
 #
-# One lecture calls it the "NVIDIA Common Communications Library". Its own documentation says NVIDIA
-# **Collective** Communications Library (https://docs.nvidia.com/deeplearning/nccl/). After this lesson
-# you know why: it is a library of collectives. gloo, the one used here, is another. Which of the
-# two does this installation of PyTorch have?
+# Some lectures call it the "NVIDIA Common Communications Library". Its own documentation says
+# NVIDIA **Collective** Communications Library (https://docs.nvidia.com/deeplearning/nccl/), and
+# after this lesson you know why: it is a library of collectives. gloo, the one used here, is
+# another. Which of the two does this installation of PyTorch have?
 
 # %%
 print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
@@ -721,20 +772,18 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 # %% [markdown]
 # ## 8. Run it as a job, with your functions in it
 #
-# The next cell writes your functions to `mine/collectives.py`. The script measures the all-reduces over
-# several sizes, beside the library's and the machine's memory-copy rate. Without `--only` it measures
-# all collectives. `ranks=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
-# sbatch/collectives.sbatch --impl mine`.
+# The next cell writes your functions to `mine/collectives.py` and starts a job with them. The
+# script measures the all-reduces over several sizes, beside the library's and the machine's
+# memory-copy rate. Without `--only` it measures all collectives. `ranks=4` asks for four ranks. On
+# a cluster with GPUs the same file uses NCCL: `sbatch sbatch/collectives.sbatch --impl mine`.
 #
-# While the job runs, the cell shows where it stands and what it printed last. All of its output is
-# in a file in the folder `runs` beside this notebook.
-#
-# The line that begins with `yours` names the functions that the script calls; the others of yours work
-# inside them.
+# While the job runs, the cell shows its progress and what it printed last. All of its output is in
+# a file in the folder `runs` beside this notebook. The line that begins with `yours` names the
+# functions that the script calls; your other functions work inside them.
 #
 # The column "algorithm" is the tensor's size divided by the time. The column "bus" multiplies it by
-# 2(n-1)/n, the part of the tensor that a rank has to send in any good all-reduce. So it can be
-# compared with the speed of a link, for any n.
+# 2(n-1)/n, the part of the tensor that a rank sends in a ring, so "bus" can be compared with the
+# speed of a link, for any n. The column "predicted" is the time by the model of section 6.
 
 # %%
 if check.ready(*TODOS):
@@ -746,10 +795,11 @@ if check.ready(*TODOS):
     )
 
 # %% [markdown]
-# The job has drawn its table; "native" is the library's all-reduce. The dashed grey line is the rate at
-# which this machine copies memory: no message between its ranks can be faster. On few cores each of the
-# ring's many steps waits for its turn, so the ring is slow for small tensors, and catches up for large
-# ones.
+# In the job's figure, "native" is the library's all-reduce. The dashed grey line is the rate at
+# which this machine copies memory, which messages between its ranks can hardly exceed. On few cores
+# each of the ring's many steps waits for its turn, so the ring is slow for small tensors, and
+# catches up for large ones. In section 6 it won for large tensors, because there every rank had a
+# link of its own, as on a cluster.
 
 # %%
 if check.ready(*TODOS):
@@ -767,7 +817,7 @@ check.summary()
 # - avoid a deadlock, and recognise one,
 # - say how many messages and bytes a collective costs, and check it with a ledger,
 # - predict its time from latency and bandwidth, and say when the prediction fails,
-# - say why gradients travel in rings.
+# - say why gradients often travel in rings.
 #
 # | you wrote | PyTorch's own |
 # |---|---|
@@ -782,24 +832,31 @@ check.summary()
 #
 # <details><summary>An all-reduce of 1 GB on 8 GPUs in a ring. How much does each GPU send? And on 512?</summary>
 #
-# 2 x 7/8 = 1.75 GB, and 2 x 511/512 = 1.996 GB. The bytes hardly grow. The number of messages in a
-# row does, from 14 to 1022, and each costs the latency. That is why very large jobs combine rings
-# with trees.
+# 2 x 7/8 = 1.75 GB, and 2 x 511/512 = 1.996 GB. The bytes hardly grow, but the number of messages
+# in a row grows from 14 to 1022, and each costs the latency. That is why libraries also use trees
+# on very many GPUs.
 # </details>
 #
 # <details><summary>You all-reduce a tensor of 4 bytes, a loss, in every step. Ring or tree?</summary>
 #
-# Tree. Only latency counts: 2 ceil(log2 n) messages in a row instead of 2 (n-1).
+# Tree. Only latency counts, and a tree has 2 ceil(log2 n) messages in a row instead of 2 (n-1).
 # </details>
 #
 # <details><summary>Ranks 0 to 6 call all-reduce, and rank 7 calls broadcast. What do you see?</summary>
 #
-# At best an error, often a hang, and sometimes wrong numbers: messages are matched by their order
-# between two ranks, and nothing in a message says which call it belongs to.
+# At best an error, often a hang, and sometimes wrong numbers: in this lesson's functions, messages
+# are matched by their order between two ranks, and nothing in a message says which call it belongs
+# to.
 # </details>
 #
 # **Sources**: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
-# Operations in MPICH", https://doi.org/10.1177/1094342005051521; Patarasuk and Yuan 2009, "Bandwidth
-# optimal all-reduce algorithms for clusters of workstations",
-# https://doi.org/10.1016/j.jpdc.2008.09.002; PyTorch documentation, "Distributed communication
-# package", https://docs.pytorch.org/docs/stable/distributed.html.
+# Operations in MPICH", https://doi.org/10.1177/1094342005051521; Patarasuk and Yuan 2009,
+# "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+# https://doi.org/10.1016/j.jpdc.2008.09.002; Sanders, Speck and Träff 2009, "Two-tree algorithms
+# for full bandwidth broadcast, reduction and scan", https://doi.org/10.1016/j.parco.2009.09.001;
+# Graham et al. 2016, "Scalable Hierarchical Aggregation Protocol (SHArP): A Hardware Architecture
+# for Efficient Data Reduction", https://doi.org/10.1109/COMHPC.2016.006; Jeaugey 2019, "Massively
+# Scale Your Deep Learning Training with NCCL 2.4",
+# https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/; PyTorch
+# documentation, "Distributed communication package",
+# https://docs.pytorch.org/docs/stable/distributed.html.

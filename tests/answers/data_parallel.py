@@ -459,7 +459,7 @@ WRONG: dict[str, list] = {
     "5.1": [
         (lambda: "ELBOJFIMAKGCHDN", "Backward reaches the last layer first"),
         (lambda: "BOJELFIMAGKCHDN", "The program has to start"),
-        (lambda: "ELBOJFIMAGKCHDND", "stands there 2 times"),
+        (lambda: "ELBOJFIMAGKCHDND", "occurs 2 times"),
         (lambda: "elbojfimagkchdn", "in capital letters"),
     ],
     "5.2": [

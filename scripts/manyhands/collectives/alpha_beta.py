@@ -1,7 +1,7 @@
 """What a collective costs: the latency-bandwidth model, also called the alpha-beta model.
 
     time of a message      ^            _--
-                           |        _--      slope: beta, seconds a byte (1 / bandwidth)
+                           |        _--      slope: beta, seconds per byte (1 / bandwidth)
                            |    _--
                     alpha  |_--              latency, the seconds that an empty message takes
                            +---------------> bytes
@@ -21,9 +21,9 @@ import torch
 
 
 def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """The alpha (s) and beta (s a byte) that fit best to the times of single messages.
+    """The alpha (s) and beta (s per byte) that best fit the times of single messages.
 
-    Times reach from microseconds to seconds, so errors count relative to the measured time: the sum
+    Times range from microseconds to seconds, so errors count relative to the measured time: the sum
     of ((alpha + beta size) / time - 1)^2 is the smallest possible.
     """
     sizes, times = torch.tensor([list(sizes_bytes), list(times_s)], dtype=torch.float64)

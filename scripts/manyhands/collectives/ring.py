@@ -1,6 +1,6 @@
 """Ring collectives from send and recv: every rank sends as much as any other, all the time.
 
-    n ranks, S bytes cut into n chunks.        rank 0 --> rank 1
+    n ranks, S bytes in n chunks.              rank 0 --> rank 1
     In every step each rank sends one chunk      ^          |
     to the next rank and receives one from       |          v
     the rank before it, all at the same time   rank 3 <-- rank 2
@@ -9,8 +9,9 @@
     step 1   0 sends chunk 2, 1 sends 3, ...   chunk r holds the sum of all
     step 3   0 sends chunk 0, 1 sends 1, ...   all-gather: after n-1 more steps all have all
 
-Price: a rank sends n-1 chunks, (n-1)/n S bytes, and receives as many, in either half; 2 (n-1)
-chunks, 2 (n-1)/n S bytes in an all-reduce. No all-reduce can send less from its busiest rank.
+Cost: a rank sends n-1 chunks, (n-1)/n S bytes, and receives as many, in either half; 2 (n-1)
+chunks, 2 (n-1)/n S bytes in an all-reduce. No all-reduce in which only ranks
+add can send less from its busiest rank.
 Memory: one more chunk.
 
 All work in place, and an `op` is "sum", "avg", "min" or "max". PyTorch's own:
@@ -33,7 +34,7 @@ def start_exchange(
 ) -> list[dist.Work]:
     """Start to send `outgoing` to rank `to` and to fill `incoming` from rank `source`.
 
-    Returns at once. Both are through when every work in the list has been waited for.
+    Returns at once. Both are complete once every work in the list has been waited for.
     """
     # As one batch: NCCL would carry two separate messages one after the other.
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=to)
@@ -100,7 +101,7 @@ def reduce_scatter_ring(chunks: Sequence[Tensor], op: str = "sum", group: Group 
 
     Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
     r - k - 1: a sum that grows by one rank a step, and arrives at its owner last. Afterwards the
-    other chunks hold parts of sums, of no use.
+    other chunks hold partial sums, which are of no use.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for step in range(n - 1):

@@ -3,7 +3,7 @@
     naive, 3 messages in a row:  0 -> 1   0 -> 2   0 -> 3      the root does everything
     tree, 2 rounds:              0 -> 1 | 0 -> 2, 1 -> 3       whoever has it passes it on
 
-Price on n ranks for S bytes (all chunks together); alpha_beta.py makes seconds of it:
+Cost on n ranks for S bytes (all chunks together); alpha_beta.py turns it into seconds:
 
                         messages in a row     bytes through the busiest rank
     broadcast_naive     n-1                   (n-1) S out
@@ -43,7 +43,7 @@ def flat(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def combine(total: Tensor, other: Tensor, op: str) -> None:
-    """Take `other` into `total`, in place. For "avg" that is the sum: divide once, at the end."""
+    """Combine `other` into `total`, in place. For "avg" add only: divide once, at the end."""
     if op in ("sum", "avg"):
         total += other
     elif op in ("min", "max"):

@@ -6,7 +6,7 @@
     worker 1 <--weights--- server
     worker 2 <--weights--- server        the optimizer is on the server only
 
-Price of a step for P parameters in fp32 and n workers: the server receives n x 4P bytes and sends
+Cost of a step for P parameters in fp32 and n workers: the server receives n x 4P bytes and sends
 as many, 2n x 4P in all. In a ring of n ranks each sends 2 (n-1)/n x 4P bytes and receives as many.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server",
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from manyhands.data_parallel.replicas import average_gradients, broadcast_state, pack, unpack
 
-STEPS = {  # the 15 steps of one GPU, under letters that say nothing of their order
+STEPS = {  # the 15 steps of one GPU, under letters that say nothing about their order
     "A": "the GPU computes the loss from the last layer's output and the targets",
     "B": "the CPU reads the shuffled samples of this batch from the disk",
     "C": "the optimizer updates its moments from the gradients",
@@ -39,7 +39,7 @@ STEPS = {  # the 15 steps of one GPU, under letters that say nothing of their or
     "N": "control returns to the loop, which asks for the next batch",
     "O": "the CPU decodes the samples into tensors",
 }
-CHANGES = {  # what becomes different when several ranks train the same batch
+CHANGES = {  # what changes when several ranks train on the same batch
     "share": "each rank works on its own samples of the batch",
     "equal": "rank 0's weights are sent to all ranks, so that the replicas start equal",
     "mean": "the gradients of all ranks are averaged",
@@ -50,7 +50,7 @@ CHANGES = {  # what becomes different when several ranks train the same batch
 def order_of_steps() -> str:
     """The 15 letters of STEPS as one text, in the order in which one GPU trains its first batch.
 
-    Where two steps need nothing of each other, either may come first.
+    Where two steps do not depend on each other, either may come first.
     """
     return "ELBOJFIMAGKCHDN"
 

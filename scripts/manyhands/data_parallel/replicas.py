@@ -4,13 +4,13 @@
                                                                  +-- mean --> one equal step
     samples 1 3 5 -> rank 1: forward, backward -> its gradient --+
 
-Replicas start equal (`broadcast_state`) and take equal steps. Price of a step for P parameters in
+Replicas start equal (`broadcast_state`) and take equal steps. Cost of a step for P parameters in
 fp32: all-reduces of 4P bytes, 2 (n-1)/n x 4P bytes sent by each of n ranks in a ring; flat copies
 of another 4P bytes. loops.py has the training loops, also that of a parameter server.
 
-    average_gradients   after backward, one all-reduce a parameter: simple, nothing hidden
-    average_buckets     after backward, one all-reduce a bucket: fewer messages
-    BucketedDDP         during backward, one all-reduce a bucket: hidden behind the computation
+    average_gradients   after backward, one all-reduce per parameter: simple, nothing hidden
+    average_buckets     after backward, one all-reduce per bucket: fewer messages
+    BucketedDDP         during backward, one all-reduce per bucket: hidden behind the computation
 
 Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704, sections 3-4.
 """
@@ -53,7 +53,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy tensors of one type into one vector, one behind the other."""
+    """Copy tensors of one type into one vector, one after the other."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors], out=out)
 
 
@@ -79,7 +79,7 @@ def make_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[Buck
 
 
 def average_buckets(buckets: Iterable[Bucket], group: dist.ProcessGroup | None = None) -> None:
-    """Replace the gradients by their means over the ranks: one message a bucket, after backward."""
+    """Replace the gradients by their means over the ranks, after backward: a message per bucket."""
     for bucket in buckets:
         gradients = [param.grad for param in bucket]
         vector = pack(gradients)
@@ -90,8 +90,8 @@ def average_buckets(buckets: Iterable[Bucket], group: dist.ProcessGroup | None =
 class BucketedDDP(nn.Module):
     """Average gradients during backward, bucket by bucket, while earlier layers still compute.
 
-    Wraps `module` (B/N samples a rank) and copies rank 0's state to all. `loss.backward()` returns
-    with averaged gradients, so the training loop is that of one process.
+    Wraps `module` (B/N samples per rank) and copies rank 0's state to all. `loss.backward()`
+    returns with averaged gradients, so the training loop is that of one process.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class BucketedDDP(nn.Module):
         self.buckets = make_buckets(module.parameters(), int(bucket_mb * 1e6))
         self.flats = [pack(bucket) for bucket in self.buckets]  # room for a bucket's gradients
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.num_ready = [0] * len(self.buckets)  # gradients that wait, by bucket
-        self.in_flight: list[dist.Work] = []  # a message a bucket, in bucket order
+        self.num_ready = [0] * len(self.buckets)  # gradients that are ready, by bucket
+        self.in_flight: list[dist.Work] = []  # one message per bucket, in bucket order
         for param in self.bucket_of:
             # The hook is given the parameter; its .grad has just been written.
             param.register_post_accumulate_grad_hook(self._on_grad_ready)

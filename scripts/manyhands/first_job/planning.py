@@ -68,7 +68,7 @@ def days_on_devices(
 def device_map(
     environ: Mapping[str, str], num_gpus: int, host: str, group: dist.ProcessGroup | None = None
 ) -> list[Place]:
-    """Find out where every rank runs. Every rank of the group gets the same list, in their order.
+    """Find out where every rank runs. Every rank gets the same list, in the order of the ranks.
 
     Args:
         environ: this process's RANK (in the whole job, also where the group is smaller),

@@ -20,7 +20,7 @@ BATCH = 64
 
 
 def error_rate(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """The share of images that `model` takes for something else."""
+    """The share of images that `model` classifies wrongly."""
     with torch.no_grad():
         return (model(inputs).argmax(dim=1) != labels).float().mean().item()
 

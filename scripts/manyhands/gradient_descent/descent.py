@@ -46,7 +46,7 @@ def descend(
 ) -> Tensor:
     """Gradient descent with all samples: step against the gradient until it is small.
 
-    It ends before a step when the gradient's length is below `tolerance`, or after `max_steps`.
+    It ends before a step when the gradient's norm is below `tolerance`, or after `max_steps`.
 
     Args:
         start: [w, b]; left as it is. (2,)
@@ -107,7 +107,7 @@ def descend_in_batches(
 
     Args:
         start: [w, b]; left as it is. (2,)
-        step: step(parameters, gradient of a batch) gives the new parameters; one call a step.
+        step: step(parameters, gradient of a batch) gives the new parameters; one call per step.
 
     Returns:
         The parameters at the start and after every step. (num_steps + 1, 2)
@@ -135,9 +135,10 @@ def gradient_variance(
 
 
 class Momentum:
-    """A step that remembers: velocity = momentum * velocity + gradient, older ones count less.
+    """A step that remembers: velocity = momentum * velocity + gradient.
 
-    The step subtracts rate * velocity. With momentum 0 this is plain gradient descent.
+    So older gradients count less. The step subtracts rate * velocity. With momentum 0 this is plain
+    gradient descent.
     """
 
     def __init__(self, rate: float, momentum: float) -> None:

@@ -40,8 +40,8 @@ def as_order(value: object) -> list[str]:
             raise Malformed(f"{letter!r}, which is none of the 15 steps", why)
     for letter, text in STEPS.items():
         if (count := list(value).count(letter)) != 1:
-            told = "is missing" if count == 0 else f"stands there {count} times"
-            why = "Each of the 15 letters has to stand there once."
+            told = "is missing" if count == 0 else f"occurs {count} times"
+            why = "Each of the 15 letters has to occur exactly once."
             raise Malformed(f"an order in which step {letter} ({text}) {told}", why)
     return list(value)
 
@@ -117,8 +117,8 @@ LURES = {  # of a change: wrong steps -> why they are wrong; the steps left out 
     },
 }
 GO_THROUGH = (
-    "Go through the 15 steps in order, and stop at the first one that would come out different, or "
-    "that has to wait."
+    "Go through the 15 steps in order, and stop at the first one that would come out "
+    "differently, or that has to wait."
 )
 
 

@@ -334,4 +334,4 @@ def test_server_picture_counts_bytes_as_the_ledger_does() -> None:
     for n in (4, 8):
         entries = [entry for mine in run_ranks(average_in_ring, n) for entry in mine]
         (num_bytes,) = set(traffic(entries).values())  # the same on every link
-        assert f"n = {n}: {num_bytes // 16}P bytes" in ring
+        assert f"n = {n}: {2 * num_bytes // 16}P bytes" in ring  # in over one link, out over one

@@ -15,10 +15,12 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
-.PHONY: help lab job report test bench notebooks lint solutions chaos
+.PHONY: help install lab job report test bench notebooks lint solutions chaos
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+install: .venv/ready ## install the course into .venv, and nothing else
 
 lab: .venv/ready ## open the course in JupyterLab
 	$(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \

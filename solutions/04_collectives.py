@@ -797,8 +797,8 @@ if check.ready(*TODOS):
 # %% [markdown]
 # In the job's figure, "native" is the library's all-reduce. The dashed grey line is the rate at
 # which this machine copies memory, which messages between its ranks can hardly exceed. On few cores
-# each of the ring's many steps waits for its turn, so the ring is slow for small tensors, and
-# catches up for large ones. In section 6 it won for large tensors, because there every rank had a
+# each of the ring's many steps waits for its turn, so the ring is slow for small tensors; for
+# larger ones the gap usually narrows. In section 6 it won for large tensors, because there every rank had a
 # link of its own, as on a cluster.
 
 # %%

@@ -5,12 +5,13 @@
 # %% [markdown]
 # # 07 Large batches
 #
-# Eight times as many GPUs can process eight times as many images per second, but only if each of them has enough
-# to do. So the global batch grows with the number of GPUs. Lesson 03 showed what happens then: beyond the critical
-# batch, a larger batch no longer saves steps. This lesson starts where that one ended, with a batch that is about
-# ten times as large as the critical one, and asks **what can be done about it**.
+# Eight times as many GPUs can process eight times as many images per second, but only if each of them has
+# enough to do, so the global batch grows with the number of GPUs. Lesson 03 showed what happens then: beyond
+# the critical batch, a larger batch no longer saves steps in proportion. This lesson starts where lesson 03
+# ended, with a batch that is about ten times as large as the critical one, and asks **what can be done about
+# it**.
 #
-# There are four levers, and every remedy that you will meet pulls one of them:
+# There are four levers, and every remedy in this lesson and the next pulls one of them:
 #
 # | lever (lesson 03) | remedies in this lesson | in lesson 08 |
 # |---|---|---|
@@ -19,8 +20,9 @@
 # | the batch itself | a batch that grows during training | |
 # | the learning algorithm | batch norm | LARS, LARC, LAMB, NovoGrad |
 #
-# All remedies get the same network, the same number of images, and the same target. Each of them is trained
-# several times, because a single run cannot tell a remedy from luck.
+# The remedies are compared on the same images and with the same target accuracy, and unless a remedy's name
+# says otherwise, with the same network and the same number of images. Each of them is trained several times
+# with different seeds, because a single run cannot tell a remedy from luck.
 #
 # ![Sixteen times the batch leaves sixteen times fewer steps; four levers: the learning rate, the noise, the batch, the algorithm](figures/large_batch_levers.svg)
 
@@ -57,10 +59,11 @@ print(data.note)
 # %% [markdown]
 # ## 1. How much does a large batch cost?
 #
-# The task is that of lesson 03, with a slightly larger network: two hidden layers of 64 units, trained by plain
-# stochastic gradient descent. The **reference** has 16 images in a step. Its rivals have 256. Everybody sees each
-# image 12 times, which is 973 steps for the reference and 61 steps for a rival. In both cases the learning rate
-# falls to a quarter after half of the epochs and again after three quarters of them.
+# The task is that of lesson 03, with a slightly larger network: two hidden layers of 64 units, trained by
+# plain stochastic gradient descent. The **reference** has 16 images in a step, and its rivals have 256. Every
+# way of training sees each image 12 times, which takes 973 steps for the reference and 61 steps for a rival.
+# In both cases the learning rate falls to a quarter after half of the epochs and again after three quarters
+# of them.
 #
 # `compare` trains with each of the named ways and with three seeds; two ranks share the trainings.
 
@@ -105,25 +108,26 @@ gap, gap_curves = compare({name: REMEDIES[name] for name in ("small batch", "lar
 report(gap)
 
 # %% [markdown]
-# The gap is huge, and most of it has a simple reason: the large batch takes sixteen times fewer steps, and each
-# step is as long as before. If you had only the two accuracies, you might conclude that large batches make worse
-# networks. What they make first of all is *fewer steps*. A remedy has to do with 61 steps what the reference does
-# with 973.
+# The gap is huge, and most of it has a simple reason: the large batch takes sixteen times fewer steps, and
+# its learning rate is the same, so its steps are no longer than before. If you had only the two accuracies,
+# you might conclude that large batches make worse networks, but first of all they make *fewer steps*. A
+# remedy has to achieve with 61 steps what the reference achieves with 973.
 
 # %% [markdown]
 # ## 2. The square root, derived and tested
 #
-# How long may a step be? One answer starts from noise. The gradient of a batch is a mean over $M$ samples, so a
-# step of stochastic gradient descent with learning rate $\eta$ has the covariance
+# How should the learning rate change when the batch grows? One answer starts from noise. The gradient of a
+# batch is a mean over $M$ samples, so a step of stochastic gradient descent with learning rate $\eta$ has the
+# covariance
 #
 # $$\operatorname{Cov}(\eta \, \bar g) = \frac{\eta^2}{M} V,$$
 #
-# where $V$ is the covariance of the gradients of single samples. If the batch is $k$ times as large and the noise
-# of a step is to stay what it was, then $\eta$ has to grow by $\sqrt{k}$. That is the argument behind the **root
-# rule** (Hoffer et al. 2017).
+# where $V$ is the covariance of the gradients of single samples. If the batch becomes $k$ times as large and
+# the noise of a step is to stay the same, then $\eta$ has to grow by $\sqrt{k}$. This argument leads to the
+# **root rule** (Hoffer et al. 2017).
 #
-# Start with the formula. The trace of the covariance, which is the sum of the variances of all weights, is enough
-# to compare settings.
+# Start with the formula. To compare settings, one number is enough: the trace of the covariance, which is the
+# sum of the variances of all components of the step.
 
 # %% exercise="step_variance" todo="7.1" minutes=10 difficulty=1 points=1
 from manyhands.large_batch.noise import step_variance
@@ -132,8 +136,9 @@ from manyhands.large_batch.noise import step_variance
 check.step_variance(step_variance)
 
 # %% [markdown]
-# The rule itself is one line, and so is its rival, the **linear rule**: $k$ samples that each were worth a step of
-# length $\eta$ should together be worth a step of length $k \eta$ (Goyal et al. 2017).
+# The rule itself is one line, and so is its rival, the **linear rule** (Goyal et al. 2017). The argument for
+# it is that one step with a batch $k$ times as large replaces $k$ steps with the learning rate $\eta$, so it
+# should use the learning rate $k \eta$.
 
 # %% exercise="scaled_rate" todo="7.2" minutes=5 difficulty=1 points=1
 from manyhands.large_batch.rates import scaled_rate
@@ -142,10 +147,10 @@ from manyhands.large_batch.rates import scaled_rate
 check.scaled_rate(scaled_rate)
 
 # %% [markdown]
-# An argument is worth more when its prediction has been tested. The next cell takes the gradients of 600 single
-# images at the start of training, draws 300 batches of each size from them, and compares the variance of the 300
-# steps with the formula. Before you run it: by which factor does the variance of a step grow under the *linear*
-# rule when the batch grows from 16 to 256?
+# An argument is worth more when its prediction has been tested. The next cell takes the gradients of 600
+# single images at the start of training, draws 300 batches of each size from them, and compares the variance
+# of the 300 steps with the formula. Before you run it: by which factor does the variance of a step grow under
+# the *linear* rule when the batch grows from 16 to 256?
 
 # %%
 growth = None  # your number
@@ -191,18 +196,20 @@ if check.ready("7.1", "7.2"):
     figures.show(figure, "Variance of a step against batch: falls, stays level, or rises, by rule.")
 
 # %% [markdown]
-# The drawn batches follow the formula. With the same rate the noise of a step falls as the batch grows, with the
-# root rule it stays level, and with the linear rule it grows in proportion to the batch. So if keeping the noise
-# were all that mattered, the question would be settled. It is not: with 16 times fewer steps, the root rule walks
-# only a quarter of the way that the reference walks. The linear rule keeps the distance per image, and gives up
-# the noise. Which of the two matters more is a question for runs.
+# The drawn batches follow the formula. With the same learning rate the variance of a step falls as the batch
+# grows, with the root rule it stays level, and with the linear rule it grows in proportion to the batch. If
+# keeping the noise were all that mattered, the question would be settled in favour of the root rule. But
+# sixteen times fewer steps, each only four times as long, cover about a quarter of the reference's distance
+# if the gradients are alike. The linear rule keeps the distance per image and gives up the noise level. Which
+# of the two matters more is a question for runs.
 
 # %% [markdown]
-# ### The slides disagree: should a larger batch have a smaller rate?
+# ### Should a larger batch have a smaller learning rate?
 #
-# One popular course says that a larger batch needs a *smaller* learning rate, in proportion to the batch. The two
-# rules above say that it needs a larger one. Sweep the rate at batch 256 over a factor of 256, from $\eta / 16$ to
-# $16 \, \eta$, and see.
+# A slide that is often shown says that a larger batch needs a *smaller* learning rate, in proportion to the
+# batch. The two rules above say that it needs a larger one. To settle the question, the next cell sweeps the
+# learning rate at batch 256 from $\eta / 16$ to $16 \, \eta$. Watch on which side of $\eta$ the best accuracy
+# lies.
 
 # %%
 if check.ready("7.2"):
@@ -219,18 +226,18 @@ if check.ready("7.2"):
     assert fmean(swept[1 / 16]) < fmean(swept[1]) < fmean(swept[best]) and best > 1
 
 # %% [markdown]
-# The verdict is clear: the smaller rates are far worse, because the steps are few already and become shorter as
-# well. A larger batch wants a larger rate. It is just as clear that the linear rule, 16 times the rate, asks for
-# too much here: a step may not be longer than the curvature of the loss allows, whatever the batch (lesson 01).
-# The best rate lies near the root rule's factor of 4. That is no proof of the root rule. It says that at ten times
-# the critical batch the linear rule has stopped being valid.
+# The smaller learning rates are far worse, because the steps are few already and now become shorter as well.
+# So a larger batch needs a larger learning rate. But the linear rule, 16 times the rate, asks for too much
+# here: a step must not be longer than the curvature of the loss allows, whatever the batch (lesson 01). The
+# best rate of the sweep lies near the root rule's factor of 4. One sweep does not prove the root rule, but it
+# shows that the linear rule is no longer valid at ten times the critical batch.
 
 # %% [markdown]
-# ## 3. Can the rate at least be approached slowly?
+# ## 3. Does it help to raise the learning rate gradually?
 #
-# At the start of training the weights are random, the curvature is large, and long steps do the most damage. A
-# **gradual warm-up** begins with the reference's rate and raises it along a straight line to the scaled one. Then
-# the usual schedule takes over.
+# At the start of training the weights are random and the curvature of the loss can be large, so long steps do
+# the most damage there. A **gradual warm-up** therefore begins with the reference's learning rate and raises
+# it along a straight line to the scaled one. Then the usual schedule takes over.
 
 # %% exercise="warmed_up_rate" todo="7.3" minutes=10 difficulty=2 points=1
 from manyhands.large_batch.rates import warmed_up_rate
@@ -239,8 +246,8 @@ from manyhands.large_batch.rates import warmed_up_rate
 check.warmed_up_rate(warmed_up_rate)
 
 # %% [markdown]
-# The figure shows the two schedules with the linear rule, and the table shows what they lead to. Watch whether the
-# warm-up helps, and whom.
+# The figure shows the schedules of the linear rule with and without a warm-up, and the table shows the
+# accuracies of both rules. Watch whether the warm-up helps, and which of the two rules it helps.
 
 # %%
 RATES = ["scaled_rate", "warmed_up_rate"]
@@ -265,20 +272,21 @@ if check.ready("7.2", "7.3"):
     report(warm)
 
 # %% [markdown]
-# On this network the warm-up does not help: neither rule reaches the target with it or without it. A warm-up
-# removes damage that is done *early*. With the linear rule the damage is done as long as the rate stays high,
-# because 3.2 is beyond what this loss can bear at any time; and with the root rule there was no damage, so the
-# warm-up only costs some of the 61 steps. Keep the result in mind until section 5, where the same warm-up and the
-# same rate appear on a network that can use them.
+# On this network the warm-up does not help: neither rule reaches the target, with or without it. A warm-up
+# removes damage that is done *early*. With the linear rule the damage goes on for as long as the learning
+# rate stays high, because 3.2 is more than this loss can bear at any time. With the root rule there was
+# little damage to remove, so the warm-up only makes some of the 61 steps shorter. Keep this result in mind
+# until section 5, where the same warm-up and the same learning rate are used on a network that can profit
+# from them.
 
 # %% [markdown]
-# ## 4. Put the noise back
+# ## 4. Does it help to put the noise back?
 #
-# Some people hold that the noise of small batches is useful by itself, because it shakes the weights out of sharp
-# minima (lesson 02). If so, a large batch lacks something that can be put back. Multiply the loss of each sample
-# by a random number $z \sim N(1, \sigma^2)$. The mean gradient stays what it was. Where noise dominates the
-# gradient, its covariance is multiplied by $1 + \sigma^2$, so $\sigma^2 = M / m - 1$ gives a batch of $M$ the
-# noise of a batch of $m$: the variance is proportional to the batch, but for the 1.
+# According to one view, the noise of small batches is useful by itself, because it shakes the weights out of
+# sharp minima (lesson 02). If so, a large batch lacks something that can be put back: multiply the loss of
+# each sample by a random number $z \sim N(1, \sigma^2)$. The mean gradient stays the same. Where noise
+# dominates the gradient, the covariance of the gradient is multiplied by $1 + \sigma^2$, so
+# $\sigma^2 = M / m - 1$ gives a batch of $M$ the noise of a batch of $m$.
 
 # %% exercise="noise_size noisy_mean" todo="7.4" minutes=15 difficulty=2 points=2
 from manyhands.large_batch.noise import noise_size, noisy_mean
@@ -287,9 +295,10 @@ from manyhands.large_batch.noise import noise_size, noisy_mean
 check.noise_size(noise_size, noisy_mean)
 
 # %% [markdown]
-# Verify both claims on your own gradients: that the mean is kept, and that the covariance is restored. The loss of
-# sample $n$ has gradient $g_n$, so the gradient of the noisy mean is the mean of $z_n g_n$; the cell draws 400 of
-# those at batch 256, with the noise that makes up for batch 16.
+# Verify both claims on gradients of your own network: the mean is kept, and the covariance is restored. The
+# loss of sample $n$ has gradient $g_n$, so the gradient of the noisy mean is the mean of $z_n g_n$. The cell
+# draws 400 such gradients at batch 256, with the noise that makes up for the difference to batch 16. The cell
+# after it trains with this noise and, for comparison, without.
 
 # %%
 if check.ready("7.1", "7.4"):
@@ -322,19 +331,21 @@ if check.ready("7.2", "7.3", "7.4"):
     report(noisy_outcomes)
 
 # %% [markdown]
-# The mean is kept and the covariance is restored, just as derived, and the accuracy is *worse*. There is no
-# contradiction. The noise of the reference comes with 973 steps, over which it averages out; here the same noise
-# comes with 61. What the large batch lacked was not noise but steps. The study that proposed this noise also
-# trained far longer, and so will you in section 6.
+# The mean is kept up to the scatter of 400 draws and the covariance is restored, just as derived, but the
+# accuracy is *worse*. This is no contradiction: the reference has 973 steps over which its noise averages
+# out, whereas here noise of the same size comes with only 61 steps. So what this large batch lacked was not
+# noise but steps. The study that proposed this noise also trained for far longer (Hoffer et al. 2017), and so
+# will you in section 6.
 
 # %% [markdown]
-# ## 5. A network that bears higher rates: batch norm
+# ## 5. Can the network bear a higher learning rate? Batch norm
 #
-# **Batch norm** shifts and scales every channel of a layer to mean 0 and variance 1 over the batch, then applies a
-# learned scale and shift (Ioffe and Szegedy 2015). The next layer then sees inputs whose distribution hardly moves
-# while the layers below are learning. In the original paper this was shown by the 15th, 50th and 85th percentiles
-# of one unit's input during training. Here are yours, for the same unit with and without the norm, with the small
-# batch.
+# **Batch norm** shifts and scales every channel of a layer to mean 0 and variance 1 over the batch, and then
+# applies a learned scale and shift (Ioffe and Szegedy 2015). The idea was that the next layer then sees
+# inputs whose distribution hardly moves while the layers below are learning. The original paper showed this
+# effect by the 15th, 50th and 85th percentiles of one unit's input during training. The next cell records the
+# same percentiles for one unit of your network, with and without the norm, with the small batch. Watch how
+# far the three curves move.
 
 
 # %%
@@ -370,9 +381,9 @@ for name, rows in found.items():
     print(f"{name:12}: accuracy {rows[1][-1]:.1%}, the median input moves by {moved:.2f}")
 
 # %% [markdown]
-# Does the norm allow a higher learning rate, as is often said, and does dropout still help beside it? The next
-# table has the answers for the small batch: three rates, with and without the norm, and then dropout of 30 % with
-# both.
+# With the norm the median input moves much less. Does the norm also allow a higher learning rate, as is often
+# said, and does dropout still help beside it? The next table answers both questions for the small batch: it
+# has three learning rates, each with and without the norm, and then dropout of 30 % with both.
 
 # %%
 reached = {}
@@ -388,18 +399,20 @@ for dropout in (0.0, 0.3):
 assert reached["batch", 0.0, 4] > reached["none", 0.0, 4] + 0.05
 
 # %% [markdown]
-# Without the norm, four times the rate is too much for this network. With the norm, four times the rate costs
-# little or nothing, and only sixteen times the rate is too much. So the norm moves the wall; it does not remove
-# it. On dropout a table with six epochs can say little: it costs accuracy here with the norm and without. The
-# paper's advice, to use less dropout beside a norm, is at least not contradicted.
+# Without the norm, four times the learning rate is too much for this network. With the norm, four times the
+# rate costs little or nothing, and only sixteen times the rate is too much. So the norm raises the highest
+# usable learning rate, but there still is one. About dropout a table with six epochs can say little: dropout
+# costs some accuracy here, with the norm and without. This agrees with the paper's advice to use less dropout
+# beside a norm, but does not confirm it.
 
 # %% [markdown]
-# ### Whose batch?
+# ### Which batch does the norm see?
 #
-# On several processors the word "batch" becomes ambiguous. In data parallelism each replica normalises the images
-# that it sees, so a global batch of 256 on 16 replicas is normalised in 16 **ghost batches** of 16. This happens
-# by itself, it costs no message, and its noise can even help. On one process you can have the same by cutting the
-# batch.
+# On several processors the word "batch" becomes ambiguous. In data parallelism each replica normalises only
+# the images that it sees itself, so a global batch of 256 on 16 replicas is normalised in 16 **ghost
+# batches** of 16. Ghost batches need no extra code and no message, and their noise can even help. On one
+# process you get the same effect by splitting the batch before it is normalised. Write that version; the
+# table after it repeats section 3's linear rule and warm-up, now with a norm.
 
 # %% exercise="GhostBatchNorm.forward" todo="7.5" minutes=10 difficulty=2 points=1
 from manyhands.large_batch.norms import GhostBatchNorm
@@ -418,27 +431,29 @@ if check.ready("7.2", "7.3", "7.5"):
     report(normed)
 
 # %% [markdown]
-# This is the same large batch, the same linear rule and the same warm-up that failed in section 3. The norm has
-# made the difference: all three reach the target, in far fewer steps than the reference. Whether ghost batches are
-# better than whole ones cannot be told from these runs; their ranges overlap.
+# The last two rows use the same large batch, the same linear rule and the same warm-up that failed in
+# section 3. Adding a norm made the difference: all three rows reach the target, in far fewer steps than the
+# reference. Whether ghost batches are better than whole ones cannot be told from these runs, because their
+# ranges overlap.
 #
-# Ghost batches become a problem when each replica has very few images, as in the segmentation of large pictures:
-# the statistics of two images are mostly noise. Then the replicas have to share them. That is **synchronised batch
-# norm**, and it has to be exact: outputs, gradients and running statistics equal to those of one process with the
-# whole batch.
+# Ghost batches become a problem when each replica has very few images, as in the segmentation of large
+# pictures, because the statistics of two images are mostly noise. Then the replicas have to share their
+# statistics. That is **synchronised batch norm**, and it can be exact: its outputs, gradients and running
+# statistics equal those of one process with the whole batch, up to rounding.
 #
-# Going forward is straightforward: the sum and the count of all ranks give the mean, then the sum of squared
-# differences from it gives the variance. Do not use the mean of the squares less the square of the mean: for
-# inputs far from 0, the two are nearly equal, and their difference has no correct digits left.
+# The forward pass is straightforward: the sum and the count over all ranks give the mean, and then the sum of
+# squared differences from this mean gives the variance. Do not compute the variance as the mean of the
+# squares less the square of the mean: for inputs far from 0 these two numbers are nearly equal, and their
+# difference has few correct digits left, or none.
 #
-# Going backward needs some thought. Let $\hat x$ be the normalised input and $s = 1 / \sqrt{\text{variance} +
-# \epsilon}$. Each input moves the mean and the variance of *all* inputs, on all ranks, and so the gradient of the
-# loss with respect to $x$ is
+# The backward pass needs some thought. Let $\hat x$ be the normalised input and
+# $s = 1 / \sqrt{\text{variance} + \epsilon}$. Each input moves the mean and the variance of *all* inputs, on
+# all ranks, and so the gradient of the loss with respect to $x$ is
 #
 # $$\frac{\partial L}{\partial x} = s \left( g - \overline{g} - \hat x \; \overline{g \, \hat x} \right),$$
 #
-# where $g = \partial L / \partial \hat x$, and both bars are means over the whole batch. Both means
-# come out of one all-reduce of $2 C$ numbers.
+# where $g = \partial L / \partial \hat x$, and both bars are means over the whole batch. Both means come out
+# of one all-reduce of $2 C$ numbers for $C$ channels.
 
 # %% exercise="NormOverRanks.forward NormOverRanks.backward" todo="7.6" minutes=35 difficulty=3 points=4
 from manyhands.large_batch.norms import NormOverRanks, _per_channel
@@ -447,8 +462,9 @@ from manyhands.large_batch.norms import NormOverRanks, _per_channel
 check.NormOverRanks(NormOverRanks)
 
 # %% [markdown]
-# Three ranks with 7, 1 and 8 images, and one process with all 16: compare the gradients. And predict: how many
-# bytes does one rank hand to all-reduce for one norm of 64 channels in float64, forward and backward together?
+# The next cell compares the gradients of three ranks with 7, 1 and 8 images with those of one process that
+# has all 16. First predict: how many bytes does one rank hand to all-reduce for one norm of 64 channels in
+# float64, forward and backward together?
 
 # %%
 nbytes = None  # your number
@@ -483,11 +499,12 @@ if check.ready("7.6"):
     score("all-reduce of one norm", nbytes, (64 + 1 + 64 + 2 * 64) * 8, parts[0][1], "bytes")
 
 # %% [markdown]
-# ## 6. Pay with something else: a growing batch, or longer training
+# ## 6. Can you pay with something else? A growing batch, or longer training
 #
-# Late in a training the rate falls, because the noise of the steps has to shrink. A larger batch shrinks the noise
-# as well. So **let the batch grow where the rate would have fallen** (Smith et al. 2018): it starts small, when
-# small steps are needed, and ends large, when the noise scale is large too (lesson 03's last question).
+# Late in training the learning rate falls, because the noise of the steps has to shrink, and a larger batch
+# shrinks the noise as well. So one can keep the learning rate and **let the batch grow where the rate would
+# have fallen** (Smith et al. 2018). The batch starts small and ends large, when the noise scale is large too
+# (lesson 03's last question).
 
 # %% exercise="grown_batch" todo="7.7" minutes=15 difficulty=2 points=2
 from manyhands.large_batch.rates import grown_batch
@@ -496,9 +513,10 @@ from manyhands.large_batch.rates import grown_batch
 check.grown_batch(grown_batch)
 
 # %% [markdown]
-# If the argument holds, the growing batch has the same curve per image as the falling rate of the reference, with
-# fewer steps. Watch for that in the left panel. The other way to pay is **longer training**: four times as many
-# images, at the root rule's rate. The right panel enlarges the end of all curves.
+# If the argument holds, the growing batch has the same error curve per image as the falling learning rate of
+# the reference, with fewer steps. Watch for this in the left panel. The other way to pay is **longer
+# training**: four times as many images, at the root rule's learning rate. The right panel enlarges the end of
+# all curves.
 
 
 # %%
@@ -531,19 +549,21 @@ if check.ready("7.7"):
     print(f"{steps['growing batch']} with a growing batch")
 
 # %% [markdown]
-# The curves of the small and of the growing batch lie on top of each other, as the argument predicts: per image, a
-# growing batch is as good as a falling rate, and it takes fewer steps to the same end. Longer training at the
-# larger rate reaches the target as well, which the same rate did not within the budget. So much of what is called
-# the generalisation gap of large batches is a lack of steps. The price stands in the next section: four times as
-# many images are four times the cost.
+# The curves of the small and of the growing batch lie almost on top of each other, as the argument predicts.
+# Per image, a growing batch is as good as a falling learning rate, and the whole training takes fewer steps.
+# Little of this saving shows in the steps to the target, because the batch starts to grow only after half of
+# the epochs, at about the time when the target is reached. Longer training at the root rule's learning rate
+# reaches the target as well, whereas the same learning rate did not within the budget. So much of the gap
+# between large and small batches here is a lack of steps. But longer training has its price, which the next
+# section lists: four times as many images cost four times as much arithmetic.
 
 # %% [markdown]
-# ## 7. Who is better, and who is merely luckier?
+# ## 7. Which remedy is better, and which only had luckier seeds?
 #
-# Now rank the remedies. With three seeds each, two means always differ, so the question is whether they differ by
-# more than chance would make them. The **standard error** of a mean is the standard deviation over the seeds,
-# divided by the root of their number. Two ways whose means differ by at most twice the standard error of the
-# difference are called a tie.
+# Now rank the remedies. With three seeds each, two means practically always differ, so the question is
+# whether they differ by more than chance would explain. The **standard error** of a mean is the standard
+# deviation over the seeds, divided by the square root of their number. Two ways of training whose means
+# differ by at most twice the standard error of the difference are called a tie.
 
 # %% exercise="is_tie ranked" todo="7.8" minutes=20 difficulty=2 points=2
 from manyhands.large_batch.ties import is_tie, ranked
@@ -576,13 +596,15 @@ if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
         print(f"{name:38} {steps:6.0f} {seen:8,.0f} {seconds:9.2f}s")
 
 # %% [markdown]
-# The three columns answer three different questions. **Steps** are what you wait for if you have a processor for
-# every part of the batch. **Images** are what you pay for, because each costs the same amount of arithmetic. The
-# **time here** is that of one core, which processes a large batch a little more efficiently than a small one. A
-# remedy that halves the steps and doubles the images is worth it only to somebody in a hurry.
+# In the ranking, look at what the leaders have in common: in our run all of them used batch norm. The three
+# columns of the second table answer three different questions. **Steps** determine how long you wait if you
+# have a processor for every part of the batch. **Images** determine what you pay, because each image costs
+# the same amount of arithmetic. The **time here** is that of one core, which processes a large batch more
+# efficiently than a small one. A remedy that halves the steps and doubles the images is worth it only to
+# somebody in a hurry.
 #
-# Was this only our small data? The job of this lesson was also run on MNIST's 60,000 images, with batches of 32
-# and 1024 and five seeds:
+# Do these findings hold beyond our small data set? The job of this lesson was also run on MNIST's 60,000
+# images, with batches of 32 and 1024 and five seeds:
 
 # %%
 stored = storage.stored("large_batch", "mnist")
@@ -591,17 +613,18 @@ figures.show(figure, "The stored comparison on MNIST: error, steps and images fo
 print(stored["data"])
 
 # %% [markdown]
-# Three of the findings are the same there: with a norm the large batch is as good as the small one without, the
-# growing batch equals the small batch, and the linear rule without a norm fails altogether. One is different: on
-# MNIST the **warm-up helps**. With the root rule some seeds are thrown off in the first epochs, and with a warm-up
-# of one epoch none is. So a remedy that was useless in one place can be the decisive one in another, and only a
-# run can tell.
+# Three of the findings hold there too: with batch norm, the linear rule and a warm-up, the large batch is as
+# good as the small one without a norm; the growing batch equals the small batch; and the linear rule without
+# a norm fails altogether. Two findings change. On MNIST the **warm-up helps** the root rule: without it some
+# seeds end far below the others, and with a warm-up of one epoch none does. And **longer training** reaches
+# the target with only one of its five seeds. So a remedy that was useless on one task can help on another, and
+# the reverse, and only a run can tell.
 #
 # ## 8. Run it as a job
 #
-# The job trains with every remedy and with your functions, and writes the table and the figure. On a cluster
-# `sbatch --array=1-13 sbatch/large_batch.sbatch` makes a job of each remedy, and the last one to finish ranks them
-# all. Here it is a small one, with two seeds and half of the epochs.
+# The job trains with every remedy, using your functions, and writes the table and the figure. On a cluster
+# `sbatch --array=1-13 sbatch/large_batch.sbatch` starts one job per remedy, and the last one to finish ranks
+# them all. The run here is a small one, with two seeds and half of the epochs.
 
 # %%
 if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
@@ -618,7 +641,7 @@ check.summary()
 # You can now
 #
 # - scale a learning rate by either rule, say what each of them keeps, and test it on your own gradients,
-# - warm up a rate, grow a batch, and put noise back, and say when each of them helps,
+# - warm up a learning rate, grow a batch, and put noise back, and say when each of them helps,
 # - normalise over ranks, forward and backward, equal to one process,
 # - rank remedies by runs with error bars, and call a tie a tie,
 # - separate what a remedy does to steps, to cost and to the final accuracy.
@@ -627,15 +650,16 @@ check.summary()
 #
 # <details><summary>A colleague goes from 1 to 8 GPUs, keeps the batch per GPU, and sees the loss diverge in the first epoch with the linear rule. What do you suggest first, and what if that does not help?</summary>
 #
-# First a warm-up of a few epochs, since the damage is done early. If the loss still diverges after the warm-up,
-# the rate is too high for the network itself: use the root rule, or a norm.
+# First suggest a warm-up of a few epochs, because the damage is done early. If the loss still diverges after
+# the warm-up, the learning rate is too high for the network itself, so use the root rule or add a norm.
 # </details>
 #
 # <details><summary>With 4 images per replica, a network with batch norm does badly on 64 GPUs. Too few steps, statistics of too few images, or gradients that are not averaged: how do you tell which it is?</summary>
 #
-# Synchronise the norm over groups of 8 replicas. If the accuracy recovers, the statistics were the cause. If it
-# does not, train longer at the same batch. Gradients that are not averaged would leave the replicas with different
-# weights, which a comparison of their sums shows at once.
+# Synchronise the norm over groups of 8 replicas. If the accuracy recovers, the statistics were the cause. If
+# it does not, train longer with the same batch: a recovery then points to too few steps. Gradients that are
+# not averaged would leave the replicas with different weights, which a comparison of the sums of their
+# weights shows at once.
 # </details>
 #
 # <details><summary>Remedy A has accuracies 97.1, 97.4 and 97.6 %, remedy B has 97.3, 97.5 and 97.8 %. May you write that B is better?</summary>

@@ -5,14 +5,14 @@
 # %% [markdown]
 # # 08 Layer-wise optimizers
 #
-# With a large batch there are few steps, so each of them has to be long (lesson 07). How long may a step be? That
-# is limited by the layer that can bear the least: as soon as one layer is thrown off, the loss explodes, even if
-# all others could have moved ten times as far. **Why should all layers share one learning rate?**
+# With a large batch there are few steps, so each of them has to be long (lesson 07). The length of a step is
+# limited by the layer that can bear the least: as soon as one layer is thrown off, the loss explodes, even if
+# all other layers could have moved ten times as far. **Why should all layers share one learning rate?**
 #
-# The optimizers of this lesson give every layer a rate of its own. They are the ones with which ResNet-50 was
-# trained with batches of 32,768 images, and BERT with batches of 65,536 sequences. You will write four of them
-# from their papers, as optimizers that could be used anywhere, and you will see why two programs that both say
-# "LARS" can train differently.
+# The optimizers of this lesson give every layer a learning rate of its own. With such optimizers ResNet-50
+# was trained with batches of 32,768 images, and BERT with batches of 65,536 sequences. You will write four of
+# them from their papers, as optimizers that could be used anywhere, and you will see why two programs that
+# both say "LARS" can train differently.
 #
 # ![In three layers the norms of weights and gradients differ by orders of magnitude, so one rate moves them by very different shares; a trust ratio moves each by the same share](figures/layerwise_ratio.svg)
 
@@ -47,9 +47,9 @@ print(f"torch {torch.__version__}; everything here runs on the CPU, ranks talk t
 print(data.note)
 
 # %% [markdown]
-# A **layer** is one parameter tensor here: a matrix of weights or a vector of biases. Look at the layers of a
-# small network before its first step. The last column says by which share of its own norm a layer would move in
-# one step of plain gradient descent with a rate of 0.1.
+# In this lesson a **layer** is one parameter tensor: a matrix of weights or a vector of biases. Look at the
+# layers of a small network before its first step. The last column says by which share of its own norm a layer
+# would move in one step of plain gradient descent with a learning rate of 0.1.
 
 # %%
 model = network(data, seed=1)
@@ -63,15 +63,18 @@ print(f"largest share / smallest share: {max(shares.values()) / min(shares.value
 assert max(shares.values()) > 10 * min(shares.values())
 
 # %% [markdown]
-# One rate, and yet some layers move many times further than others, measured by their own size. If the rate were
-# raised until the slowest layer moved well, the fastest would be thrown off.
+# All layers have the same learning rate, and yet, measured by their own size, some layers move many times as
+# far as others. If the learning rate were raised until the slowest layer moved well, the fastest would be
+# thrown off.
 
 # %% [markdown]
-# ## 1. How high can one rate be?
+# ## 1. How high can one learning rate be?
 #
-# Before a better method is built, measure the limit of the plain one. The **learning-rate range test** is a single
-# short training: the rate starts far too low and grows by a constant factor at every step, until the loss explodes
-# (Smith 2017). The useful rates lie where the loss falls fastest, well before it turns up.
+# Before you build a better method, measure the limit of the plain one. The **learning-rate range test** is a
+# single short training: the learning rate starts far too low and grows by a constant factor at every step,
+# until the loss explodes (Smith 2017). The useful learning rates lie where the loss falls fastest, well
+# before it turns up. After the exercise the test runs with three batch sizes; watch whether a larger batch
+# moves the explosion.
 
 # %% exercise="range_test" todo="8.1" minutes=10 difficulty=1 points=1
 from manyhands.layerwise.rates import range_test
@@ -113,35 +116,38 @@ if check.ready("8.1"):
     assert max(explodes.values()) < 30 * min(explodes.values())
 
 # %% [markdown]
-# The batch grows by a factor of 40, and the rate at which the loss explodes hardly moves in comparison. Less noise
-# does not help against curvature. That is the wall which the linear rule hit in lesson 07.
+# The batch grows by a factor of 40, but the learning rate at which the loss explodes hardly moves in
+# comparison. Less noise does not help against the curvature of the loss, which limits the step here. The
+# linear rule hit the same limit in lesson 07.
 
 # %% [markdown]
 # ## 2. LARS: trust each layer as far as its own size
 #
-# **LARS** (layer-wise adaptive rate scaling, You et al. 2017) sets the length of a layer's step in proportion to
-# the norm of its weights. Without momentum, its step is
+# **LARS** (layer-wise adaptive rate scaling, You et al. 2017) makes the length of a layer's step proportional
+# to the norm of the layer's weights. Without momentum, the step is
 #
 # $$\Delta w = \eta \cdot \underbrace{\tau \, \frac{\|w\|}{\|g\| + \beta \|w\|}}_{\text{trust ratio}} \cdot (g + \beta w),$$
 #
-# with the learning rate $\eta$, the weight decay $\beta$, and the trust coefficient $\tau$. For small $\beta$, the
-# step is about $\eta \, \tau \, \|w\|$ long, whatever the length of the gradient. With momentum $m$, the algorithm
-# of the paper reads
+# with the learning rate $\eta$, the weight decay $\beta$, and the trust coefficient $\tau$. For small
+# $\beta$, the length of the step is about $\eta \, \tau \, \|w\|$, whatever the length of the gradient. With
+# momentum $m$, the algorithm of the paper reads
 #
 # $$v \leftarrow m \, v + \eta \cdot \text{ratio} \cdot (g + \beta w), \qquad w \leftarrow w - v.$$
 #
-# The paper does not say what to do with a layer whose norm is 0, such as a bias at the start of training. By the
-# formula it would never move. Most implementations then use a ratio of 1, and so does `where_not_zero`.
+# The paper does not say what to do with a layer whose norm is 0, such as biases that start at 0. By the
+# formula such a layer would never move. Most implementations then use a ratio of 1, and so does
+# `where_not_zero` by default.
 #
-# `Layerwise` is given: it is an ordinary `torch.optim.Optimizer` which computes both norms of every layer and then
-# calls your `update`.
+# The base class `Layerwise` is given. It is an ordinary `torch.optim.Optimizer` which computes both norms of
+# every layer and then calls your `update`.
 
 # %% show="true"
 from manyhands.layerwise.base import Layerwise, decay_of, where_not_zero
 
 # %% [markdown]
-# Write the ratio and the update. `self.state[weight]` is a dictionary for whatever has to be kept from step to
-# step. `options` holds the settings of the parameter's group: `options["lr"]`, `options["momentum"]`, and so on.
+# Write the ratio and the update. The dictionary `self.state[weight]` is for everything that has to be kept
+# from step to step. `options` holds the settings of the parameter's group: `options["lr"]`,
+# `options["momentum"]`, and so on.
 
 # %% exercise="LARS.ratio LARS.update" todo="8.2" minutes=25 difficulty=2 points=3
 from manyhands.layerwise.optimizers import LARS
@@ -150,9 +156,9 @@ from manyhands.layerwise.optimizers import LARS
 check.LARS(LARS)
 
 # %% [markdown]
-# Train with it, and write down the trust ratio of every layer at every step, with a batch of 32 and with all 1,297
-# images in one step. Watch two things in the maps: how much the ratios differ *between* layers, and which way they
-# go *during* training.
+# The next cell trains with LARS and records the trust ratio of every layer at every step, with a batch of 32
+# and with all 1,297 images in one step. Watch two things in the maps: how much the ratios differ *between*
+# layers, and in which direction they change *during* training.
 
 # %%
 NAMES = [name for name, _ in model.named_parameters()]
@@ -180,20 +186,21 @@ if check.ready("8.2"):
     )
 
 # %% [markdown]
-# The layers differ by more than a factor of three in their typical ratios, so no single rate could have done the
-# same. As the loss falls, gradients become shorter and the ratios grow, which keeps the steps long; that is why
-# LARS needs a schedule that lowers the rate. With the large batch they grow much further here, because its
-# gradients contain no noise that would keep them long.
+# The typical ratios of the layers differ by more than a factor of three, so no single learning rate could
+# have done the same. As the loss falls, the gradients become shorter and the ratios grow, which keeps the
+# steps long; that is why LARS needs a schedule that lowers the learning rate. With the large batch the ratios
+# grow much further here, because its gradients contain no sampling noise that would keep them long.
 
 # %% [markdown]
 # ## 3. LARC: the same, with a ceiling
 #
-# ### The slides disagree: is there a minimum in LARS?
+# ### Is there a minimum in LARS?
 #
-# One popular course gives LARS with $\min(\gamma, \text{ratio})$ in its formula. The paper's algorithm has no
-# minimum. The formula with the minimum belongs to **LARC**, which NVIDIA published as part of its library apex:
-# the layer's rate is $\tau \|w\| / (\|g\| + \beta \|w\|)$ *instead of* the global rate, and never above it. So in
-# LARS the rate multiplies the ratio; in LARC the rate is a ceiling.
+# A slide that is often shown gives LARS with $\min(\gamma, \text{ratio})$ in its formula, but the paper's
+# algorithm has no minimum. The formula with the minimum belongs to **LARC**, which NVIDIA published as part
+# of its library apex. In LARC the layer's learning rate is $\tau \|w\| / (\|g\| + \beta \|w\|)$ *instead of*
+# the global one, and never above it. So in LARS the global learning rate multiplies the ratio, whereas in
+# LARC it is a ceiling.
 
 # %% exercise="LARC.ratio" todo="8.3" minutes=10 difficulty=2 points=1
 from manyhands.layerwise.optimizers import LARC
@@ -202,9 +209,10 @@ from manyhands.layerwise.optimizers import LARC
 check.LARC(LARC)
 
 # %% [markdown]
-# Does the minimum matter? Two trajectories settle it. Both optimizers get the same start, the same gradients'
-# data, the same trust coefficient, and rates that grow from run to run. Before you run it: if you double the rate
-# of LARC again and again, what happens to its steps in the end?
+# Does the minimum matter? Two trajectories settle the question. Both optimizers get the same start, the same
+# data and the same trust coefficient, and each runs with two learning rates, one four times as high as the
+# other. Before you run the cell: if you double the learning rate of LARC again and again, what happens to its
+# steps in the end?
 
 
 # %%
@@ -241,21 +249,23 @@ if check.ready("8.2", "8.3"):
     assert of_lars > 2 * of_larc
 
 # %% [markdown]
-# The verdict on the slide: its formula is LARC's. A rate that is four times as high makes every step of LARS four
-# times as long. In LARC it only lifts a ceiling that most layers did not touch. Whoever copies a learning rate
-# from a LARS recipe into a LARC program, or the other way round, trains with another step length altogether.
+# The formula with the minimum is LARC's, and the minimum does matter. A learning rate that is four times as
+# high makes a step of LARS from the same weights four times as long; the distance after 60 steps grows less,
+# because the path bends. In LARC the higher rate only lifts a ceiling that most layers did not touch, and
+# once no layer touches the ceiling, doubling the rate changes nothing. Whoever copies a learning rate from a
+# LARS recipe into a LARC program, or the other way round, trains with a different step length altogether.
 
 # %% [markdown]
 # ## 4. LAMB: the same idea on Adam
 #
-# Attention networks are trained with Adam rather than with SGD, because Adam divides each weight's step by the
-# size of that weight's own gradients. **LAMB** (You et al. 2020) takes Adam's direction $r$, with the weight decay
-# in it, and scales it per layer:
+# Attention networks are usually trained with Adam rather than with SGD. Adam divides each weight's step by
+# the typical size of that weight's own gradients. **LAMB** (You et al. 2020) takes Adam's direction $r$,
+# which includes the weight decay, and scales it per layer:
 #
 # $$r = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \beta w, \qquad w \leftarrow w - \eta \, \frac{\|w\|}{\|r\|} \, r.$$
 #
-# The hats are the bias correction: the averages start at 0, so after $t$ steps they are divided by $1 - \beta_1^t$
-# and $1 - \beta_2^t$.
+# The hats stand for the bias correction: the averages start at 0, so after $t$ steps they are divided by
+# $1 - \beta_1^t$ and $1 - \beta_2^t$.
 
 # %% exercise="LAMB.direction LAMB.update" todo="8.4" minutes=25 difficulty=3 points=3
 from manyhands.layerwise.optimizers import LAMB
@@ -272,8 +282,8 @@ check.LAMB(LAMB)
 #
 # $$v \leftarrow \beta_2 v + (1 - \beta_2) \|g\|^2, \qquad m \leftarrow \beta_1 m + \Big(\frac{g}{\sqrt v + \epsilon} + \beta w\Big), \qquad w \leftarrow w - \eta m.$$
 #
-# Mind the first step: $v$ begins with $\|g\|^2$ itself and not with a share of it, which takes the place of a bias
-# correction.
+# Mind the first step: $v$ begins with $\|g\|^2$ itself and not with the share $1 - \beta_2$ of it, so no bias
+# correction is needed.
 
 # %% exercise="NovoGrad.update" todo="8.5" minutes=15 difficulty=2 points=2
 from manyhands.layerwise.optimizers import NovoGrad
@@ -307,12 +317,12 @@ if check.ready("8.2", "8.3", "8.4", "8.5"):
     score("LAMB / NovoGrad", factor, 2, nbytes["LAMB"] / nbytes["NovoGrad"])
 
 # %% [markdown]
-# ## 6. Does it help?
+# ## 6. Do layer-wise learning rates help?
 #
-# The comparison: SGD with momentum, AdamW, and your four, with 32 images in a step and with all 1,297. Every
-# optimizer gets its own best rate from a grid; anything else would only compare how lucky the rates were. The small
-# batch gets 240 steps and the large one 40. Two ranks share the settings. Which of the six would you expect to lose
-# least with the large batch?
+# The comparison includes SGD with momentum, AdamW, and your four, with 32 images in a step and with all
+# 1,297. Every optimizer gets its own best learning rate from a grid, because otherwise the table would only
+# compare how lucky the learning rates were. The small batch gets 240 steps and the large one 40. Two ranks
+# share the settings. Which of the six would you expect to lose least with the large batch?
 
 # %%
 SEEDS, STEPS = (1, 2), {32: 240, 1297: 40}
@@ -363,14 +373,16 @@ if check.ready("8.2", "8.3", "8.4", "8.5"):
         )
 
 # %% [markdown]
-# With the small batch, plain SGD is not far behind the best of the others. With the large batch that gap is several
-# times as wide, and **LARS**, which is the same SGD with a trust ratio, closes most of it: that is the observation
-# with which these methods became known. But look at **AdamW** too. It belongs to the best here, with both batches. A
-# later study found the same for ResNet-50 and BERT (Nado et al. 2021): much of the advantage over older baselines
-# had been a matter of tuning. Who is first among those that tie is a question of seeds.
+# With the small batch, plain SGD is not far behind the best of the others. With the large batch this gap is
+# several times as wide, and **LARS**, which is the same SGD with a trust ratio, closes most of it. This
+# observation made the layer-wise methods known. But look at **AdamW** too, which is among the best here with
+# both batches. A later study came to a similar result for ResNet-50 and BERT (Nado et al. 2021): carefully
+# tuned standard optimizers matched LARS and LAMB. The order of optimizers that share a rank is a question of
+# seeds.
 #
-# The job of this lesson ran the same comparison on MNIST, with three seeds, 1,500 steps for the small batch, and 60
-# steps for a batch of 16,384:
+# Does the result carry over to a larger task? The job of this lesson ran the same comparison on MNIST, with
+# three seeds, 1,500 steps for the small batch, and 60 steps for a batch of 16,384. In the output, `=` marks a
+# tie:
 
 # %%
 stored = storage.stored("layerwise", "mnist")
@@ -379,18 +391,21 @@ for batch, classes in stored["classes"].items():
     print(f"batch {int(batch):6,}: {' > '.join(' = '.join(group) for group in classes)}")
 
 # %% [markdown]
-# There the layer-wise methods do win with the large batch: LAMB, LARS and LARC are ahead of AdamW by more than the
-# seeds explain, and SGD is last. With the small batch AdamW is first. So no optimizer of the six is the best one; some
-# are better when there are few steps.
+# There the methods with a trust ratio do win with the large batch: LAMB, LARS and LARC are ahead of AdamW by
+# more than the seeds explain, and SGD is last. With the small batch AdamW is first and LARS is no better than
+# SGD. So none of the six optimizers is the best in general, but some of them are better when there are few
+# steps.
 #
 # ## 7. What the name does not say
 #
 # Two programs that both call themselves LARS may train differently, because a paper leaves choices open. Your
-# class has the choices as arguments, with the paper's as the default. Two of them are worth a look.
+# class takes these choices as arguments, and its defaults follow the paper where the paper decides. Two of
+# the choices are worth a closer look.
 #
-# **Is the rate inside the momentum?** In the paper it is: old contributions keep the rate of their own time. In
-# implementations that build on torch's SGD it is outside: when the rate falls, old contributions shrink with it.
-# While the rate is constant the two are equal.
+# **Is the learning rate inside the momentum?** In the paper it is inside: each old contribution keeps the
+# learning rate of its own time. In implementations that build on torch's SGD it is outside, so when the
+# learning rate falls, old contributions shrink with it. As long as the learning rate is constant, the two
+# variants are equal.
 
 # %%
 if check.ready("8.2"):
@@ -411,8 +426,12 @@ if check.ready("8.2"):
     assert not torch.allclose(ends[True, True], ends[False, True], rtol=1e-3)
 
 # %% [markdown]
-# **What does a norm of 0 do?** The formula taken literally gives such a layer a ratio of 0, so it never moves.
-# Here is a bias that starts at 0, with each of the three choices.
+# With a constant learning rate only rounding separates the two variants, but with a falling one they end at
+# different weights.
+#
+# **What happens to a layer with norm 0?** The formula taken literally gives such a layer a ratio of 0, so it
+# never moves ("stay"). The alternatives are a ratio of 1 ("one"), and a ratio of 1 without weight decay
+# ("no_decay"). Here is a bias that starts at 0, with each of the three choices.
 
 # %%
 if check.ready("8.2"):
@@ -427,21 +446,23 @@ if check.ready("8.2"):
     assert not bias.detach().any()
 
 # %% [markdown]
-# With the ratio of 1 the bias takes one ordinary step, which goes on for a while in the momentum. From the second
-# step on its ratio is tiny, because its norm is: a layer that starts at 0 is slow under LARS. That is why many
-# recipes exclude biases and norms from the trust ratio altogether, by a parameter group of their own.
+# With "stay" the bias never moves. With a ratio of 1 it takes one ordinary step, which the momentum carries
+# on for a while; "no_decay" gives the same, since a bias at 0 has no weight decay anyway. From the second
+# step on, the ratio is tiny because the norm of the bias is still small, so a layer that starts at 0 learns
+# slowly under LARS. That is why many recipes exclude biases and norms from the trust ratio altogether, by
+# putting them into a parameter group of their own.
 
 # %% [markdown]
-# ## 8. When a layer is in pieces
+# ## 8. What changes when a layer is sharded?
 #
-# Under data parallelism every rank has whole layers, and nothing changes. With sharded parameters (lessons 10 and
-# 13) a rank holds only a part of a layer. The norm of its part is not the norm of the layer, and each rank would
-# find another ratio. The layer would be pulled apart along the edges of its shards, and no error message would
+# Under data parallelism every rank has whole layers, and nothing changes. With sharded parameters (lessons 10
+# and 13) a rank holds only a part of a layer. The norm of this part is not the norm of the layer, so each
+# rank would compute a different ratio. The parts of one layer would drift apart, and no error message would
 # tell you.
 #
-# A norm over shards needs a message: squares are added over the ranks, and the root is taken of the sum. The
-# maximum norm, which clipping and some diagnostics use, needs the largest of all. Parts may be uneven or empty,
-# since nobody promised that a layer can be divided by the number of ranks.
+# A norm over shards needs a message: the sums of squares are added over the ranks, and then the root is taken
+# of the total. The maximum norm, which clipping and some diagnostics use, needs the largest value over all
+# ranks. The parts may be uneven or even empty, because not every layer can be divided by the number of ranks.
 
 # %% exercise="shard_norms" todo="8.6" minutes=15 difficulty=2 points=2
 from manyhands.layerwise.norms import shard_norms
@@ -450,8 +471,9 @@ from manyhands.layerwise.norms import shard_norms
 check.shard_norms(shard_norms)
 
 # %% [markdown]
-# See it happen. A layer of 10 x 4 weights is cut by rows over 4 ranks, and LARS takes 5 steps: with the norms of
-# the whole layer, then with each rank's own.
+# To see the difference, a layer of 10 x 4 weights is sharded by rows over 4 ranks, and LARS takes 5 steps,
+# first with the norms of the whole layer and then with those of each rank's own rows. Compare the four ratios
+# in each line.
 
 
 # %%
@@ -485,12 +507,15 @@ if check.ready("8.2", "8.6"):
         assert (difference < 1e-12) == shares_norms
 
 # %% [markdown]
-# With the norms of the layer all ranks use one ratio, and the result is that of one process. With their own norms
-# the ranks take steps of different lengths. If a program only *logs* the right norm and scales by the wrong one,
-# its curves look fine, so compare the weights and not the log.
+# With the norms of the layer all ranks use one ratio, and the result is that of one process up to rounding.
+# With their own norms the ranks take steps of different lengths, and the weights come out wrong. If a program
+# *logs* the right norm but scales by the wrong one, its logged curves look fine, so compare the weights and
+# not the log.
 #
-# `whole_norms` in the base class does this for you: for DTensors, which `fully_shard` makes, it finds the group in
-# the tensor itself. This is a model of two layers under `fully_shard`, with LAMB, beside one process.
+# The base class calls `whole_norms`, which does all this for you. PyTorch's `fully_shard` turns parameters
+# into DTensors, tensors that know how they are sharded, and from a DTensor `whole_norms` can tell the group
+# of ranks. The next cell trains a model of two layers with LAMB, under `fully_shard` on two ranks and then on
+# one process.
 
 
 # %%
@@ -531,8 +556,8 @@ if check.ready("8.4"):
 # %% [markdown]
 # ## 9. Run it as a job
 #
-# The job repeats the comparison with your optimizers. On a cluster `sbatch --array=1-6 sbatch/layerwise.sbatch`
-# makes a job of each optimizer.
+# The job repeats the comparison with your optimizers. On a cluster
+# `sbatch --array=1-6 sbatch/layerwise.sbatch` starts one job per optimizer.
 
 # %%
 if check.ready("8.2", "8.3", "8.4", "8.5"):
@@ -558,21 +583,21 @@ check.summary()
 #
 # <details><summary>You double all weights of a layer that is followed by a norm, so that the network computes the same. What does that do to a step of LARS, and to one of SGD?</summary>
 #
-# The gradient is halved. SGD then moves the layer by half as much, which is a quarter of the share of its norm.
-# LARS multiplies by the norm and divides by the gradient's, so its step doubles with the layer, and the share
-# stays the same.
+# The gradient is halved. So SGD moves the layer by half as much, and as a share of the doubled norm this is a
+# quarter. LARS multiplies by the norm of the weights and divides by the norm of the gradient, so its step
+# doubles with the layer, and as a share of the norm the step stays the same.
 # </details>
 #
 # <details><summary>A LARS recipe says rate 10 with trust 0.001. Which rate do you take for LARC, if the weight decay is small?</summary>
 #
-# The step of LARS is 10 * 0.001 = 1 % of the layer's norm. LARC's is its trust coefficient, so take trust 0.01 and
-# a rate that is high enough not to be the ceiling.
+# The step of LARS is 10 * 0.001 = 1 % of the layer's norm. The step of LARC is its trust coefficient times
+# the layer's norm, so take trust 0.01 and a learning rate that is so high that the ceiling is never reached.
 # </details>
 #
 # <details><summary>Under fully_shard, somebody computes the trust ratio from `param.to_local()` and `grad.to_local()`. The loss still falls. How would you notice?</summary>
 #
-# The ratios differ between ranks, and the trained weights depend on the number of ranks. Compare either with a run
-# on one process.
+# The ratios differ between ranks, and the trained weights depend on the number of ranks. Compare either with
+# a run on one process.
 # </details>
 #
 # **Sources**: You et al. 2017, https://arxiv.org/abs/1708.03888 (LARS); NVIDIA apex,

@@ -5,19 +5,19 @@
 # %% [markdown]
 # # 09 Memory
 #
-# A model with 7 billion parameters has 14 GB of weights in bfloat16. A GPU has 80 GB. Training it on that GPU
-# still ends with "out of memory". Where do the other 66 GB go, and what can be done about it?
+# A model with 7 billion parameters has 14 GB of weights in bfloat16, and a GPU has 80 GB. Yet training this
+# model on that GPU ends with "out of memory". Where do the other 66 GB go, and what can be done about it?
 #
-# There are four parts. **Weights** and their **gradients** you know. The **optimizer state** is what the optimizer
-# keeps for each parameter between steps; Adam keeps two numbers, its **moments**: running means of the gradient and of
-# its square. The **activations** are what forward keeps because
-# backward will need it.
+# There are four parts. You know the **weights** and their **gradients**. The **optimizer state** is what the
+# optimizer keeps for each parameter between steps; Adam keeps two numbers, its **moments**, which are running
+# means of the gradient and of its square. The **activations** are the intermediate results that forward keeps
+# because backward will need them.
 #
-# ![What each of three ranks holds in stages 0 to 3: in stage 0 everybody holds everything; stage 1 cuts the optimizer state into three shards, stage 2 also the gradients, stage 3 also the weights](figures/memory_stages.svg)
+# ![What each of three ranks holds in ZeRO stages 0 to 3: in stage 0 every rank holds everything; stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights](figures/memory_stages.svg)
 #
-# The picture shows the way out for the first three parts. In lesson 05 every rank held all of them. They can be cut
-# into **shards**, one for each rank: that is ZeRO, in its stages 1 to 3. Lesson 10 builds it. Here you find out
-# what it is worth, and what helps against the fourth part.
+# The picture shows the way out for the first three parts. In lesson 05 every rank held all of them, although
+# each part can be divided into **shards**, one for each rank. That is ZeRO, in its stages 1 to 3, which
+# lesson 10 builds. Here you find out how much sharding saves, and what helps against the fourth part.
 
 # %%
 import math
@@ -50,9 +50,10 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CP
 # %% [markdown]
 # ## 1. Bytes of one parameter
 #
-# How many bytes one parameter costs depends on the **data types**. float32 takes 4 bytes, bfloat16 takes 2. A common
-# recipe, **mixed precision**, computes in bfloat16 and keeps a second copy of the weights in float32 for the
-# optimizer, the **master weights**; section 7 shows why.
+# How many bytes does one parameter cost? The answer depends on the **data types**: a float32 number takes 4
+# bytes, a bfloat16 number takes 2. A common recipe, **mixed precision**, computes in bfloat16 and keeps a
+# second copy of the weights in float32 for the optimizer. This copy, the **master weights**, is the subject
+# of section 7.
 #
 # Write the accounting as a function. It returns a `Recipe`, three numbers.
 
@@ -66,10 +67,10 @@ from manyhands.memory.accounting import recipe
 check.recipe(recipe)
 
 # %% [markdown]
-# ### The slides disagree: 16, 12 or 18 bytes?
+# ### Does mixed precision take 12, 16 or 18 bytes per parameter?
 #
-# "Mixed precision takes 12 bytes a parameter", says one lecture. The ZeRO paper counts 16, and a well-known handbook
-# 18. You will see that all are right: each means another recipe.
+# One lecture says 12, the ZeRO paper counts 16, and a well-known handbook 18. Look for the three numbers
+# among these six recipes.
 
 # %% tags=["nbval-check-output"]
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -88,22 +89,27 @@ if check.ready("9.1"):
         print(f"{name:48} {sum(parts):2} bytes: {words}")
 
 # %% [markdown]
-# The 12 are the third row, the 16 the fourth, the 18 the fifth. With a master copy mixed precision does not make these
-# three parts smaller: gradients or moments have to be kept in short numbers, or the master copy has to go. What it
-# makes smaller are the activations, and the time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine
-# Learning Engineering Open Book", for the 18.
+# All three numbers are right, because each belongs to another recipe: the 12 is the third row, the 16 the
+# fourth and the 18 the fifth. Some libraries keep the bfloat16 gradients of backward and also add them up in
+# float32, which makes 2 + 2 + 4 + 12 = 20 bytes.
+#
+# With a master copy, mixed precision does not make these three parts smaller: for that, gradients or moments
+# have to be kept in shorter numbers, or the master copy has to go. What mixed precision saves is memory in
+# the activations, and time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine Learning
+# Engineering Open Book", for the 18.
 
 # %% [markdown]
 # ## 2. Bytes of a rank
 #
-# Now n ranks train together. In **stage 0** everybody holds everything. **Stage 1** gives each rank one shard of the
-# optimizer state, **stage 2** one shard of the gradients as well, **stage 3** one of the weights as well.
+# How much does each of n ranks hold? In **stage 0** every rank holds everything. **Stage 1** gives each rank
+# only one shard of the optimizer state, **stage 2** also only one shard of the gradients, and **stage 3**
+# also only one shard of the weights.
 #
-# What is cut is not each parameter by itself. All parameters of a layer are laid one behind the other into one long
-# **vector**, and that is cut. Shards must be equal in size, since a collective moves equal parts. So each vector is
-# **padded** with zeros up to a multiple of n first. Two vectors of 5 and 3 numbers on 2 ranks become 6 and 4, and a
-# rank's shards have 3 and 2 numbers. Adam also counts its steps: one counter of 4 bytes for each vector that it steps.
-# Your function counts all of it, to the byte.
+# Parameters are not sharded one by one: all parameters of a layer are laid out in one long **vector**, and
+# this vector is sharded. Shards must be equal in size, since a collective moves equal parts, so each vector
+# is first **padded** with zeros up to a multiple of n. For example, two vectors of 5 and 3 numbers on 2 ranks
+# become 6 and 4, and a rank's shards have 3 and 2 numbers. Adam also counts its steps, with one counter of 4
+# bytes for each vector that it steps. Your function counts all of these, to the byte.
 
 # %% exercise="bytes_per_rank" todo="9.2" minutes=15 difficulty=2 points=2
 from manyhands.memory.accounting import bytes_per_rank
@@ -112,7 +118,7 @@ from manyhands.memory.accounting import bytes_per_rank
 check.bytes_per_rank(bytes_per_rank)
 
 # %% [markdown]
-# The ZeRO paper has a table for 7.5 billion parameters on 64 ranks: 120 GB in stage 0, then 31.4, 16.6 and 1.9 GB.
+# For 7.5 billion parameters on 64 ranks, the ZeRO paper gives 120 GB in stage 0, then 31.4, 16.6 and 1.9 GB.
 # What do you get?
 
 # %% tags=["nbval-check-output"]
@@ -123,10 +129,13 @@ if check.ready("9.1", "9.2"):
         print(f"stage {stage}: {sum(parts) / 1e9:6.1f} GB")
 
 # %% [markdown]
+# Your function reproduces the paper's table. By the same recipe the 7 billion parameters of the introduction
+# take 7e9 x 16 bytes = 112 GB, so 80 GB are not enough even before the first activation is kept.
+#
 # ### Predict: how many GPUs for 66 billion parameters?
 #
-# The same recipe, stage 3, GPUs of 80 GB of which half has to stay free for activations. How many GPUs does it take
-# at least?
+# Take the same recipe, stage 3, and GPUs of 80 GB, of which half has to stay free for activations. How many
+# GPUs are needed at least?
 
 # %%
 num_gpus = None  # your number
@@ -143,20 +152,24 @@ if check.ready("9.1", "9.2"):
 # %% [markdown]
 # ## 3. What forward keeps
 #
-# The fourth part grows with the batch, not with the ranks. What does autograd keep? For each operation, what its
-# gradient formula needs:
+# The fourth part grows with the batch, not with the ranks. What does autograd keep? For each operation, what
+# the operation's gradient formula needs:
 #
-# - `y = x @ W`: the gradient of W is made from `x`. So the **input** is kept.
-# - GELU: its slope at the input. The input is kept.
-# - A norm: its input, and two numbers a token, the mean and the scale.
-# - Attention: queries, keys, values and its output. PyTorch runs it as one **fused kernel**, one piece of code for all
-#   its operations. It computes the T x T scores again in backward, and keeps one number a head and token instead.
-# - A sum `x + y`: nothing. Dropout: here it is 0 and keeps nothing; otherwise it keeps which numbers it dropped.
+# - `y = x @ W`: the gradient of W is computed from `x`, so the **input** is kept.
+# - GELU: its gradient needs the slope at the input, so the input is kept.
+# - A norm: its input, and two numbers per token, the mean and the scale.
+# - Attention: queries, keys, values and its output. PyTorch runs attention as one **fused kernel**, one piece
+#   of code for all its operations. It computes the T x T scores again in backward, and keeps one number per
+#   head and token instead.
+# - A sum `x + y`: nothing. Dropout: here its probability is 0 and it keeps nothing; otherwise it keeps a mask
+#   of the numbers that it dropped.
 #
-# If an operation has kept its own *output*, the next one, whose input that is, keeps nothing new. Attention keeps its
-# output, so `out` behind it adds nothing. A norm keeps its input and not its output, so `qkv` behind it does add.
+# If an operation has kept its own *output*, the next operation, whose input this is, keeps nothing new.
+# Attention keeps its output, so `out` behind it adds nothing. A norm keeps only its input, so `qkv` behind it
+# does add.
 #
-# Here is what a block computes. `qkv` makes queries, keys and values in one product, `up` has four times the width:
+# Here is what a block computes. `qkv` makes queries, keys and values in one product, and `up` has four times
+# the width:
 
 # %%
 import inspect
@@ -180,13 +193,19 @@ if check.ready("9.3"):
     print(f"{'together':10} {sum(kept.values()):5} bytes a token: 4 x (16 D + H + 4)")
 
 # %% [markdown]
-# Is that so? PyTorch lets you look. Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` every tensor that
-# autograd keeps is given to your `pack`, which returns what shall be kept in its place; `unpack` gets that back in
-# backward. A hook that returns `tensor.detach()`, which is the same memory, changes nothing and sees everything. (The
-# tensor itself, returned, may keep itself alive.)
+# In 2-byte numbers this is about 32 D bytes per token; the well-known 34 s b h of Korthikanti et al. (s b
+# tokens of width h) adds two dropout masks of one byte per number. So 7 billion parameters in 32 such blocks,
+# with D = 4096 and H = 32, keep 4.2 MB per token, or 17 GB for one sequence of 4096 tokens.
 #
-# Two traps: several tensors may be views of the same memory, and the weights are kept as well, although they would
-# be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a `data_ptr()` and `nbytes()`.
+# Is the formula right? PyTorch lets you check. Inside `torch.autograd.graph.saved_tensors_hooks(pack,
+# unpack)` every tensor that autograd keeps is passed to your `pack`, and autograd keeps what `pack` returns
+# in its place; `unpack` receives this object in backward. A `pack` that returns `tensor.detach()`, which
+# shares the tensor's memory, changes nothing and sees everything. (The tensor itself, returned, might keep
+# itself alive.)
+#
+# There are two traps: several tensors may be views of the same memory, and the weights are kept as well,
+# although they would be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a
+# `data_ptr()` and `nbytes()`.
 
 # %% exercise="saved_bytes" todo="9.4" minutes=15 difficulty=2 points=2
 from manyhands.memory.accounting import saved_bytes
@@ -195,8 +214,9 @@ from manyhands.memory.accounting import saved_bytes
 check.saved_bytes(saved_bytes)
 
 # %% [markdown]
-# Predicted and measured, for a block and for a whole Transformer. Around the blocks it keeps the input of the last
-# norm and of the head, two numbers a token for that norm, and V numbers a token for the loss.
+# Compare prediction and measurement, for one block and for a whole Transformer. Outside its blocks the
+# Transformer keeps the input of the last norm and the input of the head, two numbers per token for that norm,
+# and V numbers per token for the loss.
 
 # %% tags=["nbval-check-output"]
 B, T, D, H, L, V = 8, 32, 64, 2, 3, 50
@@ -214,12 +234,14 @@ if check.ready("9.3", "9.4"):
     assert abs(measured / of_model - 1) < 0.01
 
 # %% [markdown]
-# The 2052 bytes more are the token numbers, 8 bytes each, which the embedding keeps, and one number of the loss.
+# The block agrees to the byte. The model's 2052 bytes more are the token numbers, 8 bytes each, which the
+# embedding keeps, and one number of the loss.
 #
 # ### What fused attention is worth
 #
-# Older attention computes all T x T scores and keeps them: T numbers for each head and token more. The next cell
-# measures both for growing T. Both axes are logarithmic; the line is the formula with the scores in it.
+# Older attention computes all T x T scores and keeps them, which adds T numbers for each head and token. The
+# next cell measures both kinds for longer and longer texts: which of them grows with T? Both axes are
+# logarithmic, and the line is the formula with the scores in it.
 
 # %%
 if check.ready("9.3", "9.4"):
@@ -246,20 +268,20 @@ if check.ready("9.3", "9.4"):
     figures.show(figure, "Kept bytes a token against length: level, and growing with T.")
 
 # %% [markdown]
-# Fused attention is level: a token costs the same in a text of any length. With scores it grows with T. So twice the
-# length takes 2.2 times the memory in all at the left end, 3 times at the right end, and comes near four times in still
-# longer texts. This is why long texts were so expensive before 2022 (Dao et al.,
-# "FlashAttention", https://arxiv.org/abs/2205.14135).
+# Fused attention is level: a token costs the same in a text of any length. With scores the bytes per token
+# grow with T. So doubling the length multiplies the memory of the whole text by 2.2 at the left end of the
+# figure and by 3 at the right end, and the factor approaches 4 for still longer texts. That is why long texts
+# were so expensive before 2022 (Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135).
 
 # %% [markdown]
-# ## 4. Predicted beside measured, for every part
+# ## 4. Prediction and measurement for every part
 #
-# `Live` counts the bytes of all tensors that live on a rank, by part. It looks at the tensors themselves, not at the
-# size of the process, so its numbers can be compared with a formula to the byte. Two ranks train three steps in each
-# stage; the code of stages 1 to 3 is lesson 10's.
+# Do the formulas hold in training? `Live` counts the bytes of all tensors that exist on a rank, part by part.
+# It looks at the tensors themselves and not at the size of the process, so its numbers can be compared with a
+# formula to the byte. Two ranks train for three steps in each stage; the code of stages 1 to 3 is lesson
+# 10's.
 #
-# The bars show predicted and measured. The first three parts are looked at right after backward, activations right
-# after forward.
+# The first three parts are counted right after backward, the activations right after forward.
 
 
 # %%
@@ -325,14 +347,15 @@ if check.ready("9.1", "9.2", "9.3", "9.4"):
     figures.show(figure, "Stacked bars of four parts in stages 0 to 3: predicted equals measured.")
 
 # %% [markdown]
-# Weights, gradients and optimizer state agree to the byte. The model is small here and the batch is not, so the
-# activations are the largest part, and no stage touches them. Compare with the most that ever lived at the same time,
-# which the line above the figure says. In stages 0 to 2 the bars are higher, in stage 3 they are lower. Why?
+# Weights, gradients and optimizer state agree to the byte, and the activations to within one percent. The
+# model is small here and the batch is not, so the activations are the largest part, and no stage makes them
+# smaller. Compare the bars with the line above the figure, which gives the most bytes that existed at the
+# same time. In stages 0 to 2 the bars are higher than this peak, in stage 3 the bar is lower. Why?
 #
 # ### The parts do not peak together
 #
-# A step begins without gradients, and ends without activations. The next figure shows all bytes that live, after
-# every single operation of one step of plain training.
+# A step begins without gradients and ends without activations. The next figure shows all bytes that exist
+# after each operation in one step of plain training. Where is the sum highest?
 
 
 # %%
@@ -358,21 +381,26 @@ figures.stack(ax, range(len(steps)), areas, "operations since the step began", "
 figures.show(figure, "Bytes of each part over the operations of a step: a mountain of activations.")
 
 # %% [markdown]
-# Forward heaps the activations up, backward takes them down and heaps the gradients up. (Temporary values are
-# counted with the activations: the last bumps are the optimizer's.) So the highest point is at the turn, where there
-# are hardly any gradients yet.
+# Forward piles the activations up; backward frees them while it fills the gradients. (Temporary values are
+# counted with the activations: the last bumps are the optimizer's.) So the peak is near the turn from forward
+# to backward, where there are hardly any gradients yet. The bars of stages 0 to 2 add all gradients to all
+# activations, so they are higher than the peak.
 #
-# In stage 3 whole layers come back for a moment, and no bar counts them. In a model of three layers that is more than
-# what stage 3 saves over stage 2; lesson 10 shows it.
+# In stage 3 whole layers are gathered for a moment, and no bar counts them. In a model of three layers, these
+# gathered layers take more memory than stage 3 saves over stage 2; lesson 10 shows it.
+#
+# On a GPU the CUDA context, NCCL's buffers and fragmented memory of PyTorch's allocator come on top of the
+# tensors, so a prediction needs a margin.
 
 # %% [markdown]
 # ## 5. Save: smaller pieces
 #
-# Activations grow with the batch. So cut a batch into **micro-batches**, run forward and backward for each of them,
-# and let the gradients add up: backward adds to `.grad` anyway. Then take one step. This is **gradient accumulation**.
+# What if the activations of a large batch do not fit? Activations grow with the batch, so split the batch
+# into **micro-batches**, run forward and backward for each of them, and let the gradients add up, since
+# backward adds to `.grad` anyway. Then take one step. This is **gradient accumulation**.
 #
-# `model(inputs, targets)` returns the *mean* loss of its tokens. When micro-batches differ in size, the mean of their
-# means is not the mean of all tokens. Make yours right for those, too.
+# `model(inputs, targets)` returns the *mean* loss of its tokens. When micro-batches differ in size, the mean
+# of their means is not the mean over all tokens. Make your function right for this case, too.
 
 # %% exercise="accumulate" todo="9.5" minutes=10 difficulty=2 points=2
 from manyhands.memory.savings import accumulate
@@ -381,8 +409,8 @@ from manyhands.memory.savings import accumulate
 check.accumulate(accumulate)
 
 # %% [markdown]
-# How wrong is the mean of means? A batch of 24 sequences, cut evenly and unevenly. You will see the largest
-# difference between its gradients and those of the whole batch, as a share of the largest gradient.
+# How wrong is the mean of means? The next cell splits a batch of 24 sequences, evenly and unevenly, and
+# prints the largest difference from the gradient of the whole batch, as a share of its largest entry.
 
 
 # %%
@@ -412,25 +440,28 @@ if check.ready("9.5"):
             assert way is mean_of_means or off < 1e-5
 
 # %% [markdown]
-# Even pieces hide the mistake. Uneven ones do not: the last sequence counts as much as twenty others. Popular
-# training libraries had this error until October 2024
+# Equal pieces hide the mistake. Unequal pieces reveal it, because the last sequence alone counts as much as
+# the first twenty together. Popular training libraries had this error until October 2024
 # (https://github.com/huggingface/transformers/pull/34191).
 
 # %% [markdown]
 # ## 6. Save: compute twice
 #
-# **Activation checkpointing** has nothing to do with the checkpoint files of lesson 05. It drops a block's activations in forward and keeps its input only. Backward runs the block
-# again before it needs them. It costs a second forward: a third more work, since backward takes about twice the time
-# of forward.
+# **Activation checkpointing** (which has nothing to do with the checkpoint files of lesson 05) drops a
+# block's activations in forward and keeps only the block's input. Backward runs the block again just before
+# it needs the activations. The price is a second forward, which is a third more work, since backward takes
+# about twice the work of forward.
 #
-# Write it as an `autograd.Function`, a forward and a backward of your own. Three things to know:
+# Write it as an `autograd.Function`, with a forward and a backward of your own. Three things to know:
 #
-# - Inside `forward` of a Function autograd records nothing. Inside `backward` neither, unless you say
-#   `with torch.enable_grad():`.
+# - Inside the `forward` of a Function autograd records nothing, and neither does it inside `backward`, unless
+#   you say `with torch.enable_grad():`.
 # - `ctx` carries things from forward to backward: `ctx.save_for_backward(tensors)` and `ctx.saved_tensors`.
-# - Dropout draws random numbers. The second run must draw the same ones. `rng_states` and `set_rng_states` are given.
+# - Dropout draws random numbers, and the second run must draw the same ones. `rng_states` and
+#   `set_rng_states` are given for this.
 #
-# `torch.autograd.grad(output, inputs, grad)` returns the gradients of `inputs`, where `grad` is that of `output`.
+# `torch.autograd.grad(output, inputs, grad)` returns the gradients of `inputs`, where `grad` is the gradient
+# of `output`.
 
 # %% show="true"
 from manyhands.memory.savings import rng_states, set_rng_states
@@ -442,15 +473,16 @@ from manyhands.memory.savings import Checkpoint
 check.Checkpoint(Checkpoint)
 
 # %% [markdown]
-# `checkpointed(module, x)` applies it to a module. Where forward ran under autocast, which you meet in the next
-# section, the second run has to do so, too.
+# `checkpointed(module, x)` applies your `Checkpoint` to a module. If forward ran under autocast, which you
+# meet in the next section, the second run has to use autocast, too.
 
 # %% show="true"
 from manyhands.memory.savings import checkpointed
 
 # %% [markdown]
-# Predict, then measure: 8 blocks of width 64 with 2 heads, checkpointed one by one. Autograd then keeps the input of each block, D numbers a
-# token, and what is kept around the blocks. By which factor do the kept bytes fall?
+# Predict, then measure: 8 blocks of width 64 with 2 heads are checkpointed one by one. Autograd then keeps
+# only the input of each block, D numbers per token, besides what is kept outside the blocks. By which factor
+# do the kept bytes fall? And is a step a third slower?
 
 # %%
 factor = None  # your number: kept without checkpoints / kept with them
@@ -496,17 +528,21 @@ if check.ready("9.4", "9.6"):
     assert torch.allclose(*grads, atol=1e-6)
 
 # %% [markdown]
-# By the count of work it is a third more. On an idle machine the time is near that; small tensors and other programs
-# make it more. PyTorch's version does more than yours (nested calls, several inputs, early stops), which shows at this
-# size. And one thing is not in the kept bytes: while a block is differentiated, its own activations are back. At the
-# highest point those of one block come on top.
+# The kept bytes fall as predicted, but the step is probably slower than 1.33 x; in the stored run it was 1.6
+# x, and 1.9 x with PyTorch's version. At this size Python's overhead outweighs the arithmetic, and PyTorch's
+# version has more of it because it does more (nested calls, several inputs, early stops). With large matrices
+# expect about a third.
+#
+# While backward differentiates a block, this block's own activations are in memory again. So the peak is the
+# kept bytes plus one block's activations.
 
 # %% [markdown]
 # ## 7. Save: shorter numbers
 #
-# bfloat16 has float32's range, but only 8 binary digits of precision, about 2 to 3 decimal ones.
-# `torch.autocast` computes matrix products in it. GELU and attention, which get their results, then work in bfloat16,
-# too. Norms, sums with float32 and the loss stay in float32. What changes, and what does not?
+# What do shorter numbers save, and what do they break? bfloat16 has float32's range, but only 8 binary digits
+# of precision, which are 2 to 3 decimal digits. `torch.autocast` computes matrix products in bfloat16. GELU
+# and attention work in bfloat16 as well, since they receive the results of matrix products. Norms, sums with
+# float32 and the loss stay in float32. Which of the four types below are bfloat16?
 
 # %% tags=["nbval-check-output"]
 model = Transformer(V, T, L, H, D)
@@ -520,9 +556,10 @@ print("gradients:                 ", model.tokens.weight.grad.dtype)
 print("loss:                      ", loss.dtype)
 
 # %% [markdown]
-# Weights and gradients stay in float32, so the first three parts are as large as before. What matrix products, GELU and
-# attention keep is half as large; the norms' inputs stay in float32. But now the weights have bfloat16
-# copies, which live until backward has used them.
+# Weights and gradients stay in float32, so the first three parts are as large as before. The tensors that
+# matrix products, GELU and attention keep are half as large, while the norms' inputs stay in float32. But the
+# weights now have bfloat16 copies, which exist until backward has used them. What remains of the saving, for
+# few tokens and for many?
 
 # %% tags=["nbval-check-output"]
 if check.ready("9.4"):
@@ -537,11 +574,13 @@ if check.ready("9.4"):
         )
 
 # %% [markdown]
-# With few tokens the copies of the weights eat the gain; with many the activations fall to 58 %.
+# With few tokens the copies of the weights take more than the shorter activations save. With many the kept
+# bytes fall to 58 %; the norms' inputs are most of what is missing to a half.
 #
 # ### Why a master copy?
 #
-# To halve weights, gradients and state, everything would have to be bfloat16. Try a small step on a weight of 1:
+# To halve weights, gradients and state as well, everything would have to be bfloat16. Try small steps on a
+# weight of 1:
 
 # %% tags=["nbval-check-output"]
 weight = torch.ones(1, dtype=torch.bfloat16)
@@ -549,9 +588,11 @@ for step in (0.01, 0.005, 0.002, 0.001):
     print(f"1 - {step} = {(weight - step).item()}")
 
 # %% [markdown]
-# The nearest number below 1 is 0.99609375. A step ends there, or on a number further down. A step smaller than half of
-# that distance is lost, as 0.001 is. So a weight loses every step that is smaller than about 1/500 of it, and late in
-# a training many are. So keep a copy in float32, step the copy, and round it into the weight.
+# The nearest bfloat16 number below 1 is 0.99609375, so a step ends there or on a number further down. A step
+# smaller than half of this distance is rounded away, as 0.001 is. In general a weight loses every step that
+# is smaller than about 1/500 of the weight, and late in training many steps are that small. The remedy is to
+# keep a copy of the weights in float32, let the optimizer step the copy, and round the result into the
+# bfloat16 weight.
 
 # %% exercise="MasterWeights.step" todo="9.7" minutes=15 difficulty=2 points=2
 from manyhands.memory.savings import MasterWeights
@@ -560,8 +601,8 @@ from manyhands.memory.savings import MasterWeights
 check.MasterWeights(MasterWeights)
 
 # %% [markdown]
-# Three trainings from the same start with the same batches: all in float32, all in bfloat16, and bfloat16 with master
-# weights.
+# Does this matter for the loss? Compare three trainings from the same start with the same batches: all in
+# float32, all in bfloat16, and bfloat16 with master weights.
 
 # %%
 data = corpus.load("embedded", 32)
@@ -603,17 +644,23 @@ if check.ready("9.7"):
     )
 
 # %% [markdown]
-# bfloat16 alone falls behind. Small steps of its weights are lost; and the moments, which are bfloat16 as well, lose
-# small changes in the same way. With master weights both are float32, and the curve lies on that of float32, at 2 + 2
-# + 12 bytes a parameter.
+# bfloat16 alone falls behind: its final loss in the stored run is about 0.06 nats higher. It loses small
+# steps of its weights, and its moments, which are bfloat16 as well, lose small changes in the same way. For
+# example, AdamW multiplies the mean of the squares by 0.999 in each step, and this change is rounded away.
+# With master weights and moments in float32 the curve is practically that of float32. (Each curve is one run
+# with one seed, so differences of a few thousandths mean nothing.)
+#
+# Between steps the price is 2 + 2 + 12 bytes per parameter. During its step `MasterWeights` holds the
+# gradients in float32, so there it is 2 + 4 + 12.
 
 # %% [markdown]
 # ## 8. Save: leave it on the CPU
 #
-# A node has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the optimizer state
-# there, brings a block's weights to the GPU when they are needed, and takes gradients back; the CPU takes the step.
-# `fully_shard`, which lesson 10 introduces, has it as a policy. It runs without a GPU as well, and gives the same
-# losses; it just has nothing to save here.
+# A node often has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the
+# optimizer state there, brings a block's weights to the GPU when they are needed, and takes the gradients
+# back; the CPU runs the optimizer step. `fully_shard`, which lesson 10 introduces, offers offload as a
+# policy. It also runs without a GPU, where it has nothing to save; the next cell tests only that the losses
+# are the same.
 
 
 # %%
@@ -637,24 +684,26 @@ print("losses without", without, "and with offload", with_offload)
 assert without == with_offload
 
 # %% [markdown]
-# What does it cost on a GPU? Count the bytes for 7 billion parameters on 8 GPUs. The shards are float32, and only the
-# GPU makes bfloat16 of them:
+# The losses are equal. What does offload cost on a GPU? Count the bytes for 7 billion parameters on 8 GPUs.
+# The shards are float32, and they become bfloat16 only on the GPU:
 #
 # - Each GPU's shard, 3.5 GB, goes up twice in a step, before forward and before backward: 7 GB.
 # - Its gradients come down once: 3.5 GB.
-# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s in each direction (PCI-SIG), so the way up alone takes
-#   0.11 s a step or more.
+# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s in each direction (PCI-SIG), so the way up
+#   alone takes at least 0.11 s per step.
 # - The CPU's AdamW works on 16 bytes for each of 0.9 billion parameters, on every rank.
 #
-# No run on a GPU is stored with this course yet. On a node with GPUs `sbatch sbatch/fsdp.sbatch --impl torch
-# --offload`, and the same without `--offload`, give memory and time of both in their reports.
+# No run on a GPU is stored with this course yet. On a node with GPUs, run `sbatch sbatch/fsdp.sbatch --impl
+# torch --offload` and the same without `--offload`, and compare their reports. (Look at the memory of each
+# device: the row "tensors at their peak" counts tensors on the CPU, too.)
 
 # %% [markdown]
 # ## 9. As many ranks as you like
 #
-# What do 512 ranks hold each? PyTorch has a **fake** process group: one process that believes that it is rank 0 of
-# 512, and whose messages go nowhere. With weights on the **meta** device, which have a shape but no memory, it shards a
-# model of half a billion parameters in less than a second, with PyTorch's own code.
+# How much does each of 512 ranks hold? PyTorch has a **fake** process group: a single process acts as rank 0
+# of 512, and its messages go nowhere. The weights are on the **meta** device, where tensors have a shape but
+# no memory. In this way PyTorch's own code shards a model of half a billion parameters, typically in less
+# than a second.
 
 
 # %%
@@ -696,14 +745,15 @@ if check.ready("9.1", "9.2"):
     figures.show(figure, "Memory of rank 0 against ranks for four stages; points on stage 3.")
 
 # %% [markdown]
-# Stages 1 and 2 come to rest at the part that is not cut: 8 and 4 bytes a parameter. Stage 3 keeps falling. At 512
-# ranks rank 0 holds 9 % more than its share: `fully_shard` cuts each parameter by its rows, in pieces of equal size,
-# rounded up. Of 1280 rows the first 426 of 512 ranks have 3 each, the next has 2, and the last 85 have none.
+# Stages 1 and 2 level off at the part that is not sharded, 8 and 4 bytes per parameter, while stage 3 keeps
+# falling. At 512 ranks, rank 0 holds 9 % more than an equal share, because `fully_shard` splits each
+# parameter by its rows, in pieces of equal size, rounded up. Of 1280 rows the first 426 of the 512 ranks have
+# 3 each, the next has 2, and the last 85 have none.
 #
-# ### The slides disagree: 16 N / GPUs?
+# ### Does model parallelism take 16 N / GPUs bytes on each GPU?
 #
-# "Model parallelism takes 16 N / (number of GPUs) bytes" for N parameters, says one lecture. If whole layers go to
-# different GPUs, it is not that even. Cut the model above into four pieces of 6 blocks, one for each GPU:
+# A slide that is often shown says so, for N parameters. If whole layers are placed on different GPUs, the
+# division is not that even. Divide the model above into four pieces of 6 blocks, one for each GPU:
 
 # %% tags=["nbval-check-output"]
 with torch.device("meta"):
@@ -716,14 +766,15 @@ for gpu in range(4):
     print(f"GPU {gpu}: {16 * num / 1e9:.2f} GB, {4 * num / total - 1:+.0%} beside 16 N / 4")
 
 # %% [markdown]
-# The ends hold the embedding and the head, which is a copy of the embedding on another GPU: the sum is more than
-# 16 N, and the largest piece is what must fit.
+# The first GPU also holds the embedding and the last one the head, which is a copy of the embedding on
+# another GPU. So the sum is more than 16 N, and it is the largest piece that has to fit.
 
 # %% [markdown]
 # ## 10. Run it as a job
 #
-# The job trains the language model on two ranks, with your `accumulate` and your `Checkpoint` in it. `--save all` means
-# autocast, checkpoints, and each batch in four pieces; a second run saves nothing.
+# What do all savings achieve together, and what do they cost? The job trains the language model on two ranks
+# and uses your `accumulate` and your `Checkpoint`. `--save all` means autocast, checkpoints, and each batch
+# in four pieces. A second run saves nothing.
 
 # %%
 if check.ready("9.5", "9.6"):
@@ -743,10 +794,15 @@ if check.ready("9.5", "9.6"):
         print(f"--save {name}: {sum(peak.values()):,} bytes at the peak ({words})")
 
 # %% [markdown]
-# With all three the peak is a third, and it has moved: gradients live from piece to piece, so they are there when
-# the activations are highest. It trains about half as fast: every block is computed twice, and small pieces use the
-# cores less well. The report's "Memory of each device" is that of the whole process, most of which is PyTorch itself;
-# its row "tensors at their peak" is the number above.
+# With all three the peak is a little more than a third, and its parts have changed: gradients remain from
+# piece to piece, so they are already there when the activations are highest.
+#
+# The price is speed: every block is computed twice, small pieces use the cores less well, and many CPUs have
+# no fast bfloat16 arithmetic. In the stored run throughput fell to about a fifth; that number is of the last
+# step only, so yours will differ. On a GPU autocast usually makes training faster.
+#
+# On a CPU the report's "Memory of each device" is that of the whole process, most of which is PyTorch itself.
+# The report's row "tensors at their peak" is the number above.
 
 # %%
 check.summary()
@@ -757,32 +813,33 @@ check.summary()
 # You can now
 #
 # - say for any recipe and stage what each rank holds, to the byte, and prove it on real tensors,
-# - count what forward keeps, operation by operation, and look at what autograd really kept,
+# - count what forward keeps, operation by operation, and check what autograd really kept,
 # - train a large batch in small pieces, so that the gradient is the same,
-# - trade a third more time for an order of magnitude fewer activations,
+# - trade about a third more computation for an order of magnitude fewer activations,
 # - say what autocast changes, and why bfloat16 weights need a master copy.
 #
 # **Questions**
 #
-# <details><summary>13 billion parameters, bfloat16 with float32 master, 16 GPUs. What does stage 1 leave on each, and what does stage 3?</summary>
+# <details><summary>13 billion parameters, bfloat16 with float32 master, 16 GPUs. How much memory does each GPU need in stage 1, and how much in stage 3?</summary>
 #
 # Stage 1: 13e9 x (2 + 2 + 12/16) = 62 GB. Stage 3: 13e9 x 16/16 = 13 GB. Activations come on top of both.
 # </details>
 #
 # <details><summary>Out of memory, and a smaller model is no option. You have one GPU. What do you try first?</summary>
 #
-# Micro-batches with accumulation: they cost nearly nothing. Then checkpointing, at a third more time. Only then
-# offload, which has to cross a slow link in every step.
+# Micro-batches with accumulation: they cost little as long as a micro-batch is large enough to keep the GPU
+# busy. Then checkpointing, at about a third more work. Only then offload, which has to cross a slow link in
+# every step.
 # </details>
 #
 # <details><summary>Why does accumulation not help against the optimizer state?</summary>
 #
-# It makes the activations smaller, since fewer tokens pass at a time. Weights, gradients and state have the size of
-# the model, whatever the batch is.
+# Accumulation makes only the activations smaller, since fewer tokens pass through the model at a time.
+# Weights, gradients and state have the size of the model, whatever the batch is.
 # </details>
 #
-# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Korthikanti et al. 2022, "Reducing
-# Activation Recomputation in Large Transformer Models", https://arxiv.org/abs/2205.05198; Chen et al. 2016, "Training
-# Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; Micikevicius et al. 2018, "Mixed Precision
-# Training", https://arxiv.org/abs/1710.03740; Bekman, "Machine Learning Engineering Open Book",
-# https://github.com/stas00/ml-engineering.
+# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Korthikanti et al. 2022,
+# "Reducing Activation Recomputation in Large Transformer Models", https://arxiv.org/abs/2205.05198; Chen et
+# al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; Micikevicius et
+# al. 2018, "Mixed Precision Training", https://arxiv.org/abs/1710.03740; Bekman, "Machine Learning
+# Engineering Open Book", https://github.com/stas00/ml-engineering.

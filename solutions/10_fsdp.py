@@ -5,18 +5,19 @@
 # %% [markdown]
 # # 10 Sharded data parallelism
 #
-# In data parallelism every rank holds the whole model, its gradients and the optimizer's state. All ranks hold the
-# same. Lesson 09 counted it: 16 bytes a parameter with Adam in float32, on every rank. With n ranks, n - 1 of the n
-# copies are not needed.
+# In data parallelism every rank holds the same things: the whole model, its gradients and the optimizer's
+# state. Lesson 09 counted them: 16 bytes per parameter with Adam in float32, on every rank. With n ranks, n -
+# 1 of the n copies are redundant.
 #
-# So keep each number on one rank only. This is **ZeRO**, the "zero redundancy optimizer". You build its three stages:
-# stage 1 splits the optimizer state, stage 2 also the gradients, stage 3 also the weights. In stage 3 a layer's weights
-# come together on every rank for the moment in which the layer computes, and then they go again.
+# Can training do without them? It can, if each number is kept on one rank only. This is **ZeRO**, the "zero
+# redundancy optimizer". You build its three stages: stage 1 shards the optimizer state, stage 2 also the
+# gradients, stage 3 also the weights. In stage 3 a layer's weights are put together on every rank just before
+# the layer computes, and dropped right after it.
 #
 # ![In forward a unit's shards are gathered, the unit computes, and its whole weights are freed, while the next unit is being gathered; in backward it is gathered again, a reduce-scatter leaves each rank its shard of the mean gradients, and it is freed](figures/fsdp_unit.svg)
 #
-# PyTorch calls this **FSDP**, fully sharded data parallelism, and its function for it `fully_shard`. You will use that,
-# too, and predict every message that it sends.
+# PyTorch calls stage 3 **FSDP**, fully sharded data parallelism, and its function for it `fully_shard`. You
+# will use that, too, and predict every message that it sends.
 
 # %%
 import os
@@ -54,15 +55,16 @@ print(
 # %% [markdown]
 # ## 1. A vector and its shards
 #
-# A model has many parameters of all sizes. To cut them evenly, lay them one behind the other into one vector, add
-# zeros until its length is a multiple of the number of ranks, and cut that. Rank r owns part r, its **shard**.
+# How can parameters of all sizes be divided evenly? Lay them one behind the other in one vector, append zeros
+# until its length is a multiple of the number of ranks, and divide that. Rank r owns part r, its **shard**.
 #
-# Two collectives of lesson 04 move between shard and whole:
+# Two collectives of lesson 04 lead from shards to the whole vector and back:
 #
-# - **all-gather**: from everybody's shard to the whole, on all ranks. For weights.
-# - **reduce-scatter**: from everybody's whole to the sum of them, a shard on each rank. For gradients.
+# - **all-gather**: from every rank's shard to the whole, on all ranks. It is used for weights.
+# - **reduce-scatter**: from every rank's whole to their sum, one shard on each rank. It is used for
+#   gradients.
 #
-# PyTorch renamed both functions in version 2.13, so here they are under one name each.
+# PyTorch renamed both functions in version 2.13, so the next cell puts each of them under one name.
 
 # %% show="true"
 from manyhands.fsdp.flat import all_gather, reduce_scatter
@@ -70,17 +72,19 @@ from manyhands.fsdp.flat import all_gather, reduce_scatter
 # %% [markdown]
 # `pack`, from lesson 05, copies tensors into one vector.
 #
-# The class `Flat` holds such a vector. The trick is in `show`: it makes the model's parameters **views** of the vector.
-# The model computes with them and does not notice. When the vector changes, the model has new weights; nothing has to
-# be copied back.
+# The class `Flat` holds such a vector. Its trick is in `show`, which makes the model's parameters **views**
+# of the vector. The model computes with them as before, and when the vector changes, the model has new
+# weights without any copying back.
 #
-# Three methods are yours:
+# You write three methods:
 #
-# - `__init__` builds the padded vector `whole`, shows it, and makes `shard` from this rank's part of it.
+# - `__init__` builds the padded vector `whole`, shows it to the parameters, and makes `shard` from this
+#   rank's part.
 # - `gather` starts an all-gather that fills `whole`.
 # - `reduce` turns the gradients into `shard.grad`, their mean over the ranks.
 #
-# `self.replicas` is `None` until section 7. There it is a second group, over which the reduced shard is averaged, too.
+# `self.replicas` is `None` until section 7. There it is a second group of ranks, over which the reduced shard
+# is averaged as well.
 
 # %% exercise="Flat.__init__ Flat.gather Flat.reduce" todo="10.1" minutes=30 difficulty=2 points=3
 from manyhands.fsdp.flat import Flat
@@ -90,7 +94,8 @@ check.Flat(Flat)
 
 
 # %% [markdown]
-# Look at a small one on three ranks: seven parameters, padded to nine, three numbers for each rank.
+# Here is a small `Flat` on three ranks. Its seven parameters are padded to nine, three numbers for each rank.
+# Which rank owns the padding?
 
 
 # %%
@@ -109,17 +114,19 @@ if check.ready("10.1"):
         print(f"rank {rank}: whole {whole}, shard {mine}")
 
 # %% [markdown]
-# ## 2. Stage 1: split the optimizer state
+# ## 2. Stage 1: shard the optimizer state
 #
-# All ranks have all weights, and backward gives each the gradients of its own samples. Up to here it is lesson 05.
-# Then, in place of the all-reduce:
+# How much can be saved without touching forward and backward? In stage 1 every rank still has all weights,
+# and backward gives it the gradients of its own samples, as in lesson 05. Then, in place of the all-reduce:
 #
-# 1. reduce-scatter the gradients: each rank has the mean of its own shard,
-# 2. step the shard. The optimizer knows only the shard, so its state is 1/n,
-# 3. all-gather the new weights.
+# 1. Reduce-scatter the gradients, so that each rank has the mean for its own shard.
+# 2. Step the shard. The optimizer knows only the shard, so its state is 1/n as large.
+# 3. All-gather the new weights.
 #
-# It sends no byte more. An all-reduce *is* a reduce-scatter and an all-gather (lesson 04). They are two calls in place of
-# one, though, and the second can no longer hide behind backward.
+# On a ring this sends no more bytes than before, because an all-reduce *is* a reduce-scatter and an
+# all-gather (lesson 04). But in the simple version that you write, neither call overlaps with computation.
+# Both can be hidden: Megatron-LM, for example, gathers the new weights layer by layer during the next
+# forward.
 
 # %% exercise="ShardedOptimizer.step" todo="10.2" minutes=10 difficulty=2 points=2
 from manyhands.fsdp.zero import ShardedOptimizer
@@ -128,14 +135,16 @@ from manyhands.fsdp.zero import ShardedOptimizer
 check.ShardedOptimizer(ShardedOptimizer)
 
 # %% [markdown]
-# ## 3. Stage 2: split the gradients
+# ## 3. Stage 2: shard the gradients
 #
-# After backward a whole set of gradients was there, 4 bytes a parameter, only to be cut. But backward makes them layer
-# by layer. So cut the model into several Flats, one for each block, and reduce each one as soon as its last gradient
-# has come. Its whole gradients are then dropped, while backward goes on.
+# Stage 1 collects a whole set of gradients, 4 bytes per parameter, only to reduce them to shards. But
+# backward produces them layer by layer. So divide the model into several Flats, one for each block, and
+# reduce each one as soon as its last gradient has arrived. Its whole gradients are then dropped while
+# backward continues.
 #
-# The hook for it is the one of lesson 05: `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)` when
-# `param.grad` has just been written. It works for parameters that want a gradient only; a frozen Flat has none to reduce.
+# The hook for this is the one of lesson 05: `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)`
+# when `param.grad` has just been written. It works only for parameters with `requires_grad`; a frozen Flat
+# has no gradients to reduce.
 
 # %% exercise="reduce_during_backward" todo="10.3" minutes=15 difficulty=2 points=2
 from manyhands.fsdp.zero import reduce_during_backward
@@ -146,12 +155,14 @@ check.reduce_during_backward(reduce_during_backward)
 # %% [markdown]
 # ### Is it the same training?
 #
-# Ten steps of AdamW on four ranks, each with a quarter of the batch, against one process with all of it. You will see
-# the largest difference between a weight here and the same weight there. The blocks are units of their own; what is in
-# no block, the embedding, the last norm and the head, is the **root** unit.
+# Train for ten steps of AdamW on four ranks, each with a quarter of the batch, and compare with one process
+# that gets the whole batch. The cell prints the largest difference between a weight here and the same weight
+# there. Each block is a unit of its own; what is in no block (the embeddings, the last norm and the head)
+# forms the **root** unit.
 #
-# AdamW divides each gradient by its usual size, plus `eps`. So where a gradient is nearly 0, its last, rounded digits
-# would decide the step, and they differ from processor to processor. A larger `eps` keeps this out of the comparison.
+# AdamW divides each gradient by its usual size, plus `eps`. So where a gradient is nearly 0, its last,
+# rounded digits would decide the step, and they differ from processor to processor. A larger `eps` keeps this
+# effect out of the comparison.
 
 # %%
 V, T, L, D, B = 50, 16, 3, 96, 8
@@ -211,18 +222,19 @@ for stage, needs in ((1, ["10.1", "10.2"]), (2, ["10.1", "10.2", "10.3"])):
         assert off < 1e-5
 
 # %% [markdown]
-# ## 4. Stage 3: split the weights
+# ## 4. Stage 3: shard the weights
 #
-# What is left on every rank are the whole weights. Now they shall live only while they are used. `ShardedFlat` is a
-# `Flat` whose shard has memory of its own, and whose `whole` can be given back.
+# Each rank still holds the whole weights. How can they exist only while they are used? `ShardedFlat` is a
+# `Flat` whose shard has memory of its own, so that the memory of `whole` can be given back.
 #
-# Giving it back has a catch. In forward autograd keeps the weights for backward. They are views of `whole`, so if you
-# dropped `whole`, autograd's views would keep the memory alive, and nothing would be gained. The way out is to leave the
-# tensors where they are and to take the *memory behind them* away: `tensor.untyped_storage().resize_(0)` gives it
-# back, and `resize_(number of bytes)` takes new memory, which all views then see. What was in it is lost, so it has
-# to be gathered again before anybody reads it.
+# Giving it back has a catch. In forward, autograd keeps the weights for backward. They are views of `whole`,
+# so if you dropped `whole`, autograd's views would keep the memory alive, and nothing would be gained. The
+# way out is to leave the tensors where they are and to take away the *memory behind them*:
+# `tensor.untyped_storage().resize_(0)` gives it back, and `resize_(number of bytes)` allocates new memory,
+# which all views then see. The old contents are lost, so the weights have to be gathered again before
+# anything reads them.
 #
-# Write `start`, `wait` and `free`. `self.coming` is the work of a gather that is on its way, or `None`.
+# Write `start`, `wait` and `free`. `self.coming` is the work of a gather in flight, or `None`.
 
 # %% exercise="ShardedFlat.start ShardedFlat.wait ShardedFlat.free" todo="10.4" minutes=15 difficulty=2 points=2
 from manyhands.fsdp.flat import ShardedFlat
@@ -232,7 +244,7 @@ check.ShardedFlat(ShardedFlat)
 
 
 # %% [markdown]
-# One layer's life on two ranks:
+# Follow one layer through a step on two ranks. When does `whole` take memory?
 
 
 # %%
@@ -267,18 +279,22 @@ if check.ready("10.1", "10.4"):
 # %% [markdown]
 # ### Around forward and backward
 #
-# Now all of it, by itself. `FSDP` wraps a model. For each unit hooks call four methods, which are yours: before and
-# after its forward, before and after its backward. The hooks are given, and so is a helper that makes Flats.
+# Now let all of this happen by itself. `FSDP` wraps a model, and hooks call four methods for each unit:
+# before and after its forward, before and after its backward. You write these four. The hooks are given, and
+# so is a helper that makes Flats.
 #
-# Two rules are worth a thought:
+# Two rules matter most:
 #
-# - **Prefetch.** While a unit computes, the next one should be on its way: in forward the unit after it, in backward
-#   the unit before it, in the order of forward. `start` begins, `wait` waits.
-# - **The root stays.** Its head is used last in forward and first in backward, so it is not freed in between.
+# - **Prefetch.** While a unit computes, the next one should be on its way, which hides its gather behind the
+#   computation. In forward that is the unit after it, in backward the unit before it, in the order of
+#   forward. `start` begins a gather, `wait` waits for it.
+# - **The root stays.** Its head is used last in forward and first in backward, so the root is not freed in
+#   between.
 #
-# Units are numbered in the order of forward; the root is unit 0. `self.units[index]` is a list of Flats, mostly of one.
-# `self.is_backward` is yours to set: True in `before_backward`, and False again before the root's forward. There, free
-# everything first: what is still whole may be older than the last step.
+# Units are numbered in the order of forward, and the root is unit 0. `self.units[index]` is a list of Flats,
+# usually only one. You set `self.is_backward`: to True in `before_backward`, and back to False before the
+# root's forward. There, free everything first, because weights still gathered may date from before the last
+# optimizer step.
 
 # %% show="true"
 from manyhands.fsdp.flat import make_flats
@@ -290,7 +306,9 @@ from manyhands.fsdp.units import FSDP
 check.FSDP(FSDP)
 
 # %% [markdown]
-# The training loop is that of one process. The only parameters that an optimizer sees are the shards.
+# The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
+# Between steps the model's own parameters have no memory behind them, so reading them may crash Python.
+# `full_state` collects the weights safely.
 
 # %% show="true"
 from manyhands.fsdp.fully_shard import full_state
@@ -319,8 +337,9 @@ if check.ready("10.1", "10.4", "10.5"):
 # %% [markdown]
 # ### Look: the memory of a step
 #
-# All bytes that live on rank 0 of four, after every operation of a step: in stage 2, where the weights stay, and in
-# stage 3. The batch is small, so that the weights can be seen.
+# What does stage 3 gain? The cell plots all bytes that live on rank 0 of four, after every operation of a
+# step: in stage 2, where the weights stay whole, and in stage 3. The batch is small, so that the weights
+# stand out.
 
 
 # %%
@@ -359,19 +378,21 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5"):
     )
 
 # %% [markdown]
-# In stage 2 all weights are there all the time. In stage 3 a quarter of them is, and while forward and backward run a
-# plateau stands on it: the root, the block that computes, and the one on its way. It has a dip at the turn, where the
-# last block has been freed and is gathered again. When the step ends, only shards are left. The spikes are copies of
-# gradients on their way into a vector; `Live` counts such temporary values with the activations.
+# In stage 2 all weights are there all the time. In stage 3 only a quarter of them is, and while forward and
+# backward run a plateau lies on top of it: the root, the block that computes, and the one on its way. The
+# plateau dips at the turn, where the last block has been freed and is gathered again. When the step ends,
+# only shards are left. The spikes are copies of gradients being packed into a vector; `Live` counts such
+# temporary values with the activations.
 
 # %% [markdown]
 # ## 5. Predict the messages
 #
-# How many collectives does a rank call in one forward and backward? Write it as a function of the number of blocks.
+# How many collectives does a rank call in one forward and backward? Write it as a function of the number of
+# blocks.
 #
-# `reshard` (PyTorch: `reshard_after_forward`) says whether a block is freed after its forward. If it is not, backward
-# finds it whole and needs no second gather. `replicas` is for section 7: where several ranks hold the same shard, each
-# unit's reduced gradients are all-reduced between them.
+# `reshard` (PyTorch: `reshard_after_forward`) says whether a block is freed after its forward. If it is not,
+# backward finds it whole and needs no second gather. `replicas` is for section 7: where several ranks hold
+# the same shard, each unit's reduced gradients are all-reduced among them.
 
 # %% exercise="calls_per_step" todo="10.6" minutes=10 difficulty=2 points=2
 from manyhands.fsdp.fully_shard import calls_per_step
@@ -380,8 +401,8 @@ from manyhands.fsdp.fully_shard import calls_per_step
 check.calls_per_step(calls_per_step)
 
 # %% [markdown]
-# And how many bytes? In a ring each rank sends (n-1)/n of a whole for a gather, and as much for a reduction. How many
-# times as much as the all-reduce of lesson 05 does FSDP send in a step?
+# And how many bytes? In a ring each rank sends (n-1)/n of the whole vector for a gather, and as much for a
+# reduce-scatter. How many times as much as the all-reduce of lesson 05 does FSDP send in a step?
 
 # %%
 times_as_much = None  # your number
@@ -413,21 +434,22 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
     score("times an all-reduce", times_as_much, (3 - root) / 2, sent[True] / 2)
 
 # %% [markdown]
-# The ledger counts the whole of each call; a rank sends three quarters of that. An all-reduce counts as two: a reduction
-# and a gather. The root is gathered only once, so it is a little less than 1.5
-# times as much. That is the price of stage 3. If blocks are kept until backward, it sends as much as an all-reduce; but
-# when forward ends, all weights are whole at the same time.
+# The ledger counts the whole vector in each call; in a ring of four a rank sends three quarters of that. An
+# all-reduce counts as two, a reduce-scatter and a gather. The ratio is slightly below 1.5 because the root is
+# gathered only once. This is the price of stage 3. If blocks are kept until backward, FSDP sends only as much
+# as an all-reduce, but when forward ends, all weights are whole at the same time.
 
 # %% [markdown]
 # ## 6. PyTorch's own: fully_shard
 #
-# `fully_shard(module)` makes one unit of all parameters below `module` that no earlier call has taken. So first each
-# block, then the root. It changes the module in place. Its parameters become **DTensors**: tensors that know of which
-# larger one they are a part. An optimizer made *afterwards* gets the shards.
+# `fully_shard(module)` makes one unit of all parameters below `module` that no earlier call has taken, so it
+# is called for each block first and then for the root. It changes the module in place: its parameters become
+# **DTensors**, tensors that know of which larger one they are a part. An optimizer made *afterwards* gets the
+# shards.
 #
 # Your function wraps blocks and root, and passes its options on:
 #
-# - `mesh`: which ranks. `None` for all of them.
+# - `mesh`: which ranks; `None` for all of them.
 # - `reshard`: `reshard_after_forward` of the blocks.
 # - `dtype`: a `MixedPrecisionPolicy` with this `param_dtype`, and gradients reduced in float32.
 # - `offload`: a `CPUOffloadPolicy`, with pinned memory only where there is a GPU.
@@ -445,7 +467,7 @@ if check.ready("10.7"):
     assert off < 1e-5
 
 # %% [markdown]
-# Does it send the same messages as yours?
+# Does `fully_shard` send the same messages as your FSDP?
 
 # %% tags=["nbval-check-output"]
 if check.ready("10.6", "10.7"):
@@ -455,10 +477,11 @@ if check.ready("10.6", "10.7"):
         assert all(counted[name] == n for name, n in calls_per_step(L, reshard).items())
 
 # %% [markdown]
-# ### The slides disagree: FSDP that wraps nothing
+# ### Does a loop over layer classes find every block?
 #
-# A well-known course has this loop: it calls `fully_shard` for every `nn.TransformerEncoderLayer`. But its model has
-# a layer class of its own. What happens?
+# Some examples choose the units by class: they call `fully_shard` for every `nn.TransformerEncoderLayer`. But
+# this lesson's model has a layer class of its own. What happens? The cell prints the number of units, the
+# calls of a step, and the peak memory.
 
 
 # %%
@@ -494,12 +517,13 @@ if check.ready("10.7"):
     assert peaks[0] > peaks[1]
 
 # %% [markdown]
-# No error, the losses are right, and the model is one single unit: during a step all weights and all gradients are
-# whole at the same time. Only the optimizer state stays split. So count your units.
+# There is no error, and the training is right, but the model is one single unit: during a step all weights
+# and all gradients are whole at the same time, and only the optimizer state stays sharded. So count your
+# units.
 #
 # ### The order matters: first shard, then make the optimizer
 #
-# What if the optimizer is made before?
+# What if the optimizer is made before? Watch the loss over three steps.
 
 
 # %%
@@ -523,21 +547,24 @@ if check.ready("10.7"):
     print("losses:", run_ranks(optimizer_first, 2)[0])
 
 # %% [markdown]
-# The same loss three times: the optimizer holds the old parameters, which the model no longer has. Nothing warns you.
+# The loss does not move, because the optimizer holds the old parameters, which the model no longer has.
+# Nothing warns you.
 
 # %% [markdown]
 # ## 7. Two dimensions: shards and replicas
 #
-# Shards travel in every layer. Inside a node that is quick, between nodes it is slow. So shard over the GPUs of a node
-# only, and let every node hold a **replica** of the whole: **hybrid** sharding, HSDP. The ranks form a table, a
-# **mesh**: a row is one replica, the ranks of a column hold the same shard.
+# FSDP gathers every layer's weights, which is quick inside a node and slow between nodes. Can the gathers
+# stay inside a node? They can, if the model is sharded over the GPUs of one node only and every node holds a
+# **replica** of the whole: **hybrid** sharding, HSDP. The ranks form a table, a **mesh**, in which a row is
+# one replica and the ranks of a column hold the same shard.
 #
 # | | shard 0 | shard 1 |
 # |---|---|---|
 # | replica 0 | rank 0 | rank 1 |
 # | replica 1 | rank 2 | rank 3 |
 #
-# Gathers and reductions run in the rows, and each unit's reduced gradients are then averaged down the columns.
+# Gathers and reduce-scatters run in the rows, and each unit's reduced gradients are then averaged down the
+# columns.
 
 # %% exercise="make_mesh" todo="10.8" minutes=5 difficulty=1 points=1
 from manyhands.fsdp.fully_shard import make_mesh
@@ -546,11 +573,12 @@ from manyhands.fsdp.fully_shard import make_mesh
 check.make_mesh(make_mesh)
 
 # %% [markdown]
-# ### The slides disagree: a seed for each rank
+# ### Does every rank need the same seed?
 #
-# The same course gives every rank another seed before it builds the model. DDP hides that: it copies rank 0's weights.
-# `fully_shard` takes what each rank has. Train three steps on a 2 x 2 mesh, from equal and from unequal seeds, with
-# bare `fully_shard` and with yours. You will see by how much the two replicas differ.
+# Some slides give every rank a different seed before the model is built. DDP hides that, because it copies
+# rank 0's weights. `fully_shard` takes the weights that each rank has. Train three steps on a 2 x 2 mesh,
+# from equal and from unequal seeds, with bare `fully_shard` and with your function. By how much will the two
+# replicas differ?
 
 
 # %%
@@ -583,20 +611,22 @@ if check.ready("10.7", "10.8"):
             assert apart == 0 or (how, same_seed) == ("fully_shard", False)
 
 # %% [markdown]
-# With unequal seeds bare `fully_shard` trains a patchwork: every rank cut its shard out of another model, and the
-# replicas stay different, although their gradients are averaged. Build all ranks' weights from one seed, or send rank
-# 0's to all.
+# With unequal seeds bare `fully_shard` trains a patchwork: every rank took its shard from a different model,
+# and the replicas stay different although their gradients are averaged. So build all ranks' weights from one
+# seed, or send rank 0's weights to all, as your function does.
 #
 # ### Four names
 #
-# The first FSDP of PyTorch had four sharding strategies. You meet the names in older code:
+# The first FSDP of PyTorch had five sharding strategies. `NO_SHARD` was plain data parallelism; you meet the
+# other four in older code:
 #
 # - `FULL_SHARD`: everything is sharded, and weights are freed after forward.
-# - `SHARD_GRAD_OP`: gradients and optimizer state are sharded all the time. Weights are whole from forward to backward.
+# - `SHARD_GRAD_OP`: gradients and optimizer state are sharded all the time. Weights are whole from forward to
+#   backward.
 # - `HYBRID_SHARD`: the first, inside a node, with a replica on every node.
 # - `_HYBRID_SHARD_ZERO2`: the second, inside a node, with a replica on every node.
 #
-# Say what each of them is in `fully_shard`.
+# Express each of the four by the options of `fully_shard`.
 
 # %% exercise="options_of" todo="10.9" minutes=5 difficulty=1 points=1
 from manyhands.fsdp.fully_shard import options_of
@@ -612,9 +642,9 @@ if check.ready("10.9"):
 # %% [markdown]
 # ## 8. All of it together
 #
-# Write the whole of a sharded training with PyTorch's parts: shard, make the optimizer, train, and collect the whole
-# weights at the end. Keep the right order, and give each rank its own share of each batch. `full_state` calls
-# collectives, so every rank has to call it.
+# Write a complete sharded training with PyTorch's parts: shard, make the optimizer, train, and collect the
+# whole weights at the end. Keep this order, and give each rank its own share of each batch. `full_state`
+# calls collectives, so every rank has to call it.
 
 # %% exercise="train_sharded" todo="10.10" minutes=15 difficulty=2 points=2
 from manyhands.fsdp.fully_shard import train_sharded
@@ -625,9 +655,9 @@ check.train_sharded(train_sharded)
 # %% [markdown]
 # ## 9. What it costs and what it saves
 #
-# Peak memory and time of a step on four ranks: plain data parallelism, stages 1 to 3, hybrid, and PyTorch's. The
-# model has 0.8 million parameters. Four ranks share the cores of one machine here, so look at the order of the times,
-# not at their size.
+# Which stage is worth its price? The cell measures peak memory and time of a step on four ranks: plain data
+# parallelism, stages 1 to 3, hybrid, and PyTorch's version. The model has 0.8 million parameters. The ranks
+# share the cores of one machine, so look at the order of the times, not at their size.
 
 
 # %%
@@ -693,19 +723,26 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     )
 
 # %% [markdown]
-# Memory falls with every stage, and time pays for it. Stages 1 and 2 send as many bytes as DDP, but their gather of the
-# new weights has no backward to hide behind. FSDP sends more, and more often. Hybrid holds shards of half the
-# model in place of a quarter, so it needs more than FSDP, and its groups of two ranks are quicker than one of four.
-# PyTorch's version takes longer here. One reason may be that it cuts every parameter by itself, which takes many small
-# copies; on a GPU those are cheap.
+# Memory falls with every stage. (3.2 MB of DDP's bar are the room in which `BucketedDDP` copies its
+# gradients.) Hybrid holds shards of half the model in place of a quarter, so it needs more than FSDP.
 #
-# So FSDP wants a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline may be
-# better (lesson 12). And there is a limit that no number of ranks moves: one unit must fit on a rank, whole, with its
-# activations. Beyond that the layer itself has to be split (lesson 13).
+# The price is time, and here it is higher than section 5 suggests. gloo makes a reduce-scatter out of a whole
+# all-reduce, so stages 1 and 2 send about 1.5 times as much as DDP in this cell, and FSDP twice as much.
+# NCCL, on GPUs, has a real reduce-scatter. Besides, the reductions and the gather of new weights make your
+# rank wait, whereas DDP's messages travel during backward. Hybrid's groups of two ranks tend to be quicker
+# than one of four. Where PyTorch's version takes longest, one reason may be that it shards every parameter by
+# itself, which takes many small copies. On a GPU those are cheap, and `fully_shard` reduces on a stream of
+# its own while backward continues, so the order may be different there.
+#
+# So FSDP needs a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline
+# may be better (lesson 12). And one limit does not move with the number of ranks: a rank must hold the root
+# and two more units whole, the gradients of one unit, and its own activations. Beyond that the layers
+# themselves have to be split (lesson 13).
 #
 # ### What does not fit on one
 #
-# `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes. Give each rank 12.
+# `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes. Allow each rank only
+# 12 bytes per parameter: can it train alone, and can four ranks?
 
 
 # %%
@@ -735,14 +772,20 @@ if check.ready("10.1", "10.4", "10.5"):
             print(f"{num_ranks} rank(s): {failed.failure.message}")
 
 # %% [markdown]
-# On one rank it ends in the first step, as soon as the optimizer takes memory for its state. On four it trains.
+# On one rank the run ends in the first step, when the optimizer allocates its state. On four ranks it trains.
+#
+# The limit holds for the training only: before it, every rank built the whole model. A model too large even
+# for that is built and sharded on PyTorch's *meta* device, where tensors have shapes but no memory. Then each
+# rank allocates its own shards (`to_empty`) and initializes them. The FSDP paper calls this deferred
+# initialization.
 
 # %% [markdown]
 # ## 10. Run it as a job
 #
-# The job trains with your own functions in it: with your `FSDP`, that is stage 3. Its checkpoints hold a file for each
-# rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live` does; "Memory of each device"
-# is the whole process, and most of that is PyTorch.
+# The job trains with your own functions; with your `FSDP`, that is stage 3. Its checkpoints hold a file for
+# each rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live` does, in the
+# first two steps, which are slower for that reason. "Memory of each device" is the whole process, and most of
+# that is PyTorch.
 
 # %%
 if check.ready("10.1", "10.4", "10.5"):
@@ -759,32 +802,37 @@ check.summary()
 #
 # You can now
 #
-# - cut parameters into shards, and move between shard and whole,
+# - divide parameters into shards, and move between shards and whole,
 # - build ZeRO stages 1 to 3 by hand, each equal to one process,
 # - say which collectives FSDP calls, how many, and with how many bytes,
-# - use `fully_shard` on blocks and root, on one row of ranks or on a mesh, and see whether it did what you meant,
+# - use `fully_shard` on blocks and root, on one row of ranks or on a mesh, and check whether it did what you
+#   meant,
 # - say when FSDP pays, and what it cannot do.
 #
 # **Questions**
 #
 # <details><summary>A model of 40 blocks on 64 GPUs, fully sharded. How many all-gathers and reduce-scatters does a rank call in a step?</summary>
 #
-# 41 units. All-gathers: 41 in forward and 40 in backward, 81 in all. Reduce-scatters: 41.
+# There are 41 units. A rank calls 41 all-gathers in forward and 40 in backward, 81 in all, and 41
+# reduce-scatters.
 # </details>
 #
 # <details><summary>Four micro-batches are accumulated before each step. What does stage 3 do to the traffic, compared with DDP under no_sync?</summary>
 #
-# DDP sends gradients once, after the fourth: an all-reduce, which counts as two. FSDP gathers the weights twice for every
-# micro-batch, and reduces the gradients once: 8 + 4 = 12, six times as much. Keeping the weights until backward saves
-# four of them.
+# DDP sends gradients once, after the fourth: an all-reduce, which counts as two. For every micro-batch FSDP
+# gathers the weights twice and reduces the gradients once: 8 + 4 = 12, six times as much. Keeping the weights
+# until backward saves four of the gathers. With `set_requires_gradient_sync(False)` before all micro-batches
+# but the last, `fully_shard` reduces only once, 8 + 1 = 9, but each rank keeps whole gradients until then.
 # </details>
 #
 # <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>
 #
-# The optimizer sees one long shard and not the matrices, so it takes the norm of the shard. `fully_shard` keeps the
-# parameters apart, as DTensors, whose norm is that of the whole.
+# The optimizer sees one long shard and not the matrices, so it takes the norm of the shard. `fully_shard`
+# keeps the parameters apart, as DTensors, whose norm is that of the whole. Gradient clipping has the same
+# problem: with Flat, `clip_grad_norm_` sees only this rank's shards.
 # </details>
 #
-# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Zhao et al. 2023, "PyTorch FSDP",
-# https://arxiv.org/abs/2304.11277; PyTorch's documentation of fully_shard,
-# https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+# **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Zhao et al. 2023, "PyTorch
+# FSDP", https://arxiv.org/abs/2304.11277; PyTorch's documentation of fully_shard,
+# https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; NVIDIA, "Communication Overlap",
+# https://docs.nvidia.com/nemo/megatron-bridge/latest/training/communication-overlap.html.

@@ -5,14 +5,14 @@
 # %% [markdown]
 # # 13 Tensor parallelism
 #
-# A pipeline cuts between the layers (lesson 12). Here we cut *inside* them: each rank has a part of every matrix, and all
-# ranks work on the same tokens at the same time. There is no bubble. A single layer that is too large for one device now
-# fits. The price is messages in every layer, forward and backward.
+# A pipeline cuts a model between its layers (lesson 12). Here we cut *inside* them: each rank holds a part of
+# every matrix, and all ranks work on the same tokens at the same time. There is no bubble, and a single layer
+# that is too large for one device now fits. The price is communication in every layer, forward and backward.
 #
-# ![An MLP cut over two ranks: x goes to both, each multiplies with its columns of A, takes gelu, multiplies with its rows of B, and an all-reduce adds the parts to y](figures/tensor_mlp.svg)
+# ![An MLP cut over two ranks. Both ranks receive x; each multiplies it by its columns of A, applies gelu and multiplies the result by its rows of B; an all-reduce adds the two parts to y](figures/tensor_mlp.svg)
 #
-# The trick is in the picture: the first matrix is cut by columns and the second by rows. Then nothing has to travel
-# between the two.
+# The picture shows the trick: the first matrix is cut by columns and the second by rows, so nothing has to
+# travel between the two.
 
 # %%
 import os
@@ -60,8 +60,9 @@ print(
 # %% [markdown]
 # ## 1. Two ways to cut a matrix
 #
-# Take y = x A. If A is cut by **columns**, each part gives some columns of y. If it is cut by **rows**, x has to be cut
-# by columns to fit, and each part gives a y of full size; the sum of all parts is right.
+# How can two ranks share y = x A? If A is cut by **columns**, each rank computes some columns of y, and side
+# by side they make up y. If A is cut by **rows**, x has to be cut by columns to match, and each rank computes
+# a term of full size, so the terms have to be added.
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -75,23 +76,26 @@ print("by columns, put together:", torch.allclose(by_columns, x @ A, atol=1e-6))
 print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
 
 # %% [markdown]
-# An MLP is y = gelu(x A) B. Cut A by columns: each rank has some columns of x A, whole and not a part of a sum, so it can
-# take their gelu. These are just the columns that a row part of B wants. So one sum at the end is all.
+# An MLP computes y = gelu(x A) B. Cut A by columns: each rank then has some columns of x A, final values and
+# not terms of a sum, so it can apply gelu to them. They are exactly the input that a row slice of B needs. So
+# the only communication is one sum at the end.
 #
-# (By rows first would not do: gelu(a + b) is not gelu(a) + gelu(b).)
+# (Cutting A by rows would not work, because gelu(a + b) is not gelu(a) + gelu(b).)
 #
 # ## 2. What backward needs: f and g
 #
-# At the end each rank has a part of y, and an all-reduce adds them up. In the figure that is **g**. What is g's
-# *backward*? After g all ranks do the same work with the same y, and get the same loss. That is one computation, done N
-# times; it counts once. Each part is one term of y. So each part's gradient is that of y, as it is.
+# At the end of the MLP each rank has one term of y, and an all-reduce adds the terms. The figure calls this
+# all-reduce **g**. What is the *backward* of g? After g all ranks do the same work with the same y and get
+# the same loss. All ranks repeat one computation, so its gradient counts once. And y is a sum, so each term's
+# gradient is that of y, unchanged: no message is needed.
 #
-# At the beginning every rank gets the same x: that is **f**. Forward it does nothing. But after f each rank does *other*
-# work with x. So the gradient of x is the sum of N gradients, and each rank has only its own. f's backward is an
-# all-reduce.
+# At the beginning every rank gets the same x: this is **f**. In forward f does nothing. But after f each rank
+# does *different* work with x, so the gradient of x is the sum of N contributions, of which each rank has
+# only its own. That is why the backward of f is an all-reduce.
 #
-# The two are mirror images: f copies forward and sums backward, g sums forward and copies backward. Write both as
-# `autograd.Function`s, as in lesson 09. A tensor that is given to you may be used elsewhere: sum into a copy.
+# The two are mirror images: f copies forward and sums backward, while g sums forward and copies backward.
+# Write both as `autograd.Function`s, as in lesson 09. A tensor that you are given may be used elsewhere, so
+# sum into a copy.
 
 # %% exercise="CopyToRanks.forward CopyToRanks.backward SumOverRanks.forward SumOverRanks.backward" todo="13.1" minutes=20 difficulty=2 points=2
 from manyhands.tensor.layers import CopyToRanks, SumOverRanks
@@ -102,8 +106,9 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 # %% [markdown]
 # ## 3. Cut layers
 #
-# Who gets which part? With sizes that do not divide evenly the first ranks get one more. And some things must not be cut
-# through: attention has heads, and a head must stay in one piece. So parts are counted in **units**.
+# Which rank gets which part? If the size does not divide evenly, the first ranks get one more. And some
+# groups of rows must not be cut apart: attention has heads, and a head must stay in one piece. So parts are
+# counted in **units**, and a unit, such as the rows of one head, stays together.
 
 # %% exercise="my_range" todo="13.2" minutes=10 difficulty=2 points=1
 from manyhands.tensor.layers import my_range
@@ -120,13 +125,14 @@ if check.ready("13.2"):
 from manyhands.tensor.layers import Region, my_part
 
 # %% [markdown]
-# Now the two layers. `nn.Linear` keeps its matrix the other way round, (out, in). So to cut by *columns* of A, cut the
-# *rows* of `weight`, and the bias with it.
+# Now the two layers. `nn.Linear` stores its matrix transposed, as (out, in). So to cut A by *columns*, cut
+# the *rows* of `weight`, and cut the bias in the same way.
 #
-# `enter` is the way into the cut layers, here f, and `leave` the way out, here g. They are arguments because section 6 puts
-# others in their place. `Region` is the type of both.
+# `enter` is the way into the cut layers, here f, and `leave` is the way out, here g. They are arguments
+# because section 6 replaces them. `Region` is the type of both.
 #
-# In the row layer the parts of a sum meet. The bias belongs to the sum: add it once, after `leave`.
+# In the row layer `leave` adds up all ranks' terms. The bias belongs to the sum, so add it once, after
+# `leave`.
 
 # %% exercise="ColumnLinear.__init__ ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=20 difficulty=2 points=2
 from manyhands.tensor.layers import ColumnLinear, RowLinear
@@ -135,8 +141,8 @@ from manyhands.tensor.layers import ColumnLinear, RowLinear
 check.ColumnLinear(ColumnLinear, RowLinear)
 
 # %% [markdown]
-# An MLP on two ranks, against the whole one. You will see by how much output and gradient of x differ, and which messages
-# passed.
+# Does an MLP on two ranks compute the same as the whole MLP? The next cells print how far the output and the
+# gradient of x differ, and which messages were sent. Differences around 1e-6 or less are float32 rounding.
 
 
 # %%
@@ -163,16 +169,18 @@ if check.ready("13.1", "13.2", "13.3"):
     assert max(off) < 1e-4 and forward == backward == {"all_reduce": 1}
 
 # %% [markdown]
-# One all-reduce each way, for two matrices.
+# The results agree up to rounding, and two matrices together cost one all-reduce each way.
 #
 # ## 4. Attention: a rank has some of the heads
 #
-# Heads do not know of each other: each has its own queries, keys and values. So give each rank some of the heads. `qkv` is
-# cut by columns, `out` by rows, and once more one all-reduce each way is enough.
+# Can attention be cut as cheaply? Its heads are independent: each has its own queries, keys and values. So
+# give each rank some of the heads. `qkv` is cut by columns and `out` by rows, and again one all-reduce each
+# way is enough.
 #
-# In our model the rows of `qkv` go head by head: 3 x head_width rows for the query, key and value of head 0, then those
-# of head 1, and so on. The columns of `out` go head by head as well, head_width each. `block.attention.head_width` says
-# how wide a head is.
+# In our model the rows of `qkv` go head by head: 3 x head_width rows for the query, key and value of head 0,
+# then those of head 1, and so on. The columns of `out` also go head by head, head_width each.
+# `block.attention.head_width` is the width of a head. A checkpoint that stores all queries, then all keys,
+# then all values would have to be reordered first, or a rank gets one head's queries with another's keys.
 
 # %% exercise="cut_block" todo="13.4" minutes=10 difficulty=2 points=2
 from manyhands.tensor.model import cut_block
@@ -199,13 +207,15 @@ if check.ready("13.1", "13.2", "13.3", "13.4"):
         )
 
 # %% [markdown]
+# The output is right even where the heads do not divide evenly.
+#
 # ## 5. The vocabulary
 #
-# The largest matrix is often that of the vocabulary: V rows, one for each token. It is used twice, as embedding and as
-# head. Cut it by rows of tokens: each rank has V/N of them.
+# The largest matrix is often that of the vocabulary. It has V rows, one for each token, and is used twice, as
+# embedding and as head. Cut it by rows, so that each rank has V/N of the tokens.
 #
-# **Embedding.** Each rank looks up the tokens that it has. For all others its part is zero. The sum over ranks, `leave`,
-# is the whole embedding.
+# **Embedding.** Each rank looks up the tokens that it has, and its part is zero for all others. The sum over
+# the ranks, `leave`, is the whole embedding.
 
 # %% exercise="VocabEmbedding.__init__ VocabEmbedding.forward" todo="13.5" minutes=15 difficulty=2 points=2
 from manyhands.tensor.vocabulary import VocabEmbedding
@@ -214,18 +224,18 @@ from manyhands.tensor.vocabulary import VocabEmbedding
 check.VocabEmbedding(VocabEmbedding)
 
 # %% [markdown]
-# **Head and loss.** With the same cut each rank gets the scores of its own tokens, (B, T, V/N). To gather them would cost
-# 4BTV bytes: for 8 sequences of 2,048 tokens and a vocabulary of 128,000 that is 8.4 GB. It is not needed. A token's loss
-# is
+# **Head and loss.** With the same cut, each rank computes the scores of its own tokens, (B, T, V/N).
+# Gathering all scores would cost 4BTV bytes: for 8 sequences of 2,048 tokens and a vocabulary of 128,000 this
+# is 8.4 GB. But the loss of a token needs less:
 #
 # log(sum over all tokens of exp(score)) - score of the target.
 #
-# Each rank has a part of the sum, and one rank has the target's score. So two numbers a token travel, not V. A third one
-# before: the largest score. It is subtracted from all scores, since exp of a large number overflows; and all ranks have
-# to subtract the *same* one.
+# Each rank has a part of the sum, and one rank has the target's score. So only two numbers per token travel,
+# and not V. A third number has to travel first, the largest score. It is subtracted from all scores, because
+# exp of a large number overflows, and all ranks have to subtract the *same* number.
 #
-# To add up, use your g, `SumOverRanks`: then autograd does the rest. The largest score is only a shift and needs no
-# gradient: `detach` it.
+# For both sums use your g, `SumOverRanks`, because autograd then handles the backward. The largest score is
+# only a shift and needs no gradient: `detach` it.
 
 # %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
 from manyhands.tensor.vocabulary import vocab_cross_entropy
@@ -236,20 +246,22 @@ check.vocab_cross_entropy(vocab_cross_entropy)
 # %% [markdown]
 # ## 6. Sequence parallelism
 #
-# Between the cut layers stand norms, dropouts and additions. All ranks do them on all positions: N times the same work,
-# and N copies of what they keep for backward. Lesson 04 knows a remedy: an all-reduce is a reduce-scatter and an
-# all-gather. So take them apart:
+# Between the cut layers are norms, dropouts and additions. All ranks apply them to all positions: N times the
+# same work, and N copies of what backward needs. Can these be cut, too? An all-reduce is a reduce-scatter and
+# an all-gather (lesson 04), so separate the two:
 #
-# - out of the cut layers: a **reduce-scatter**. Each rank gets the sum, but of its own T/N positions only.
-# - norm, dropout and addition: on these positions.
-# - into the next cut layers: an **all-gather** of the positions.
+# - Out of the cut layers goes a **reduce-scatter**: each rank gets the sum, but only for its own T/N
+#   positions.
+# - Norm, dropout and addition work on these positions.
+# - Into the next cut layers goes an **all-gather** of the positions.
 #
-# It sends as many bytes as before. What is kept between the layers is 1/N.
+# A ring sends as many bytes as before (section 9 has an exception), while the memory kept between the layers
+# falls to 1/N.
 #
-# These two are mirror images as well: what is gathered forward is reduce-scattered backward, and the other way round.
-# Write `gather_positions` and `sum_positions` first; they stand at the end of the cell. The collectives of lesson 10 work
-# on the *first* dimension, and positions are the second. `all_gather(whole, part, group)` only starts, so `.wait()` for it;
-# `reduce_scatter(part, whole, group)` returns when it is done.
+# These two are mirror images as well: what is gathered forward is reduce-scattered backward, and vice versa.
+# Write `gather_positions` and `sum_positions` first; they are at the end of the cell. The collectives of
+# lesson 10 work on the *first* dimension, but positions are the second. `all_gather(whole, part, group)` only
+# starts the transfer, so `.wait()` for it; `reduce_scatter(part, whole, group)` returns when it is done.
 
 # %% exercise="gather_positions sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=20 difficulty=2 points=3
 from manyhands.tensor.sequence import (
@@ -263,9 +275,9 @@ from manyhands.tensor.sequence import (
 check.GatherSequence(GatherSequence, ScatterSequence)
 
 # %% [markdown]
-# There is a consequence. A norm has weights, and every rank has all of them. Before, each rank saw all positions, and all
-# got the same gradient. Now each sees its own positions, and has a *part* of the gradient. So after backward these parts
-# have to be added up.
+# There is a consequence for the norms, whose weights every rank has whole. Before, each rank saw all
+# positions, so all got the same gradient. Now each sees only its own positions and gets only a *part* of the
+# gradient, so these parts have to be added up after backward.
 
 # %% exercise="sum_gradients" todo="13.8" minutes=10 difficulty=1 points=1
 from manyhands.tensor.sequence import sum_gradients
@@ -274,11 +286,12 @@ from manyhands.tensor.sequence import sum_gradients
 check.sum_gradients(sum_gradients)
 
 # %% [markdown]
-# ### Dropout, alike or apart?
+# ### Dropout: the same on all ranks, or different?
 #
-# Dropout draws random numbers. Where every rank has a *copy* of x, all must drop the same numbers, or the copies are
-# copies no more. Where each rank has a *part*, each must draw its own, or the same pattern repeats in all parts. So a rank
-# needs two streams of random numbers: the common one, and one of its own.
+# Dropout draws random numbers. Where every rank has a *copy* of x, all ranks must drop the same elements, or
+# the copies are no longer equal. Where each rank has a *part* of x, each must draw its own numbers, or the
+# same pattern repeats in all parts. So a rank needs two streams of random numbers: a common one, and one of
+# its own. Below, two ranks draw from both: compare their masks.
 
 # %% exercise="OwnRandom.__init__ OwnRandom.use" todo="13.9" minutes=15 difficulty=2 points=2
 from manyhands.tensor.sequence import OwnRandom
@@ -303,13 +316,15 @@ if check.ready("13.9"):
         print(f"rank {rank}: common {common}, its own {mine}")
 
 # %% [markdown]
+# The common masks are equal, and the ranks' own masks differ.
+#
 # ## 7. The whole model
 #
-# Put it together. `TensorParallel` takes a Transformer apart: the embedding, all blocks, and the head, which is the
-# embedding's matrix. Write its forward.
+# `TensorParallel` takes a Transformer apart: the embedding, all blocks, and the head, which shares its matrix
+# with the embedding. Write its forward.
 #
-# The head is cut by columns, like a `ColumnLinear`, so x passes `self.enter` before it. The scores, flattened to
-# (B T, V/N), go to `vocab_cross_entropy` with `self.tokens.mine`.
+# The head is cut by columns, like a `ColumnLinear`, so x passes through `self.enter` before it. The scores,
+# flattened to (B T, V/N), go to `vocab_cross_entropy` together with `self.tokens.mine`.
 
 # %% exercise="TensorParallel.forward" todo="13.10" minutes=15 difficulty=2 points=2
 from manyhands.tensor.model import TensorParallel
@@ -320,8 +335,9 @@ check.TensorParallel(TensorParallel)
 # %% [markdown]
 # ### Is it the same training?
 #
-# Ten steps of AdamW, on 2 and 4 ranks, with and without sequence parallelism. The losses must be those of one process; so
-# must the weights. And what all ranks have whole, norms and positions, must stay the same on all, to the last bit.
+# The next cells take ten steps of AdamW on 2 and 4 ranks, with and without sequence parallelism. Up to
+# rounding, the losses and the weights must be equal to those of one process. And what every rank holds whole,
+# norms and positions, must stay equal on all ranks to the last bit.
 
 # %%
 V, T, L, D, B = 50, 16, 3, 96, 8
@@ -384,7 +400,8 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9"):
             assert max(losses + weights) < 1e-5 and len(set(copies)) == 1
 
 # %% [markdown]
-# With dropout, too. Without sequence parallelism all ranks draw alike, so even the dropped numbers are those of one
+# Differences below 1e-5 are rounding, so it is the same training. The same holds with dropout. Without
+# sequence parallelism all ranks draw the same random numbers, so even the dropped elements are those of one
 # process.
 
 # %%
@@ -396,10 +413,12 @@ if check.ready(*PARTS):
 # %% [markdown]
 # ## 8. Which data?
 #
-# The ranks that hold one model together must see the **same batch**: each has a part of the answer for it. With more ranks
-# than that, there are several models, replicas, and each *model* gets its own share of the data, not each rank.
+# The ranks that hold one model together must see the **same batch**, because each computes a part of the
+# answer for it. With more ranks there are several models, replicas, and each *model* gets its own share of
+# the data, not each rank.
 #
-# Say which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k the second.
+# Compute which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k ranks the second, and so
+# on.
 
 # %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
 from manyhands.tensor.model import data_place
@@ -408,10 +427,11 @@ from manyhands.tensor.model import data_place
 check.data_place(data_place)
 
 # %% [markdown]
-# ### The slides disagree: a sampler over all ranks
+# ### May each rank of a model draw its own batches?
 #
-# A course's script for tensor parallelism gives `DistributedSampler` the number of *all* ranks. So each rank of a model
-# gets another batch. Train both ways on two ranks, and test the result on one batch that all know. You will see no error.
+# A script that is often shown for tensor parallelism gives `DistributedSampler` the number of *all* ranks, so
+# each rank of one model gets a different batch. Does that matter? Train both ways on two ranks, compare the
+# losses on one batch that both know, and watch for an error.
 
 
 # %%
@@ -443,15 +463,16 @@ if check.ready(*PARTS, "13.11"):
         print(f"{name:15} loss after training {run_ranks(train_with, 2, data)[0]:.3f}")
 
 # %% [markdown]
-# With other batches the embedding mixes the sequences: each rank adds the rows of its own tokens in its own batch. So a
-# position gets the token of both batches, of one, or of none. The loss mixes the targets in the same way. It trains, but
-# partly on nonsense: on this easy text the loss ends clearly higher. No error tells you.
+# With different batches the embedding mixes the sequences: each rank adds the rows of its own tokens for its
+# own batch, so a position gets the tokens of both batches, of one, or of none. The loss mixes the targets in
+# the same way. The model trains, but partly on nonsense, and on this easy text its loss ends clearly higher:
+# in our run 0.20 instead of 0.08. No error tells you.
 #
 # ## 9. Count the messages
 #
-# Predict: a model of L blocks, one forward and backward. How many all-reduces? Count those of f and g in attention, MLP,
-# embedding and head. The loss has two: the largest scores, and both sums in one message. And what becomes of all these
-# with sequence parallelism?
+# Predict first: how many all-reduces are in one forward and backward of a model with L blocks? Count those of
+# f and g in attention, MLP, embedding and head. The loss adds two: one for the largest scores, and one for
+# both sums together. And what becomes of all these messages with sequence parallelism?
 
 # %% exercise="calls_per_step" todo="13.12" minutes=10 difficulty=2 points=1
 from manyhands.tensor.model import calls_per_step
@@ -480,29 +501,37 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
         print(f"  {nbytes:,} bytes; 2 (2L + 1) activations are {2 * (2 * L + 1) * 4 * B * T * D:,}")
 
 # %% [markdown]
-# The ledger counts the whole tensor of each call. An all-reduce sends it about twice, a gather or a reduce-scatter once
-# (lesson 04). So the doubled number with sequence parallelism is the same traffic.
+# The ledger counts the whole tensor once per call. A ring all-reduce sends about twice that, and a gather or
+# a reduce-scatter about once (lesson 04). So the doubled number with sequence parallelism is the same
+# traffic. But gloo makes a reduce-scatter out of a whole all-reduce, so here the real traffic is about 1.5
+# times as large.
 #
-# What does that mean for a real model? A block all-reduces its activation four times a step, and here it cannot go on before
-# each one is through. (Megatron-LM hides those of backward: it computes the weights' gradients in that time.) So tensor parallelism wants the fastest network there is: the links inside a
-# node. Across two nodes it lost about 43 % of its speed, a pipeline about 14 % (Ultra-Scale Playbook, 2025).
+# What does the count mean for a real model? A block all-reduces its activation four times per step, and here
+# the block cannot continue until each all-reduce is done. (Megatron-LM hides the all-reduces of backward
+# behind the computation of the weights' gradients.) So tensor parallelism needs the fastest network there is:
+# the links inside a node. Across two nodes it lost about 43 % of its throughput, while a pipeline lost about
+# 14 % (Ultra-Scale Playbook, 2025).
 #
 # ## 10. PyTorch's own: a plan
 #
-# In PyTorch you write down how each module is cut, and **DTensor** does it. A DTensor looks like the whole tensor, and each
-# rank holds its part. `ColwiseParallel` and `RowwiseParallel` are the layers that you wrote. Each says how its input comes
-# and how its output goes: `Replicate()`, whole on all ranks; `Shard(1)`, cut by positions; `Shard(-1)`, by the last dimension.
-# That is `input_layouts=` and `output_layouts=`. Without them `ColwiseParallel` takes a whole input and gives `Shard(-1)`,
-# and `RowwiseParallel` the other way round.
+# In PyTorch you write down how each module is cut, and **DTensor** does the rest. A DTensor (distributed
+# tensor) looks like the whole tensor, while each rank holds its part. `ColwiseParallel` and `RowwiseParallel`
+# are the layers that you wrote. Each has a layout for its input and one for its output, set by
+# `input_layouts=` and `output_layouts=`: `Replicate()` means whole on all ranks, `Shard(1)` cut by positions,
+# and `Shard(-1)` cut by the last dimension. By default `ColwiseParallel` takes a whole input and returns
+# `Shard(-1)`, and `RowwiseParallel` does the opposite.
 #
-# Write the plan, from names such as `"blocks.0.mlp.up"` to styles. Without sequence parallelism what is between the layers is `Replicate()`, with it `Shard(1)`:
+# Write the plan, a dictionary from names such as `"blocks.0.mlp.up"` to styles. The activation between the
+# layers is `Replicate()` without sequence parallelism and `Shard(1)` with it:
 #
-# - `tokens` is `RowwiseParallel` with a whole input: for an embedding that means rows of tokens.
-# - `head` is `ColwiseParallel`. Its input is what is between the layers. Its output stays cut by the vocabulary, `Shard(-1)`, and stays a DTensor
-#   (`use_local_output=False`): so `loss_parallel` can do what your `vocab_cross_entropy` does.
-# - each block's `attention.qkv`, `attention.out`, `mlp.up`, `mlp.down`.
-# - with sequence parallelism `SequenceParallel()` for all norms; and the activation has to be cut by positions once, at
-#   the beginning, after `dropout`: `PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))`.
+# - `tokens` is `RowwiseParallel` with a whole input. For an embedding this means rows of tokens.
+# - `head` is `ColwiseParallel`. Its input is the activation between the layers. Its output stays cut by the
+#   vocabulary, `Shard(-1)`, and stays a DTensor (`use_local_output=False`), so that `loss_parallel` can do
+#   what your `vocab_cross_entropy` does.
+# - Each block needs `attention.qkv`, `attention.out`, `mlp.up` and `mlp.down`.
+# - With sequence parallelism all norms get `SequenceParallel()`. The activation also has to be cut by
+#   positions once, at the beginning, after `dropout`: `PrepareModuleOutput(output_layouts=Replicate(),
+#   desired_output_layouts=Shard(1))`.
 
 # %% exercise="plan" todo="13.13" minutes=15 difficulty=2 points=2
 from manyhands.tensor.dtensor import plan
@@ -540,15 +569,18 @@ if check.ready("13.13"):
         assert off < 1e-5
 
 # %% [markdown]
-# The large messages are those that you counted, 14 in a step. The ledger does not see what DTensor sends inside an
-# operation: three small messages of `loss_parallel`, and with sequence parallelism the sums of the norms' gradients, which
-# come with the optimizer's step. With it this plan also sums the embedding whole, with an all-reduce, and cuts it afterwards.
+# The losses agree up to rounding, and without sequence parallelism the ledger shows the large messages that
+# you counted, 14 per step. It does not see what DTensor sends inside an operation: three small messages of
+# `loss_parallel`, and with sequence parallelism the sums of the norms' gradients, which are sent during the
+# optimizer's step. With it this plan also all-reduces the whole embedding and cuts it afterwards, so one
+# all-reduce per step replaces a reduce-scatter.
 #
 # ## 11. Where the cut pays
 #
-# The work of a block grows with the square of its width, a message only with the width. So narrow layers lose by the cut,
-# and wide ones gain. Where is the border on this machine? Step time of one block against its width: one rank with a
-# thread, and two ranks with a thread each, by hand and by DTensor.
+# The work of a block grows with the square of its width, but a message grows only in proportion to the width.
+# So narrow layers lose by the cut and wide ones gain. From which width on does the cut pay on this machine?
+# The next cells time forward and backward of one block, for one rank with one thread and for two ranks with
+# one thread each, by hand and with DTensor. Look for the width at which the lines cross.
 
 
 # %%
@@ -595,29 +627,32 @@ if check.ready("13.1", "13.2", "13.3", "13.4", "13.13"):
         print(f"width {width:4}: 1 rank {one:6.1f} ms, 2 ranks {two:6.1f} ms: {one / two:.2f} x")
 
 # %% [markdown]
-# For a narrow block four all-reduces of some ms cost more than the halved work saves. For a wide one the work counts, and
-# two ranks are faster than one. DTensor works out in Python, for each operation, which message it needs. That takes the
-# same time for every width, so it matters least for wide layers; and on a GPU, where Python runs ahead of the device, it
-# may not show at all.
+# For a narrow block the four all-reduces cost more than the halved work saves: in our run two ranks were
+# nearly four times slower at width 64. For a wide block the work dominates, so two ranks are faster: in our
+# run 1.5 times at width 1024, with the crossing between 512 and 1024. Each point is one short run, so your
+# crossing may differ. DTensor also works out in Python, for each operation, which message it needs. That
+# takes about the same time for every width, so it matters least for wide layers; and on a GPU, where Python
+# runs ahead of the device, it may not show at all.
 #
-# ### The slides disagree: is tensor parallelism still used?
+# ### Is tensor parallelism still used?
 #
-# One set of slides says that it is "no longer used", and cites Llama 3. That paper's own table of its training (Grattafiori
-# et al. 2024, table 4) says over how many GPUs each thing is cut; "context" are the positions of a long sequence:
+# Some slides say that it is no longer used, and cite Llama 3. That paper's own table (Grattafiori et al.
+# 2024, table 4) says over how many GPUs each dimension is cut; "context" means the positions of a long
+# sequence:
 #
-# | GPUs | tensor | context | pipeline | data | sequence length | TFLOP/s a GPU |
+# | GPUs | tensor | context | pipeline | data | sequence length | TFLOP/s per GPU |
 # |---|---|---|---|---|---|---|
 # | 8,192 | 8 | 1 | 16 | 64 | 8,192 | 430 |
 # | 16,384 | 8 | 1 | 16 | 128 | 8,192 | 400 |
 # | 16,384 | 8 | 16 | 16 | 8 | 131,072 | 380 |
 #
-# Tensor parallelism over 8 GPUs in every row: the 8 GPUs of a node. It is used where the links are fastest, together with
-# a pipeline between the nodes and data parallelism around both. The next lesson puts them together.
+# Every row has tensor parallelism over 8 GPUs, those of one node. So it was used where the links are fastest,
+# together with a pipeline between the nodes and data parallelism around both. The next lesson combines them.
 #
 # ## 12. What it saves
 #
-# What a rank holds between forward and backward, where activations are at their most: on one rank, and on two and four,
-# without and with sequence parallelism.
+# The next cell measures what a rank holds between forward and backward, where activations are at their peak:
+# on one rank, and on two and four ranks, without and with sequence parallelism. Watch the activations.
 
 
 # %%
@@ -650,15 +685,18 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9"):
     )
 
 # %% [markdown]
-# Weights and optimizer state fall as 1/N; only norms and positions stay whole on all ranks. Of the activations those inside
-# the cut layers fall. Sequence parallelism cuts those between the layers as well. What stays whole even then are the
-# gathered inputs: each layer cut by columns keeps the whole input for the gradient of its weights. (Megatron-LM keeps only its own
-# positions there, and gathers once more in backward.)
+# Weights and optimizer state shrink to almost 1/N, because only norms and positions stay whole on all ranks.
+# The activations inside the cut layers shrink as well, and sequence parallelism also cuts those between the
+# layers. But even then the gathered inputs stay whole: each layer cut by columns keeps its whole input for
+# the gradient of its weights. That is why the activations shrink to less than half on four ranks, but not to
+# a quarter. (Megatron-LM keeps only a rank's own positions there, and gathers again in backward.)
 #
 # ## 13. Run it as a job
 #
-# The job trains with your `TensorParallel`, which calls your other functions: they are in the same file. Here two ranks hold one
-# model. With `--tensor 2` on four ranks there would be two, and your `data_place` would deal out the data.
+# The job trains with your `TensorParallel`, which calls your other functions, since they are in the same
+# file. Here two ranks hold one model; with `--tensor 2` on four ranks there would be two, and your
+# `data_place` would deal out the data. In the report, the layers' messages count as forward and backward:
+# "communication" begins only after a rank's last gradient.
 
 # %%
 if check.ready(*PARTS, "13.11"):
@@ -677,7 +715,7 @@ check.summary()
 #
 # - cut a layer by columns or by rows, and say which messages forward and backward need,
 # - cut attention by heads and the vocabulary by tokens, and compute the loss without gathering the scores,
-# - keep norms and dropouts right, copied or by positions,
+# - keep norms and dropouts correct, copied or cut by positions,
 # - count the collectives of a block, and say where the cut pays,
 # - write the same as a plan for DTensor.
 #
@@ -685,26 +723,27 @@ check.summary()
 #
 # <details><summary>Why is the first matrix of an MLP cut by columns and the second by rows, and not the other way round?</summary>
 #
-# By columns each rank has whole numbers of x A, and can take their gelu. By rows it would have parts of sums, and gelu of
-# a sum is not the sum of gelus: one more all-reduce would be needed before it.
+# With columns first, each rank has final values of x A and can apply gelu to them. With rows first it would
+# have terms of sums, and gelu of a sum is not the sum of gelus, so one more all-reduce would be needed.
 #
 # </details>
 #
 # <details><summary>On 4 ranks the loss is right, but after some steps the norms' weights differ between the ranks. What was forgotten?</summary>
 #
-# With sequence parallelism each rank's norms see only its own positions. Their gradients have to be added up after each
-# backward.
+# With sequence parallelism each rank's norms see only its own positions, so their gradients have to be added
+# up after each backward.
 #
 # </details>
 #
-# <details><summary>A node has 8 GPUs with fast links. A model needs 16 GPUs to fit. Tensor parallelism over 16?</summary>
+# <details><summary>A node has 8 GPUs with fast links. A model needs 16 GPUs to fit. Should tensor parallelism span all 16?</summary>
 #
-# Rather over the 8 of a node, and two pipeline stages on two nodes: tensor parallelism sends four activations a block and
-# waits for each, a pipeline two for each cut.
+# Better to use it over the 8 GPUs of a node, with two pipeline stages on two nodes. Tensor parallelism sends
+# four activations per block and waits for each, while a pipeline sends only two per cut.
 #
 # </details>
 #
-# **Sources.** f, g, heads and vocabulary: Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053. Sequence
-# parallelism: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198. Llama 3: Grattafiori et al. 2024,
-# https://arxiv.org/abs/2407.21783. DTensor: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Speed
-# across nodes: The Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.
+# **Sources.** f, g, heads and vocabulary: Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
+# Sequence parallelism: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198. Llama 3: Grattafiori et al.
+# 2024, https://arxiv.org/abs/2407.21783. DTensor:
+# https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Speed across nodes: The Ultra-Scale
+# Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.

@@ -5,16 +5,17 @@
 # %% [markdown]
 # # 12 Pipeline parallelism
 #
-# In data parallelism every rank computes all layers. With sharding, too: the weights come and go, but each rank computes
-# all layers for its own samples. Here the ranks share the *layers*. Rank 0 has the first ones, rank 1 the next ones, and
-# so on. Each rank's part of the model is a **stage**. No weights travel. What travels are the activations at the cuts,
-# forward, and their gradients, back.
+# In data parallelism every rank computes all layers. With sharding, too: the weights come and go, but each
+# rank computes all layers for its own samples. In this lesson the ranks share the *layers*: rank 0 has the
+# first ones, rank 1 the next ones, and so on. Each rank's part of the model is a **stage**. The weights never
+# travel. Instead the activations at the cuts travel forward, and their gradients travel back.
 #
 # ![Four micro-batches pass three stages: rank 0 works on micro-batch 2 while rank 1 works on 1 and rank 2 on 0; activations go to the next rank, gradients come back](figures/pipeline_stages.svg)
 #
-# There is a catch. Stage 1 has nothing to do until stage 0 is done, so with one batch only one rank works at a time.
-# The way out: cut the batch into **micro-batches**, so that the stages work on different ones at the same time. The time
-# in which ranks still wait is the **bubble**. You will compute it, simulate it, and see it in a chart of your own run.
+# There is a catch. Stage 1 has nothing to do until stage 0 is done, so with one batch only one rank works at
+# a time. The remedy is to cut the batch into **micro-batches**, so that the stages work on different
+# micro-batches at the same time. The time in which ranks still wait is the **bubble**. You will compute it,
+# simulate it, and see it in a chart of your own run.
 
 # %%
 import os
@@ -59,15 +60,16 @@ print(
 # %% [markdown]
 # ## 1. Cut a model into stages
 #
-# Our Transformer is a list of layers that run one after the other: the embedding, the blocks, and a last layer with the
-# norm and the head. `layers_of` makes this list. The layers share the model's parameters.
+# Our Transformer is a list of layers that run one after the other: the embedding, the blocks, and a last
+# layer with the norm and the head. `layers_of` makes this list. The layers share the model's parameters.
 
 # %% show="true"
 from manyhands.pipeline.stages import Embed, Head, layers_of
 
 # %% [markdown]
-# A pipeline is as fast as its slowest stage: all others wait for it. So the stages should take equally long, and that is
-# not the same as having equally many layers. `measure` runs each layer forward and backward and takes its time.
+# A pipeline is as fast as its slowest stage, because all other stages wait for that one. So the stages should
+# take equally long, which is not the same as having equally many layers. `measure` runs each layer forward
+# and backward and returns its time. Guess first which layer takes longest.
 
 # %%
 torch.manual_seed(0)
@@ -79,11 +81,13 @@ for name, cost_s in zip(names, costs, strict=True):
     print(f"{name:10} {1e3 * cost_s:5.1f} ms")
 
 # %% [markdown]
-# The embedding only looks numbers up, but its backward makes a gradient of the whole table, mostly zeros. The head
-# multiplies with the whole vocabulary: it takes as long as several blocks together. (The very first round is slow because memory is new, so it does not count.)
+# The embedding only looks up rows of a table. The head multiplies with the whole vocabulary, so with a
+# vocabulary of 8,000 it takes as long as several blocks together. (`measure` discards its first round, which
+# is slow because the memory is new.)
 #
-# Now cut: `partition(costs, num_stages)` returns the bounds of the stages. Stage s has the layers from `bounds[s]` to
-# `bounds[s + 1] - 1`. Of all ways to cut, it takes one in which the *slowest* stage takes as little time as possible.
+# Now cut: `partition(costs, num_stages)` returns the bounds of the stages. Stage s has the layers from
+# `bounds[s]` to `bounds[s + 1] - 1`. Of all possible cuts, `partition` chooses one whose *slowest* stage
+# takes as little time as possible.
 
 # %% exercise="partition" todo="12.1" minutes=20 difficulty=2 points=2
 from manyhands.pipeline.stages import partition
@@ -98,27 +102,41 @@ if check.ready("12.1"):
         print(f"{how:12} bounds {bounds}: stages of {parts[0]:.1f} and {parts[1]:.1f} ms")
 
 # %% [markdown]
+# Cut by cost, the two stages take about equally long, although one has far more layers.
+#
 # ## 2. A stage's forward and backward
 #
-# Inside a stage autograd works as ever. At a cut you have to do its work yourself:
+# How does a gradient pass a cut? Inside a stage autograd works as ever, but at a cut you have to do its work
+# yourself:
 #
 # - forward: receive the activation, run the layers, send the output on.
-# - backward: receive the gradient of the output, run autograd through the stage, send the gradient of the *input* back.
+# - backward: receive the gradient of the output, run autograd through the stage, send the gradient of the
+#   *input* back.
 #
-# Two details. What was received is a new tensor; it must ask for a gradient (`requires_grad_`), or there is none to send
-# back. And what is sent is only numbers, without a graph: `detach`.
+# The sent tensor carries only numbers, without a graph, hence `detach`. The received tensor is new, so it
+# must ask for a gradient (`requires_grad_`), or there is none to send back. In one process such a cut looks
+# like this:
 #
-# `Mail` carries the messages. We call the number of ranks p and the number of micro-batches m. Stage s is on rank s
-# modulo p. The **tag** is a number on a message, and a receive takes only
-# the message with its tag.
+# ```python
+# h = first(x)
+# received = h.detach().requires_grad_()
+# loss = second(received)
+# torch.autograd.backward(loss)              # fills received.grad
+# torch.autograd.backward(h, received.grad)  # goes on from there
+# ```
+#
+# `Mail` carries the messages. We call the number of ranks p and the number of micro-batches m; stage s is on
+# rank s modulo p. Each message has a number, its **tag**, and with gloo a receive takes only the message with
+# its tag. NCCL ignores tags, so there only the order protects you. Shape and type (here float32) have to be
+# known beforehand.
 
 # %% show="true"
 from manyhands.pipeline.wiring import Mail
 
 # %% [markdown]
-# What a rank does, and in which order, is **data**: a list of actions. `F2` is the forward of micro-batch 2, `B2` its
-# backward. A **schedule** has such a list for each rank. The simplest one takes a micro-batch through all stages and
-# back, and only then the next one.
+# What a rank does, and in which order, is **data**: a list of actions. `F2` is the forward of micro-batch 2
+# and `B2` its backward. A **schedule** has such a list for each rank. The simplest schedule takes one
+# micro-batch through all stages and back before it starts the next one.
 
 # %% tags=["nbval-check-output"] show="true"
 from manyhands.pipeline.schedules import naive
@@ -127,17 +145,20 @@ from manyhands.pipeline.schedules import naive
 print(in_words(naive(3, 2)))
 
 # %% [markdown]
-# The order is all that a schedule says. *When* an action runs follows from the messages: a rank waits for what it needs.
+# A schedule fixes only the order. *When* an action runs follows from the messages, because a rank waits for
+# the tensors that it needs.
 #
-# The engine below does action after action. Write its two halves, and `share_loss`:
+# The engine below runs one action after another. Write its two halves, and `share_loss`:
 #
-# - `forward(stage, i)`: the input of micro-batch `i` comes from `self.inputs` on stage 0, else by mail. On the last stage
-#   the loss follows. It is divided by m: the mean over the batch is the mean of the micro-batches' means, and the gradients
-#   of m parts add up in `.grad`. With `self.recompute` the module runs under `checkpoint(module, x, use_reentrant=False)`
-#   (lesson 09). Compute inside `with self.span(...)`, which notes the times; wait for mail outside of it.
-# - `backward(stage, i)`: from the gradient of the output to the gradient of the input. It also waits for the work of the
-#   forward's send, which is done by then: its gradient has come back.
-# - `share_loss()`: only the last stage knows the loss. All ranks want it, to log it, or to decide when to stop.
+# - `forward(stage, i)`: the input of micro-batch `i` comes from `self.inputs` on stage 0, otherwise by mail.
+#   On the last stage the loss follows. Divide it by m, because the mean over the batch is the mean of the
+#   micro-batches' means, and the gradients of m parts add up in `.grad`. With `self.recompute` the module
+#   runs under `checkpoint(module, x, use_reentrant=False)` (lesson 09). Compute inside
+#   `with self.span(Action("F", stage, i))`, which records the times, and wait for mail outside of it.
+# - `backward(stage, i)`: from the gradient of the output to the gradient of the input. Also wait for the work
+#   of the forward's send, which is done by then: its gradient has come back.
+# - `share_loss()`: only the last stage knows the loss, but all ranks need it, to log it or to decide when to
+#   stop. Return a tensor, not a Python number.
 
 # %% exercise="Pipeline.forward Pipeline.backward Pipeline.share_loss" todo="12.2" minutes=30 difficulty=3 points=3
 from manyhands.pipeline.engine import Pipeline
@@ -148,8 +169,9 @@ check.Pipeline(Pipeline)
 # %% [markdown]
 # ### Is it the same training?
 #
-# Ten steps of AdamW on three stages with four micro-batches, against one process with the whole batch. You will see the
-# largest difference between a weight here and the same weight there.
+# We compare ten steps of AdamW on three stages with four micro-batches against one process with the whole
+# batch. Watch the largest difference between a weight here and the same weight there: rounding alone leaves
+# it far below 1e-5.
 
 # %%
 V, T, L, D, B = 50, 16, 6, 64, 16
@@ -218,11 +240,13 @@ if check.ready("12.2"):
     assert off < 1e-5
 
 # %% [markdown]
+# The difference is only rounding, so the training is the same.
+#
 # ## 3. Weights that two stages share
 #
-# There was a trick in that cell: `tie=False`. In our Transformer, as in many, head and embedding are one and the same
-# matrix, **tied** weights. In a pipeline the embedding is on the first rank and the head on the last, so there are two
-# copies of it. What happens to them?
+# Why was there a `tie=False` in the last cell? In our Transformer, as in many others, the head and the
+# embedding are one and the same matrix: their weights are **tied**. In a pipeline the embedding is on the
+# first rank and the head on the last, so there are two copies of this matrix. What happens to them?
 
 # %%
 if check.ready("12.2"):
@@ -230,9 +254,10 @@ if check.ready("12.2"):
     print(f"3 stages, tied weights: off by at most {off:.1e}")
 
 # %% [markdown]
-# Each copy gets only the part of the gradient that comes from its own use, and the two drift apart. Nothing warns you:
-# the loss still falls. So after backward the parts have to be added up. `find_tied` finds such parameters, each with the ranks
-# that use it.
+# Now the difference is far larger than rounding. Each copy gets only the part of the gradient that comes from
+# its own use, so the two copies drift apart. Nothing warns you, since the loss still falls. That is why the
+# parts have to be added up after backward. `find_tied` finds such parameters, each with the ranks that use
+# it.
 
 # %% show="true"
 from manyhands.pipeline.wiring import find_tied
@@ -255,9 +280,10 @@ if check.ready("12.2", "12.3"):
 # %% [markdown]
 # ## 4. The bubble
 #
-# Who works when? The engine has noted the start and the end of each action. To see the schedule itself, we take stages
-# that compute nothing and only *wait*: 20 ms in forward and 40 ms in backward. Waiting needs no core, so four ranks can
-# do it at the same time even on two cores, as four GPUs would compute.
+# Who works when? The engine has recorded the start and the end of each action. To see the schedule itself, we
+# take stages that compute nothing and only *wait*: 20 ms in forward and 40 ms in backward. Waiting needs no
+# core, so four ranks can do it at the same time even on two cores, as four GPUs would compute. Do two ranks
+# ever work at once?
 
 
 # %%
@@ -278,15 +304,17 @@ if check.ready("12.2"):
     figures.show(figure, "Chart of four ranks: a micro-batch passes down and back, then the next.")
 
 # %% [markdown]
-# A staircase down and a staircase up, twice: one rank works, three wait.
+# They never do. The chart shows a staircase down and a staircase up, twice: one rank works, and three wait.
 #
-# ### The slides disagree: does a pipeline use the GPUs well?
+# ### Does a pipeline keep the GPUs busy?
 #
-# One popular set of slides says that a pipeline "maximises utilisation". Two others show one GPU that works while the
-# others wait. What you just saw is the second. The first needs more than stages: it needs many micro-batches, and an order
-# that starts the next one before the last one is back.
+# A slide that is often shown says that it does; others show one GPU at work while the rest wait, as you just
+# saw. To keep all of them busy, a pipeline needs many micro-batches, and an order that starts the next one
+# before the last one is back.
 #
-# **GPipe** is the simplest such order: all forwards, then all backwards.
+# **GPipe** is the simplest such order: all forwards, then all backwards. Ours takes the backwards in the
+# order of the micro-batches, as PyTorch does; the paper takes the last micro-batch first. Make each entry an
+# `Action`, not a plain tuple. Then compare one micro-batch with eight (the time axes differ).
 
 # %% exercise="gpipe" todo="12.4" minutes=5 difficulty=1 points=1
 from manyhands.pipeline.schedules import gpipe
@@ -306,14 +334,15 @@ if check.ready("12.2", "12.4"):
     )
 
 # %% [markdown]
-# Both slides are right, each for its own picture. With one micro-batch most of the chart is grey. With eight most
-# of it is filled; the bubble is smaller, but it is still there.
+# Both pictures are right, each for its own number of micro-batches. With one, most of the chart is grey. With
+# eight, much less of it is, though a bubble remains, and a busy machine adds gaps between the boxes.
 #
 # ### Simulate it
 #
-# No need to run anything to know the bubble: a schedule says all. `simulate` works out when each action can start: when
-# its own rank is free, *and* what it needs from another rank is done. Three helpers are given; `stuck` has the
-# words for a schedule in which no rank can go on.
+# The schedule alone determines the bubble, so you can compute it without running anything. `simulate` works
+# out when each action can start: as soon as its own rank is free *and* everything that it needs from another
+# rank is done. Three helpers are given; `stuck` writes the error message for a schedule in which no rank can
+# go on.
 
 # %% show="true"
 from manyhands.pipeline.bubble import needed, stuck, unit_cost
@@ -325,8 +354,8 @@ from manyhands.pipeline.bubble import simulate
 check.simulate(simulate)
 
 # %% [markdown]
-# The upper chart is simulated, with 20 ms for a forward and 40 ms for a backward. The lower one is your measured run. The
-# slider shows what more micro-batches do.
+# The upper chart is simulated, with 20 ms for a forward and 40 ms for a backward. The lower one is your
+# measured run. Compare their shapes; the slider shows what more micro-batches do.
 
 
 # %%
@@ -354,17 +383,19 @@ if check.ready("12.2", "12.4", "12.5"):
 # %% [markdown]
 # ### Two formulas for one bubble
 #
-# Call the time of one micro-batch's forward and backward on a stage a **slot**. With p equal stages and m micro-batches a
-# rank has m slots of work, and p - 1 slots are empty. This is quoted in two ways:
+# Call the time of one micro-batch's forward and backward on a stage a **slot**. With p equal stages and m
+# micro-batches a rank has m slots of work, and p - 1 slots are empty. The bubble is quoted relative to two
+# times:
 #
 # - of the **ideal** time, the m slots: (p - 1) / m,
 # - of the time that **passes**, the m + p - 1 slots: (p - 1) / (m + p - 1).
 #
-# For p = 4 and m = 4 the first gives 75 % and the second 43 %. Both are right: Narayanan et al. 2021 give
-# the first, GPipe's authors the second. A number alone does not tell, so always say which. With v stages a rank, an empty slot is only 1/v as long (section 7).
+# For p = 4 and m = 4 the first gives 75 % and the second 43 %. Both are in use: Narayanan et al. 2021 give
+# the first, GPipe's authors the second. The number alone does not tell, so always say which. With v stages
+# per rank, an empty slot is only 1/v as long (section 7); until then, v is 1.
 #
-# Write both formulas, and `idle_share`, which computes the second one from a chart's times: for each rank a list of
-# `Span`s, (action, start, stop).
+# Write both formulas, and `idle_share`, which computes the second one from a chart's times: for each rank a
+# list of `Span`s, (action, start, stop).
 
 # %% exercise="idle_share bubble" todo="12.6" minutes=10 difficulty=1 points=2
 from manyhands.pipeline.bubble import bubble, idle_share
@@ -373,8 +404,8 @@ from manyhands.pipeline.bubble import bubble, idle_share
 check.bubble(idle_share, bubble)
 
 # %% [markdown]
-# Predict: 8 ranks, GPipe, and the ranks shall wait at most a tenth of the time that passes. What is the smallest number of
-# micro-batches for that?
+# Predict: 8 ranks run GPipe, and they may wait for at most a tenth of the time that passes. What is the
+# smallest number of micro-batches for which that is so?
 
 # %%
 enough = None  # your number of micro-batches
@@ -397,14 +428,17 @@ if check.ready("12.4", "12.5", "12.6"):
         assert abs(simulated - of_total) < 1e-9
 
 # %% [markdown]
-# (p - 1) / (m + p - 1) is a tenth where m + p - 1 is ten times p - 1: at m = 9 (p - 1).
+# The share (p - 1) / (m + p - 1) is a tenth where m + p - 1 is ten times p - 1, that is, at m = 9 (p - 1). So
+# the number of micro-batches has to grow with the number of ranks.
 
 # %% [markdown]
 # ## 5. 1F1B: the same bubble, less memory
 #
-# GPipe keeps the activations of all m micro-batches until the backwards begin. More micro-batches make a smaller bubble,
-# and more memory. **1F1B**, one forward, one backward, starts each backward as soon as it can. A rank begins with as many
-# forwards as there are ranks behind it; from then on it does one forward and one backward in turns.
+# GPipe keeps the activations of all m micro-batches until the backwards begin. So more micro-batches make a
+# smaller bubble, but need more memory. **1F1B** (one forward, one backward) avoids this: it starts each
+# backward as soon as it can. A rank begins with as many forwards as there are ranks behind it; from then on
+# it alternates between one forward and one backward. First draw its chart for 3 ranks and 4 micro-batches on
+# paper.
 
 # %% exercise="one_f_one_b" todo="12.7" minutes=20 difficulty=2 points=2
 from manyhands.pipeline.schedules import one_f_one_b
@@ -417,7 +451,8 @@ if check.ready("12.7"):
     print(in_words(one_f_one_b(4, 8)))
 
 # %% [markdown]
-# A micro-batch is **in flight** on a rank from its forward to its backward. In between the rank keeps its activations.
+# A micro-batch is **in flight** on a rank from its forward to its backward. In between, the rank keeps its
+# activations.
 
 # %% exercise="in_flight" todo="12.8" minutes=5 difficulty=1 points=1
 from manyhands.pipeline.bubble import in_flight
@@ -433,9 +468,12 @@ if check.ready("12.4", "12.7", "12.8"):
             print(f"{name:5} 4 ranks, {m:2} micro-batches: in flight at most {counts}")
 
 # %% [markdown]
-# In GPipe it is m on every rank. In 1F1B it is at most p - rank, however large m is: rank 0 waits longest for its first backward and
-# keeps most. Now in bytes: the peak of rank 0's tensors on two ranks, with micro-batches of one size, so more of them are
-# a larger batch. `recompute` keeps only the input and the output of a stage.
+# In GPipe the number is m on every rank. In 1F1B it is at most p - rank, however large m is: rank 0 waits
+# longest for its first backward, so it keeps most.
+#
+# Now in bytes: we measure the peak of rank 0's tensors on two ranks. All micro-batches have the same size
+# here, so more of them make a larger batch. With `recompute` a rank keeps only the input and the output of
+# its stage.
 
 
 # %%
@@ -473,15 +511,19 @@ if check.ready("12.2", "12.4", "12.7"):
         print(f"{name:17} {COUNTS[-1]} micro-batches: {megabytes[-1]:.1f} MB")
 
 # %% [markdown]
-# GPipe's memory grows with every micro-batch. 1F1B's stays from the third on. (Up to the second, all forwards come before
-# the first backward; from the third on, a forward finds the gradients of the weights there already.) So 1F1B can take as
-# many micro-batches as the bubble asks for, and that is why it is used.
+# GPipe's memory grows with every micro-batch, while 1F1B's is constant from the third on. (With one or two
+# micro-batches rank 0 does all forwards before the first backward; from the third on, the gradients of the
+# weights are there already when a forward runs.) So 1F1B can take as many micro-batches as a small bubble
+# needs, and that is why it is used.
 #
-# Recomputed, both schedules keep only the input and the output of a stage for each micro-batch in flight. That is little,
-# so their two lines nearly lie on each other. What is left are the weights, their gradients, and the activations of one micro-batch at a time. The price is a
-# second forward.
+# With recomputation, both schedules keep only the input and the output of a stage for each micro-batch in
+# flight. Those are small, so the two lines nearly coincide. What remains are the weights, their gradients,
+# and the activations of one micro-batch at a time. The price is a second forward. (Our engine keeps each
+# output's data until its backward; Megatron-LM can free them once they are sent.)
 #
 # ### Still the same training?
+#
+# Schedules change only the order of the work, so both should agree with one process up to rounding.
 
 # %%
 if check.ready("12.2", "12.3", "12.4", "12.7"):
@@ -494,8 +536,9 @@ if check.ready("12.2", "12.3", "12.4", "12.7"):
 # %% [markdown]
 # ## 6. Measure the bubble
 #
-# First with the stages that only wait, four ranks: what a machine with a core for each rank would show. The lines are the
-# two formulas, the points your runs.
+# Does a real run lose as much time as the formula says? We begin with the stages that only wait, as on a
+# machine with a core for each of the four ranks. The lines are the two formulas, and the points are your runs
+# (2 means 200 %).
 
 # %%
 if check.ready("12.2", "12.6", "12.7"):
@@ -522,8 +565,8 @@ if check.ready("12.2", "12.6", "12.7"):
         print(f"m = {m:2}: measured {share:.3f}, formula {float(bubble(4, m)[1]):.3f} of the total")
 
 # %% [markdown]
-# The points lie a little above the lines: messages and Python take time as well, and more of it on a busy machine. And
-# eight ranks:
+# The points usually lie a little above the lines, because messages and Python take time as well, and they
+# take more of it on a busy machine. And with eight ranks:
 
 # %%
 if check.ready("12.2", "12.6", "12.7"):
@@ -531,11 +574,11 @@ if check.ready("12.2", "12.6", "12.7"):
     print(f"8 ranks, m = 16: measured {share:.3f}, formula {float(bubble(8, 16)[1]):.3f}")
 
 # %% [markdown]
-# Now with real work: two ranks with a thread each, and blocks of matrix products. Where does the rest of the idle time come
-# from? Take it apart with the simulator:
+# Now with real work: two ranks with one thread each, and blocks of matrix products. Where does the difference
+# between the measured idle time and the formula come from? The simulator takes it apart:
 #
 # 1. the formula: equal stages, equal micro-batches,
-# 2. simulated with the mean time of each stage: stages are not equal,
+# 2. simulated with the mean time of each stage: the stages are not equal,
 # 3. simulated with the measured time of each single action: no two runs of the same work take equally long,
 # 4. measured: the rest are messages, and Python between the actions.
 
@@ -586,17 +629,23 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
     figures.show(figure, "Charts of two ranks with real work: simulated, and measured.")
 
 # %% [markdown]
-# With this schedule the formula is the least that can be lost. What your machine adds to it stands above: unequal stages, times that vary,
-# and messages.
+# Each difference between two lines is one cause. Unequal stages and messages make ranks wait longer; our
+# engine begins to receive a tensor only when it needs it, so messages are not hidden behind computation.
+# Varying times can move the share either way: it can even fall below the formula if the actions at the ends
+# of the step happen to be short. So the formula is exact only for equal times and free messages.
 #
 # ## 7. Interleaved: smaller slots (optional)
 #
-# Give each rank v stages that are not neighbours: rank r has the stages r, r + p, r + 2p, ... A stage is 1/v as long, and so
-# is each empty slot: the bubble is (p - 1) / v slots and not p - 1. The price: v times as many messages, and more
-# micro-batches in flight.
+# Can the bubble shrink without more micro-batches? Yes: give each rank v stages that are not neighbours: rank
+# r has the stages r, r + p, r + 2p, ... A stage is then 1/v as long, and so is each empty slot, so the bubble
+# is (p - 1) / v slots instead of p - 1. The price is v times as many messages, and more micro-batches in
+# flight.
 #
-# In words and charts a letter says which of a rank's stages is meant: `F0a` is the forward of micro-batch 0 on its first
-# stage, `F0b` on its second.
+# The micro-batches go in max(1, m // p) groups of equal size. Where that is impossible (p = 4, m = 9), raise
+# a `ValueError`.
+#
+# In words and charts a letter says which of a rank's stages is meant: `F0a` is the forward of micro-batch 0
+# on its first stage, `F0b` on its second. (In the second chart the forwards are too short for labels.)
 
 # %% exercise="interleaved" todo="12.9" minutes=30 difficulty=3 points=3
 from manyhands.pipeline.schedules import interleaved
@@ -623,15 +672,20 @@ if check.ready("12.2", "12.3", "12.9"):
     assert off < 1e-5
 
 # %% [markdown]
+# The second run usually has the smaller idle share, but it misses its formula by more, because it sends about
+# twice as many messages.
+#
 # ## 8. PyTorch's own
 #
-# `torch.distributed.pipelining` has a `PipelineStage(module, index, num_stages, device, group=group)` around each of your
-# modules, and a class for each schedule, called with (stage, m, loss_fn=loss_fn): `ScheduleGPipe`, `Schedule1F1B`,
-# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`. Those with "Interleaved" in their name take a list of stages.
+# `torch.distributed.pipelining` has a `PipelineStage(module, index, num_stages, device, group=group)` around
+# each of your modules (the device is that of the parameters), and a class for each schedule, called with
+# (stage, m, loss_fn=loss_fn): `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`,
+# `ScheduleInterleavedZeroBubble`. The classes with "Interleaved" in their name take a list of stages.
 #
-# One of them goes further. Backward has two products: one for the gradient of the input, which the stage before waits
-# for, and one for the gradient of the weights, which nobody waits for. A **zero-bubble** schedule does the first at once and
-# fills the bubble with the second.
+# The last one goes further. Backward has two products: one for the gradient of the input, which the stage
+# before waits for, and one for the gradient of the weights, which nobody waits for. A **zero-bubble**
+# schedule computes the first at once and puts the second where a rank would otherwise wait. Despite its name,
+# this class only shrinks the bubble; Qi et al. 2023 also have schedules that nearly remove it.
 #
 # ```python
 # schedule.step(inputs)                            # on the rank of the first stage
@@ -678,23 +732,25 @@ if check.ready("12.3", "12.10"):
         assert off < 1e-5
 
 # %% [markdown]
-# It does not know of your tied weights either: `sum_tied` has to be called here, too.
+# PyTorch's schedules do not know of your tied weights either, so `sum_tied` has to be called here, too.
 #
 # ## 9. Pipelines beside each other
 #
-# With more ranks than stages, hold several copies of the pipeline and give each its share of the batch: data parallelism
-# (lesson 05), with a pipeline in place of each rank. The ranks form a table:
+# With more ranks than stages, hold several copies of the pipeline and give each its share of the batch. This
+# is data parallelism (lesson 05) with a pipeline in place of each rank. The ranks form a table:
 #
 # | | replica 0 | replica 1 |
 # |---|---|---|
 # | stage 0 | rank 0 | rank 1 |
 # | stage 1 | rank 2 | rank 3 |
 #
-# A column is a pipeline. A row holds the same stage, and averages its gradients. Replicas have neighbouring ranks, so
-# they are inside a node: they share whole gradients, while a cut sends only activations between nodes.
+# A column is a pipeline. A row holds the same stage several times and averages its gradients. Replicas of a
+# stage have neighbouring ranks, so that they are inside one node: they exchange whole gradients, while a cut
+# sends only activations between nodes.
 #
-# `dist.new_group(ranks)` makes a group. All ranks of the job call it for every group, in the same order, also those that are
-# not in the group. So make all groups, and return your two.
+# `dist.new_group(ranks)` makes a group. All ranks of the job have to call it for every group, in the same
+# order, even the ranks that are not in the group. So make all groups, and return the two that contain your
+# rank.
 
 # %% exercise="make_grid" todo="12.11" minutes=15 difficulty=2 points=2
 from manyhands.pipeline.wiring import make_grid
@@ -733,8 +789,8 @@ if check.ready("12.2", "12.3", "12.7", "12.11"):
 # %% [markdown]
 # ## 10. What travels, and when it pays
 #
-# Predict: how many bytes does a cut carry in a step, forward and back together? The activations are (B, T, D) in float32,
-# whatever the micro-batches are.
+# Predict: how many bytes does a cut carry in a step, forward and back together? The activations of the whole
+# batch are (B, T, D) in float32, here with B = 16 sequences of T = 16 tokens in width D = 64.
 
 # %%
 over_the_cut = None  # your number of bytes
@@ -762,14 +818,15 @@ if check.ready("12.2", "12.7"):
     print(f"an all-reduce of the gradients has {4 * num_parameters(V, T, L, D):,} bytes")
 
 # %% [markdown]
-# What a cut carries grows with the tokens and with the width, the gradients with the square of the width. So with wide
-# layers, and not too many tokens, a cut carries much less; and only neighbours talk. So pipelines are put where the network is slow, between nodes. Across two nodes a
-# pipeline lost about 14 % of its speed, and tensor parallelism, the subject of lesson 13, about 43 % (Ultra-Scale
-# Playbook, 2025).
+# A cut carries far less here than an all-reduce. Its bytes grow with the number of tokens and with the width,
+# whereas the gradients grow with the square of the width. So with wide layers and not too many tokens a cut
+# is cheap, and only neighbours talk. That is why pipelines are put where the network is slow, between nodes.
+# Across two nodes a pipeline lost about 14 % of its speed, and tensor parallelism, the subject of lesson 13,
+# about 43 % (Ultra-Scale Playbook, 2025).
 #
-# But a pipeline cannot help with a single layer that is too large, and with few micro-batches it wastes time. GPipe's
-# authors measured it (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4 and 8 accelerators, throughput
-# relative to 2 accelerators with one micro-batch):
+# But a pipeline cannot help with a single layer that is too large, and with few micro-batches it wastes time.
+# GPipe's authors measured the second effect (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4
+# and 8 accelerators, throughput relative to 2 accelerators with one micro-batch):
 #
 # | micro-batches | 2 accelerators | 4 | 8 |
 # |---|---|---|---|
@@ -777,16 +834,18 @@ if check.ready("12.2", "12.7"):
 # | 4 | 1.7 | 3.2 | 4.8 |
 # | 32 | 1.8 | 3.4 | 6.3 |
 #
-# The idea of splitting a network over devices is older. **AlexNet** (Krizhevsky et al. 2012) ran on two GPUs with 3 GB
-# each, since it did not fit on one: each GPU had half of the feature maps of every layer, and they met only in some
-# layers. That is no pipeline: both GPUs worked on the same layer at the same time. It was split *inside* the layers, as
-# in lesson 13. GPipe, six years later, cut *between* the layers and brought in micro-batches.
+# The idea of splitting a network over devices is older. **AlexNet** (Krizhevsky et al. 2012) ran on two GPUs
+# with 3 GB each, since it did not fit on one: each GPU had half of the feature maps of every layer, and they
+# met only in some layers. That is no pipeline, because both GPUs worked on the same layer at the same time:
+# AlexNet was split *inside* the layers, as in lesson 13. GPipe, six years later, cut *between* the layers and
+# introduced micro-batches.
 #
 # ## 11. Run it as a job
 #
-# The job measures the layers, cuts by your `partition`, and trains by your engine. In its report "communication" is the time
-# in which rank 0 waits for its neighbours, and the row "waiting" says how much of the last step all ranks waited, beside
-# the formula. It will be more than the formula: the stages of this small model are short, and messages are not.
+# The job measures the layers, cuts by your `partition`, and trains with your engine; by default it runs 1F1B
+# with four micro-batches. In its report, "communication" is the time in which rank 0 waits for its
+# neighbours, and the row "waiting" says which share of the last step all ranks spent waiting, beside the
+# formula. Expect more than the formula: the stages of this small model are short, and the messages are not.
 
 # %%
 if check.ready("12.1", "12.2", "12.3", "12.4", "12.7", "12.11"):
@@ -806,32 +865,38 @@ check.summary()
 # - cut a model into stages by cost, and run their forwards and backwards by hand,
 # - write schedules as data, and simulate and execute the same data,
 # - say how large the bubble is, in both ways, and what adds to it on a real machine,
-# - say what 1F1B saves against GPipe, and what interleaving saves again,
+# - say what 1F1B saves compared with GPipe, and what interleaving saves in addition,
 # - keep tied weights equal, and put pipelines beside each other.
 #
 # **Questions**
 #
-# <details><summary>16 stages. A paper says that the bubble is 23 %, and has 64 micro-batches. Which formula is that?</summary>
+# <details><summary>A paper with 16 stages and 64 micro-batches states a bubble of 23 %. Which formula did it use?</summary>
 #
-# (p - 1)/m = 15/64 = 23 %: relative to the ideal time. Of the time that passes it is 15/79 = 19 %.
+# (p - 1)/m = 15/64 = 23 %: relative to the ideal time. Relative to the time that passes, it would be
+# 15/79 = 19 %.
 #
 # </details>
 #
 # <details><summary>Why can 1F1B take more micro-batches than GPipe on the same GPUs?</summary>
 #
-# A rank keeps the activations of at most p - rank micro-batches, however many there are. In GPipe it keeps all m.
+# In 1F1B a rank keeps the activations of at most p - rank micro-batches, however many there are. In GPipe it
+# keeps all m.
 #
 # </details>
 #
 # <details><summary>You double the width of the model and keep everything else. What happens to the bubble?</summary>
 #
-# Nothing: p and m are the same. The work in each place grows fourfold for the matrices, the message only twofold, so
-# messages matter less.
+# Nothing, because p and m are the same. But the work of the matrix products grows fourfold and each message
+# only twofold, so messages matter less.
 #
 # </details>
 #
-# **Sources.** GPipe: Huang et al. 2018, https://arxiv.org/abs/1811.06965. 1F1B and balanced stages: PipeDream, Harlap et al.
-# 2018, https://arxiv.org/abs/1806.03377; it does not empty the pipeline between batches, and keeps several versions of the
-# weights. 1F1B as here, and interleaved: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473. Zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241. AlexNet: Krizhevsky et al. 2012,
-# https://papers.nips.cc/paper/4824-imagenet-classification-with-deep-convolutional-neural-networks. Speed across nodes: The
-# Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.
+# **Sources.** GPipe: Huang et al. 2018, https://arxiv.org/abs/1811.06965. 1F1B and balanced stages:
+# PipeDream, Harlap et al. 2018, https://arxiv.org/abs/1806.03377; it does not empty the pipeline between
+# batches, and keeps several versions of the weights. 1F1B as here, and interleaved: Narayanan et al. 2021,
+# https://arxiv.org/abs/2104.04473. Zero bubble: Qi et al. 2023, https://arxiv.org/abs/2401.10241. Freed
+# outputs: Megatron-LM,
+# https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/pipeline_parallel/schedules.py. AlexNet:
+# Krizhevsky et al. 2012,
+# https://papers.nips.cc/paper/4824-imagenet-classification-with-deep-convolutional-neural-networks. Speed
+# across nodes: The Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.

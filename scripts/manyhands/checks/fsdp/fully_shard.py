@@ -273,9 +273,6 @@ torch_fsdp = Spec(
             The root does not get the mesh. | {BOTH}
         reshard_after_forward=reshard => reshard_after_forward=bool(reshard)
             reshard=None keeps the units. | None leaves it to PyTorch: hand `reshard` over as it is.
-        reshard_after_forward=reshard => reshard_after_forward=2 if reshard else reshard
-            Where `reshard` is True, each pair of ranks keeps a whole unit between forward and
-            backward. | A number is the size of such a group: hand `reshard` over as it is.
         {UNIT} => fully_shard(unit, **options)
             `reshard` does not reach the units. | reshard_after_forward=reshard
         fully_shard(module, **options) => fully_shard(module, reshard_after_forward=True, **options)

@@ -215,10 +215,6 @@ fsdp = Spec(
             A unit that runs again in backward starts the unit after it. | Ask self.is_backward.
         self.is_backward = False\n            for => for
             is_backward stays True after the first backward. | {ALL}
-        self.is_backward = False\n            for => for
-        {REDUCE} => {REDUCE}\n        if index == 0: self.is_backward = False
-            The root's after_backward sets is_backward to False, and a root of which nothing is
-            trained has none. | {ALL}
         for flat in chain(*self.units):\n                flat.free() => pass
             Nothing is freed before the root's forward, so weights may be older than the last step.
             | {ALL}

@@ -18,7 +18,7 @@ def score(
     """Print the learner's prediction, what the formula says, and the measurement side by side.
 
     Args:
-        word: what the formula gives: "ideal" where a machine can only come near it.
+        word: what the formula gives: "ideal", "at least" or "at most" where it is a bound.
     """
 
     def text(value: float) -> str:

@@ -314,7 +314,8 @@ average_gradients = Spec(
             Rank 0 holds the mean, and the others do not: dist.reduce gives the sum to one rank.
             | all_reduce gives it to all.
         {PUT} => pass
-            The mean never reaches param.grad: it went into a copy. | {IN_PLACE}
+            The mean is not written to param.grad. It holds the sum, or what it held before where
+            its elements do not lie side by side. | {IN_PLACE}
         {SUMS} => dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
             The largest of the gradients is taken, not the sum. | The default operation is SUM.
         {SUMS} => dist.all_reduce(param.detach(), group=group)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
@@ -291,14 +292,8 @@ def bare_context(y: Tensor) -> bool:
     A tensor that is kept there is seen by nobody, and lives until backward. Random states are of
     type uint8.
     """
-    kept = list(vars(y.grad_fn).values())
-    while kept:
-        one = kept.pop()
-        if isinstance(one, list | tuple | dict):
-            kept += one.values() if isinstance(one, dict) else one
-        if isinstance(one, Tensor) and one.dtype is not torch.uint8:
-            return False
-    return True
+    kept = [one for one in tree_leaves(vars(y.grad_fn)) if isinstance(one, Tensor)]
+    return all(one.dtype is torch.uint8 for one in kept)
 
 
 def checkpoint_seen(answer: object, case: Chain) -> dict:

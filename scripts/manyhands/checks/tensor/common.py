@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.engine.spec import Place
 from manyhands.checks.engine.values import malformed, same, tensor
@@ -52,14 +53,8 @@ def own_memory(layer: nn.Module, part: object) -> bool:
     """Does a layer keep no tensor that takes more memory than the elements of its part need?"""
     if not isinstance(part, Tensor):
         return True
-    kept: list[object] = [part, *vars(layer).values()]
-    while kept:
-        one = kept.pop()
-        if isinstance(one, list | tuple | dict):
-            kept += one.values() if isinstance(one, dict) else one
-        if isinstance(one, Tensor) and one.untyped_storage().nbytes() > part.nbytes:
-            return False
-    return True
+    kept = [one for one in tree_leaves([part, vars(layer)]) if isinstance(one, Tensor)]
+    return all(one.untyped_storage().nbytes() <= part.nbytes for one in kept)
 
 
 CALLS = (" in the first call, of all ranks", " in the second call")

@@ -6,7 +6,7 @@
 solutions/NN_word.py is plain Python in jupytext's percent format, and it opens with a header:
 
     # ---
-    # manyhands: {title: ..., minutes: 90, goal: ..., needs: [collectives], job: {flags: ...}}
+    # manyhands: {title: ..., goal: ..., needs: [collectives], job: {flags: ...}}
     # ---
 
 A lesson with a job file has a `job`: {flags: "--steps 60", loss: [2.1, 2.9]}, the flags with which
@@ -23,6 +23,10 @@ What a cell's heading may hold, beside `tags=[...]`:
     answer="true"   stands in solutions/ only
 
 So an answer is written once, in the library that the training scripts run.
+
+A section whose heading ends in " (optional)" is no part of the lesson's core. The minutes of the
+course map are counted from the source, see scripts/manyhands/jobs/timetable.py. The header of
+start.py holds the paths through the course; a path that takes longer than its hours is an error.
 """
 
 import ast
@@ -44,13 +48,12 @@ from nbformat import NotebookNode
 from manyhands.jobs.mine import global_names
 from manyhands.jobs.notebook import kernel_environment, run_cells
 from manyhands.jobs.source import Lesson, read_lesson
+from manyhands.jobs.timetable import core_minutes, optional_minutes, path_row
 from manyhands.ranks.runtime import BadInput, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-MAP_START = "<!-- course map -->"
-MAP_END = "<!-- /course map -->"
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
@@ -266,22 +269,38 @@ def check_outputs(notebook: NotebookNode, lesson: Lesson) -> None:
 
 def course_map(lessons: list[Lesson]) -> str:
     """README's table of lessons."""
-    rows = ["| lesson | minutes | after it you can |", "|---|---:|---|"]
+    rows = ["| lesson | minutes | optional | after it you can |", "|---|---:|---:|---|"]
     for lesson in lessons:
         number = lesson.path.stem.partition("_")[0]
         link = f"[{number} {lesson.meta['title']}](notebooks/{lesson.path.stem}.ipynb)"
-        rows.append(f"| {link} | {lesson.meta['minutes']} | {lesson.meta['goal']} |")
+        more = f"+ {minutes}" if (minutes := optional_minutes(lesson)) else ""
+        rows.append(f"| {link} | {core_minutes(lesson)} | {more} | {lesson.meta['goal']} |")
     return "\n".join(rows)
 
 
-def wanted_readme(root: Path, lessons: list[Lesson]) -> str:
-    """README with the course map brought up to date."""
-    text = (root / "README.md").read_text()
-    before, start, rest = text.partition(MAP_START)
-    _, end, after = rest.partition(MAP_END)
+def paths(lessons: list[Lesson]) -> str:
+    """README's table of paths through the course, as the header of the first page states them."""
+    rows = ["| path | hours | lessons (minutes) | after it you can |", "|---|---:|---|---|"]
+    for lesson in lessons:
+        rows += [path_row(path, lessons) for path in lesson.meta.get("paths", [])]
+    return "\n".join(rows)
+
+
+def replace_between(text: str, name: str, table: str) -> str:
+    """README's text with what stands between the marks of `name` replaced."""
+    before, start, rest = text.partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
     if not start or not end:
-        raise BadInput(f"README.md needs a line {MAP_START} and below it a line {MAP_END}")
-    return f"{before}{start}\n{course_map(lessons)}\n{end}{after}"
+        raise BadInput(f"README.md needs a line <!-- {name} --> and below it <!-- /{name} -->")
+    return f"{before}{start}\n{table}\n{end}{after}"
+
+
+def wanted_readme(root: Path, lessons: list[Lesson]) -> str:
+    """README with the course map and the paths brought up to date."""
+    text = (root / "README.md").read_text()
+    numbered = [lesson for lesson in lessons if lesson.is_numbered]
+    text = replace_between(text, "course map", course_map(numbered))
+    return replace_between(text, "paths", paths(lessons))
 
 
 def add_outputs(notebook: NotebookNode, lesson: Lesson, config: Config) -> None:
@@ -313,8 +332,7 @@ def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
         add_outputs(solution, lesson, config)
         yield lesson.target("notebooks"), f"{nbformat.writes(todo)}\n"
         yield lesson.target("solutions"), f"{nbformat.writes(solution)}\n"
-    numbered = [lesson for lesson in lessons if lesson.is_numbered]
-    yield config.root / "README.md", wanted_readme(config.root, numbered)
+    yield config.root / "README.md", wanted_readme(config.root, lessons)
 
 
 def strays(root: Path) -> list[Path]:

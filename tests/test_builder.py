@@ -10,6 +10,7 @@ from textwrap import dedent
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -79,7 +80,6 @@ HEADER = """\
 # ---
 # manyhands:
 #   title: Sums
-#   minutes: 20
 #   goal: "add: quickly"
 # ---
 
@@ -105,6 +105,9 @@ from tiny.library import double
 # %% check="6.1"
 check("6.1", double, 2)
 
+# %% [markdown]
+# ## 2. Counting (optional)
+
 # %% exercise="Counter.add" todo="6.2" minutes=15 difficulty=2 points=3
 from tiny.library import Counter
 
@@ -119,6 +122,16 @@ assert double(3) == 6
 """
 
 
+README = """\
+a
+<!-- course map -->
+<!-- /course map -->
+b
+<!-- paths -->
+<!-- /paths -->
+"""
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A course of one lesson, 06_sums, not built yet."""
@@ -127,7 +140,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "notebooks/figures/sum.svg").write_text("<svg/>")
     (tmp_path / "scripts/tiny/library.py").write_text(LIBRARY)
     (tmp_path / "scripts/tiny/check.py").write_text(CHECK)
-    (tmp_path / "README.md").write_text("a\n<!-- course map -->\n<!-- /course map -->\nb\n")
+    (tmp_path / "README.md").write_text(README)
     (tmp_path / "solutions/06_sums.py").write_text(SOURCE)
     return tmp_path
 
@@ -218,7 +231,7 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
     solution = nbformat.read(root / "solutions/06_sums.ipynb", as_version=4)
     assert cell(solution, 'check("6.2"').outputs[0].text == "TODO 6.2 done\n"
     assert set(solution.metadata) == {"kernelspec", "language_info"}
-    assert "| [06 Sums](notebooks/06_sums.ipynb) | 20 | add: quickly |" in (
+    assert "| [06 Sums](notebooks/06_sums.ipynb) | 10 | + 20 | add: quickly |" in (
         (root / "README.md").read_text()
     )
 
@@ -251,6 +264,33 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
         (root / name).write_text(whole)
 
 
+PATH = {"name": "A morning", "minutes": 12, "lessons": ["06"], "goal": "Add"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "| A morning | 0.2 | 06 (10) | Add |"),
+        ({"lessons": ["06 to 1"]}, "| A morning | 0.2 | 06 to section 1 (10) | Add |"),
+        ({"lessons": ["06", "06"]}, "the path 'A morning' takes 20 minutes of 12"),
+        ({"lessons": ["07"]}, "names lesson 07, which is not there"),
+        ({"lessons": ["06 to 2"]}, "06 has no core section 2"),
+    ],
+)
+def test_a_path_is_counted_from_the_cores(root: Path, change: dict, expected: str) -> None:
+    """An optional section belongs to no path, and hours that do not suffice are an error."""
+    edit(root / "solutions/06_sums.py", "# # Sums", "# # Sums\n# ## 1. Adding")
+    header = yaml.safe_dump({"manyhands": {"title": "T", "goal": "G", "paths": [PATH | change]}})
+    lines = [f"# {line}" for line in ["---", *header.splitlines(), "---"]]
+    (root / "solutions/start.py").write_text("\n".join(lines) + "\n\n# %% [markdown]\n# # T\n")
+    if expected.startswith("|"):
+        main(Config(root=root))
+        assert expected in (root / "README.md").read_text()
+    else:
+        with pytest.raises(BadInput, match=expected):
+            main(Config(root=root))
+
+
 def test_a_notebook_without_a_source_is_named(root: Path) -> None:
     (root / "solutions/06_sums.py").unlink()
     (root / "notebooks/07_gone.ipynb").write_text("{}")
@@ -268,7 +308,7 @@ def test_only_builds_one_lesson(root: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 FAULTY = {
-    "header": ("#   minutes: 20\n", "", "the header lacks minutes"),
+    "header": ("#   title: Sums\n", "", "the header lacks title"),
     "heading": ('check="6.1"', 'chek="6.1"', "unknown in the heading: chek"),
     "number": ('todo="6.2"', 'todo="7.2"', 'todo="7.2" must be "6.N"'),
     "twice": ('todo="6.2"', 'todo="6.1"', "not used before"),

@@ -43,7 +43,7 @@ def read_lesson(path: Path, root: Path) -> Lesson:
     settings = JupytextConfiguration(root_level_metadata_as_raw_cell=False)
     parsed = jupytext.read(path, fmt="py:percent", config=settings)
     meta = parsed.metadata.get("jupytext", {}).get("root_level_metadata", {}).get("manyhands", {})
-    if missing := {"title", "minutes", "goal"} - set(meta):
+    if missing := {"title", "goal"} - set(meta):
         raise BadInput(
             f"solutions/{path.name}: the header lacks {', '.join(sorted(missing))}; it opens with "
             "a block of comments between two lines `# ---`, see scripts/build_notebooks.py"

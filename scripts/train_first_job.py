@@ -34,13 +34,12 @@ class Config(TaskConfig):
     networks: int = 4
     """Networks of each size. They differ in their images and in their first weights."""
     impl: Literal["mine", "scratch"] = "scratch"
-    """Whose my_share and fit_power_law: yours (mine/first_job.py) or the course's."""
+    """Whose fit_power_law: yours (mine/first_job.py) or the course's."""
 
 
 class Parts(NamedTuple):
-    """The exercises of lesson 00 that this job can use."""
+    """The exercise of lesson 00 that this job can use."""
 
-    my_share: Callable = planning.my_share
     fit_power_law: Callable = power_law.fit_power_law
 
 
@@ -78,7 +77,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         return {"error": train_one(data, size, seed)}
 
     with TaskRun(KIND, config, world, tasks) as run:
-        results = run.do(tasks, work, parts.my_share)
+        results = run.do(tasks, work, planning.my_share)
         points = [(one["size"], one["error"]) for one in results]
         a, b = parts.fit_power_law(*zip(*(point for point in points if point[1]), strict=True))
         tell(world, run.folder, points, a, b)

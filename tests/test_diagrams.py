@@ -18,7 +18,7 @@ from manyhands.collectives.ring import all_gather_ring, all_reduce_ring, reduce_
 from manyhands.collectives.trees import broadcast_naive, broadcast_tree, gather, reduce_tree
 from manyhands.data.corpus import ShardedSampler
 from manyhands.data_parallel.loops import server_step, worker_step
-from manyhands.first_job import planning
+from manyhands.first_job.places import Place, device_map
 from manyhands.instruments.ledger import Ledger, rounds, traffic
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import rendezvous_arguments
@@ -181,10 +181,10 @@ def test_rendezvous_picture_shows_the_arguments_that_jobs_use() -> None:
     assert f"port {port}" in [area.words for area in texts(read("ddp_ranks"))]
 
 
-def places_on_two_nodes() -> list[planning.Place]:
+def places_on_two_nodes() -> list[Place]:
     rank = dist.get_rank()
     environ = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % 2}", "LOCAL_WORLD_SIZE": "2"}
-    return planning.device_map(environ, 2, f"node{rank // 2 + 1}")
+    return device_map(environ, 2, f"node{rank // 2 + 1}")
 
 
 def test_map_picture_places_the_ranks_as_the_lesson_does() -> None:
@@ -196,7 +196,7 @@ def test_map_picture_places_the_ranks_as_the_lesson_does() -> None:
         (host,) = [text.words for text in words if node.contains(text) and "node" in text.words]
         inside = [text.words.rpartition(" ")[2] for text in words if gpu.contains(text)]
         device, rank, local_rank = inside
-        shown.append(planning.Place(int(rank), host, int(local_rank), device))
+        shown.append(Place(int(rank), host, int(local_rank), device))
     places = run_ranks(places_on_two_nodes, 4)[0]
     assert shown == places
     rank, host, local_rank, device = places[-1]

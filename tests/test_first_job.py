@@ -20,20 +20,16 @@ from answers.first_job import job_with
 from manyhands.checks import first_job as check
 from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.lesson import judge
-from manyhands.checks.first_job import files
+from manyhands.checks.first_job import directives, files
 from manyhands.checks.first_job import site as site_rules
 from manyhands.data import images
-from manyhands.first_job.planning import (
-    SITE,
-    Place,
-    days_on_devices,
-    device_hours,
-    device_map,
-    job_file,
-    my_share,
-    site_file,
-)
+from manyhands.first_job.history import TRAININGS, doubling_months
+from manyhands.first_job.job_text import BROKEN, mended_job
+from manyhands.first_job.places import Place, device_map, prepare_once
+from manyhands.first_job.planning import days_on_devices, device_hours, my_share, solid_share
 from manyhands.first_job.power_law import error_rate, fit_power_law, train_on
+from manyhands.first_job.rehearsal import rehearse, run_here
+from manyhands.first_job.site import SITE, site_file
 from manyhands.ranks.lab import run_ranks
 
 # ---- how long a training takes -------------------------------------------------------------------
@@ -63,27 +59,68 @@ def test_days_of_published_trainings(
 
 
 def map_on_two_nodes():
-    """Ranks 0 to 2 on node b, rank 3 on node a, which has no GPU; then one map for each node."""
+    """Ranks 0 to 2 on node b, rank 3 on node a, which has no GPU; then with too few on each."""
     rank = dist.get_rank()
     on_b = rank < 3
     environ = {"RANK": str(rank), "LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "13"[on_b]}
-    nodes = dist.new_group([0, 1, 2]), dist.new_group([3])
     node = ("b", 3) if on_b else ("a", 0)
-    return [
-        device_map(environ, node[1], node[0]),
-        device_map(environ, node[1], node[0], group=nodes[not on_b]),
-        device_map(environ, 2, "c"),
-    ]
+    return [device_map(environ, node[1], node[0]), device_map(environ, 2, "c")]
 
 
 def test_every_rank_holds_the_same_map():
     whole = [(0, "b", 0, "cuda:0"), (1, "b", 1, "cuda:1"), (2, "b", 2, "cuda:2")]
     whole += [(3, "a", 0, "cpu")]
     results = run_ranks(map_on_two_nodes, 4)
-    for rank, (job, node, too_few) in enumerate(results):
+    for job, too_few in results:
         assert job == whole and all(isinstance(place, Place) for place in job)
-        assert node == (whole[:3] if rank < 3 else whole[3:])
         assert [place.device for place in too_few] == ["cpu", "cpu", "cpu", "cuda:0"]
+
+
+def prepare_on_two_nodes(folder: str, is_shared: bool, fails: bool):
+    """Two ranks on each of two nodes: what is read, or the error; whether this rank prepared."""
+    rank = dist.get_rank()
+    place = Place(rank, f"node{rank // 2}", rank % 2, "cpu")
+    file = Path(folder, "all" if is_shared else place.host)
+    calls = []
+
+    def prepare():
+        calls.append(rank)
+        time.sleep(0.1)
+        if fails and rank == 0:
+            raise OSError("disk full")
+        file.write_text(f"by {rank}")
+
+    try:
+        return prepare_once(prepare, file.read_text, place, is_shared), calls
+    except RuntimeError as error:
+        return str(error), calls
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "fails", "found", "called"),
+    [
+        (True, False, ["by 0"] * 4, [0]),
+        (False, False, ["by 0", "by 0", "by 2", "by 2"], [0, 2]),
+        (True, True, ["rank 0 could not prepare the data: disk full"] * 4, [0]),
+        (False, True, ["rank 0 could not prepare the data: disk full"] * 4, [0, 2]),
+    ],
+)
+def test_data_is_prepared_once_in_each_folder(tmp_path, is_shared, fails, found, called):
+    results = run_ranks(prepare_on_two_nodes, 4, str(tmp_path), is_shared, fails)
+    assert [value for value, _ in results] == found
+    assert sum((calls for _, calls in results), []) == called
+
+
+# ---- the growth of compute -----------------------------------------------------------------------
+
+
+def test_the_growth_is_that_of_the_sources():
+    named = {one.name: one for one in TRAININGS}
+    assert [one.time for one in TRAININGS] == sorted(one.time for one in TRAININGS)
+    # Amodei and Hernandez say 300,000 times, and a doubling time of 3.4 months over all points.
+    assert 3.0 < doubling_months(named["AlexNet"], named["AlphaGo Zero"]) < 3.8
+    assert named["GPT-3"].petaflops_days == pytest.approx(6 * 175e9 * 300e9 / 8.64e19, rel=0.01)
+    assert named["Llama 3 405B"].petaflops_days == pytest.approx(3.8e25 / 8.64e19, rel=0.01)
 
 
 # ---- independent tasks ---------------------------------------------------------------------------
@@ -93,6 +130,9 @@ def test_shares_are_numpys_strides_complete_and_even():
     for num_tasks in range(20):
         tasks = [f"task {number}" for number in range(num_tasks)]
         for world_size in range(1, 8):
+            pieces = [solid_share(tasks, rank, world_size) for rank in range(world_size)]
+            assert sum(pieces, []) == tasks
+            assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
             shares = [my_share(tasks, rank, world_size) for rank in range(world_size)]
             for rank, share in enumerate(shares):
                 assert share == np.array(tasks, dtype=object)[rank::world_size].tolist()
@@ -183,11 +223,56 @@ def bash(text: str, *flags: str) -> str:
     ).stdout
 
 
-def test_the_job_file_is_bash_and_runs_its_command():
-    text = job_file("demo", 2, 4, 90, "printf '<%s>' \"$((40 + 2))\" {a}")
-    assert bash(text, "-n") == "" and bash(text) == "<42><{a}>"
-    assert text.splitlines()[0] == "#!/bin/bash"
-    assert {line[:8] for line in text.splitlines()[1:-1]} == {"#SBATCH "}
+def test_the_mended_file_is_bash_and_starts_one_torchrun_on_each_node():
+    assert bash(mended_job(), "-n") == "" and bash(BROKEN, "-n") == ""
+    found = rehearse(mended_job(), ["n3", "n7", "n8"], job_id=12_345)
+    assert [start.node for start in found.starts] == ["n3", "n7", "n8"]
+    assert {" ".join(start.words[-3:]) for start in found.starts} == {
+        "--rdzv-id=12345 --rdzv-endpoint=n3:22345 train.py"
+    }
+    assert "job 12345 runs on n3,n7,n8" in found.said
+
+
+def test_a_rehearsal_starts_what_srun_would():
+    text = "srun {} python train.py\nexit 3"
+    for flags, tasks, nodes in [
+        ("", 1, "ab"),
+        ("", 2, "aabb"),
+        ("-N1 -n1", 2, "a"),
+        ("--nodes 2 --ntasks=2 --cpus-per-task 4", 4, "ab"),
+        ("--ntasks-per-node=3 --kill-on-bad-exit", 1, "aaabbb"),
+    ]:
+        found = rehearse(text.format(flags), ["a", "b"], tasks)
+        assert "".join(start.node for start in found.starts) == nodes, flags
+        assert {tuple(start.words) for start in found.starts} == {("python", "train.py")}
+
+
+SAYS_ITS_NAME = r"""
+import os, sys
+sys.stdout.write(" ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) + "\n")
+"""
+
+
+def test_the_mended_file_really_starts_eight_ranks():
+    said = run_here(mended_job(), SAYS_ITS_NAME, limit_s=200).splitlines()
+    assert sorted(said)[:8] == [f"{rank} {rank % 4} 8" for rank in range(8)], said
+
+
+def test_a_job_that_does_not_end_is_ended():
+    with pytest.raises(TimeoutError, match="after 0.5 s"):
+        run_here("srun sleep 60", "", limit_s=0.5)
+
+
+def test_the_broken_file_has_each_of_the_faults_that_the_lesson_names():
+    case = files.grants()[0]
+    seen = [fault[0] for fault in files.faults_of(BROKEN, case)]
+    for words in ("--error", "gives 1 of", "--mem=64 ", "--time=01:30", "logs/", "and not on"):
+        assert sum(words in one for one in seen) == 1, (words, seen)
+    with_srun = BROKEN.replace("torchrun", "srun torchrun")
+    seen = [fault[0] for fault in files.faults_of(with_srun, case)]
+    assert any("torchrun starts 4 times on each node" in one for one in seen)
+    once = with_srun.replace("per-node=4\n", "per-node=1\n")
+    assert any("the nodes meet at g07" in fault[0] for fault in files.faults_of(once, case))
 
 
 def shown(slurm, path: Path) -> dict[str, str]:
@@ -205,18 +290,25 @@ def minutes(time: str) -> int:
     return int(days or 0) * 1440 + hours * 60 + mins + seconds // 60
 
 
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "num_minutes"), [(1, 1, 5), (2, 4, 90), (3, 2, 60), (2, 3, 601)]
-)
-def test_slurm_reads_the_job_file_as_it_is_meant(slurm, tmp_path, nodes, gpus, num_minutes):
+def test_slurm_reads_the_mended_file_as_it_is_meant(slurm, tmp_path):
     path = tmp_path / "file.sbatch"
-    path.write_text(job_file("demo-1", nodes, gpus, num_minutes, "true"))
+    path.write_text(mended_job().replace("gpus-per-node=4", "gpus-per-node=2").replace("64G", "1G"))
     job = shown(slurm, path)
-    assert job["JobName"] == "demo-1" and job["NumNodes"].split("-")[0] == str(nodes)
-    assert job["NumTasks"] == str(nodes) and job["NtasksPerN:B:S:C"].split(":")[0] == "1"
-    assert job["TresPerNode"].endswith(f"gpu:{gpus}")
-    assert minutes(job["TimeLimit"]) == num_minutes
-    assert job["StdOut"] == job["StdErr"] == f"{tmp_path}/demo-1-{job['id']}.out"
+    assert job["JobName"] == "hello" and job["NumNodes"].split("-")[0] == "2"
+    assert job["NumTasks"] == "2" and job["NtasksPerN:B:S:C"].split(":")[0] == "1"
+    assert job["TresPerNode"].endswith("gpu:2")
+    assert minutes(job["TimeLimit"]) == 90
+    assert job["StdOut"] == f"{tmp_path}/hello-{job['id']}.out"
+    assert job["StdErr"] == f"{tmp_path}/hello-{job['id']}.err"
+
+
+def test_slurm_accepts_the_broken_file_and_reads_its_faults(slurm, tmp_path):
+    path = tmp_path / "broken.sbatch"
+    path.write_text(BROKEN)
+    job = shown(slurm, path)
+    assert minutes(job["TimeLimit"]) == 2 and job["NumTasks"] == "8"
+    assert job["TresPerNode"].endswith("gpu:1") and job["StdErr"] == job["StdOut"]
+    assert job["StdOut"] == f"{tmp_path}/logs/hello-{job['id']}.out"
 
 
 HEADERS = """\
@@ -289,8 +381,10 @@ def slurms_reading(slurm, tmp_path_factory) -> dict[str, dict[str, str]]:
 def test_the_check_reads_a_job_file_as_slurm_does(slurms_reading, header):
     slurms = slurms_reading[header]
     try:
-        options, _ = files.read_directives("#!/bin/bash\n" + header.replace("|", "\n") + "\ntrue\n")
-        refused = "time" in options and files.minutes_of(options["time"]) is None
+        options, _ = directives.read_directives(
+            "#!/bin/bash\n" + header.replace("|", "\n") + "\ntrue\n"
+        )
+        refused = "time" in options and directives.minutes_of(options["time"]) is None
         refused = refused or not re.fullmatch(r"\d+", options.get("nodes", "1"))
     except Wrong:
         refused = True
@@ -299,10 +393,10 @@ def test_the_check_reads_a_job_file_as_slurm_does(slurms_reading, header):
         return
     assert options.get("nodes", "1") == slurms["NumNodes"].split("-")[0]
     if "time" in options:
-        assert files.minutes_of(options["time"]) == minutes(slurms["TimeLimit"])
+        assert directives.minutes_of(options["time"]) == minutes(slurms["TimeLimit"])
     gpus = options.get("gpus-per-node", options.get("gres", "gpu:0")).split(":")[-1]
     assert slurms.get("TresPerNode", "gpu:0").split(":")[-1] == gpus
-    written = files.file_name(options.get("output", "slurm-%j.out"), slurms["JobName"])
+    written = directives.file_name(options.get("output", "slurm-%j.out"), slurms["JobName"])
     assert Path(slurms["StdOut"]).name == written.replace("4711", slurms["id"])
 
 
@@ -320,12 +414,12 @@ def site(slurm, tmp_path, monkeypatch) -> Path:
     return tmp_path / "bin"
 
 
-EXERCISE = check.lesson.exercises["0.5"]
+EXERCISE = check.lesson.exercises["0.4"]
 ONE_LINE_MORE = job_with("#SBATCH --nodes", "#SBATCH --constraint=nosuch\n#SBATCH --nodes")
 
 
 def test_where_slurm_answers_the_check_asks_it(site):
-    assert judge(EXERCISE, job_file).state == "done"
+    assert judge(EXERCISE, mended_job).state == "done"
     told = judge(EXERCISE, ONE_LINE_MORE)
     assert told.state == "not yet" and "sbatch --test-only refuses the file: " in told.seen
     assert "nvalid feature" in told.seen and "\n" not in repr(told)
@@ -333,7 +427,7 @@ def test_where_slurm_answers_the_check_asks_it(site):
 
 def test_what_a_site_refuses_of_everybody_is_no_mistake(site, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "nosuch")
-    assert judge(EXERCISE, job_file).state == judge(EXERCISE, ONE_LINE_MORE).state == "done"
+    assert judge(EXERCISE, mended_job).state == judge(EXERCISE, ONE_LINE_MORE).state == "done"
 
 
 def test_without_an_answer_of_slurm_the_check_goes_on(site):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -90,18 +91,30 @@ def test_a_stopped_job_goes_on(whole, tmp_path):
     assert len(results(out)) == stopped["step"] and not left_behind(out)
 
 
-def test_a_share_that_leaves_some_out_is_told(tmp_path, monkeypatch):
-    def my_share(tasks, rank, world_size):
-        each = len(tasks) // world_size
-        return tasks[rank * each : (rank + 1) * each]
+def share_without_the_rest(tasks, rank, world_size):
+    each = len(tasks) // world_size
+    return tasks[rank * each : (rank + 1) * each]
 
-    parts = train_first_job.Parts()._asdict() | {"my_share": my_share}
-    monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
-    mine.write("first_job", parts, tmp_path / "mine")
+
+def main_without_the_rest(config: train_first_job.Config) -> float:
+    with mock.patch.object(planning, "my_share", share_without_the_rest):
+        return train_first_job.main(config)
+
+
+def test_a_share_that_leaves_some_out_is_told_and_the_rest_can_be_done_later(tmp_path):
+    config = train_first_job.Config(out=str(tmp_path / "run"), **SMALL)
     with pytest.raises(RankFailed, match="my_share gave 2 of 8 networks to no rank"):
-        run(tmp_path / "run", 3, impl="mine")
-    mine.write("first_job", parts | {"my_share": planning.my_share}, tmp_path / "mine")
-    assert run(tmp_path / "run", 3, impl="mine") > 0.2
+        run_ranks(main_without_the_rest, 3, config, join=False, timeout_s=60)
+    assert run(tmp_path / "run", 3) > 0.2
+
+
+def test_a_learner_s_own_fit_is_used(tmp_path, monkeypatch):
+    def fit_power_law(sizes, errors):
+        return 1.0, 0.25
+
+    monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
+    mine.write("first_job", {"fit_power_law": fit_power_law}, tmp_path / "mine")
+    assert run(tmp_path / "run", 2, impl="mine", smallest=640, networks=1) == 0.25
 
 
 @pytest.mark.parametrize(

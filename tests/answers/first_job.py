@@ -1,20 +1,19 @@
 """Answers to lesson 00: RIGHT ones of another shape than the course's own, and WRONG ones that are
 no slip of it, with words of their verdict."""
 
-import itertools
 import math
 import socket
-import textwrap
+import time
 from statistics import fmean
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands.first_job import planning
-from manyhands.first_job.planning import Place
+from manyhands.first_job import job_text, planning, site
+from manyhands.first_job.places import Place
 
-RIGHT: dict[str, list] = {"0.5": [planning.job_file], "0.6": [planning.site_file]}
+RIGHT: dict[str, list] = {"0.4": [job_text.mended_job], "0.6": [site.site_file]}
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
 
@@ -22,24 +21,7 @@ def right(todo):
     return lambda answer: RIGHT[todo].append(answer) or answer
 
 
-# ---- 0.1 days_on_devices --------------------------------------------------------------------
-
-
-def days_by_operations(petaflops_days, num_devices, peak_tflops, utilisation):
-    operations = petaflops_days * 1e15 * 86400
-    per_second = num_devices * peak_tflops * 1e12 * utilisation
-    return operations / per_second / 86400
-
-
-def days_in_32_bits(petaflops_days, num_devices, peak_tflops, utilisation):
-    return torch.tensor(1000 * petaflops_days) / (num_devices * peak_tflops * utilisation)
-
-
-def days_as_text(petaflops_days, num_devices, peak_tflops, utilisation):
-    return f"{planning.days_on_devices(petaflops_days, num_devices, peak_tflops, utilisation)} days"
-
-
-# ---- 0.2 device_map -------------------------------------------------------------------------
+# ---- 0.1 device_map -------------------------------------------------------------------------
 
 
 def place_of(environ, num_gpus, host):
@@ -48,91 +30,132 @@ def place_of(environ, num_gpus, host):
     return Place(int(environ["RANK"]), host, local, f"cuda:{local}" if enough else "cpu")
 
 
-def gathered(mine, group=None):
-    places = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, mine, group=group)
+def gathered(mine):
+    places = [None] * dist.get_world_size()
+    dist.all_gather_object(places, mine)
     return places
 
 
-def map_of_parts(environ, num_gpus, host, group=None):
+def map_of_parts(environ, num_gpus, host):
     numbers = [int(environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    parts = gathered((*numbers, host, num_gpus), group)
+    parts = gathered((*numbers, host, num_gpus))
     return [
         Place(rank, host, local, "cpu" if gpus < processes else f"cuda:{local}")
         for rank, local, processes, host, gpus in parts
     ]
 
 
-def map_by_broadcasts(environ, num_gpus, host, group=None):
+def map_by_broadcasts(environ, num_gpus, host):
     places = []
-    for source in range(dist.get_world_size(group)):
+    for source in range(dist.get_world_size()):
         box = [place_of(environ, num_gpus, host)]
-        dist.broadcast_object_list(box, group=group, group_src=source)
+        dist.broadcast_object_list(box, src=source)
         places += box
     return places
 
 
-def map_from_rank_0(environ, num_gpus, host, group=None):
-    size, is_first = dist.get_world_size(group), dist.get_rank(group) == 0
+def map_from_rank_0(environ, num_gpus, host):
+    size, is_first = dist.get_world_size(), dist.get_rank() == 0
     places = [None] * size
     mine = place_of(environ, num_gpus, host)
-    dist.gather_object(mine, places if is_first else None, group=group, group_dst=0)
-    dist.broadcast_object_list(places, group=group, group_src=0)
+    dist.gather_object(mine, places if is_first else None, dst=0)
+    dist.broadcast_object_list(places, src=0)
     return sorted(places)
 
 
-def map_with_short_names(environ, num_gpus, host, group=None):
-    return gathered(place_of(environ, num_gpus, host[:4]), group)
+def map_with_this_machine(environ, num_gpus, host):
+    return gathered(place_of(environ, num_gpus, socket.gethostname()))
 
 
-def map_with_this_machine(environ, num_gpus, host, group=None):
-    return gathered(place_of(environ, num_gpus, socket.gethostname()), group)
-
-
-def map_of_text(environ, num_gpus, host, group=None):
+def map_of_text(environ, num_gpus, host):
     mine = place_of(environ, num_gpus, host)
-    return gathered(mine._replace(rank=environ["RANK"]), group)
+    return gathered(mine._replace(rank=environ["RANK"]))
 
 
-def map_of_tuples(environ, num_gpus, host, group=None):
-    return gathered(tuple(place_of(environ, num_gpus, host)), group)
+def map_of_tuples(environ, num_gpus, host):
+    return gathered(tuple(place_of(environ, num_gpus, host)))
 
 
-def map_on_rank_0(environ, num_gpus, host, group=None):
-    places = gathered(place_of(environ, num_gpus, host), group)
-    return places if dist.get_rank(group) == 0 else None
+def map_on_rank_0(environ, num_gpus, host):
+    places = gathered(place_of(environ, num_gpus, host))
+    return places if dist.get_rank() == 0 else None
 
 
-# ---- 0.3 my_share ---------------------------------------------------------------------------
+# ---- 0.2 prepare_once -----------------------------------------------------------------------
 
 
-def share_by_position(tasks, rank, world_size):
-    return [task for position, task in enumerate(tasks) if position % world_size == rank]
+def once_with_two_meetings(prepare, read, place, is_shared):
+    problem = None
+    if place.rank == 0 or (not is_shared and place.local_rank == 0):
+        try:
+            prepare()
+        except Exception as error:
+            problem = error
+    dist.barrier()
+    failed = torch.tensor(float(problem is not None))
+    dist.all_reduce(failed)
+    if problem is not None:
+        raise problem
+    if failed > 0:
+        raise RuntimeError("another rank could not prepare the data")
+    return read()
 
 
-def share_like_cards(tasks, rank, world_size):
-    hands = [[] for _ in range(world_size)]
-    for position, task in enumerate(tasks):
-        hands[position % world_size].append(task)
-    return hands[rank]
+def once_by_broadcasts(prepare, read, place, is_shared):
+    own = None
+    if {True: place.rank, False: place.local_rank}[is_shared] == 0:
+        try:
+            prepare()
+        except OSError as error:
+            own = f"{error}"
+    for source in range(dist.get_world_size()):
+        told = [own]
+        dist.broadcast_object_list(told, src=source)
+        if told[0] is not None:
+            raise OSError(told[0])
+    return read()
 
 
-def share_that_empties_the_list(tasks, rank, world_size):
-    mine = list(tasks[rank::world_size])
-    if isinstance(tasks, list):
-        tasks.clear()
-    return mine
+def once_as_on_a_slide(prepare, read, place, is_shared):
+    if place.local_rank == 0:
+        prepare()
+        data = read()
+    return data
 
 
-def share_as_generator(tasks, rank, world_size):
-    return (task for task in tasks[rank::world_size])
+def once_with_a_barrier(prepare, read, place, is_shared):
+    """Right, until prepare() fails."""
+    if place.rank == 0 if is_shared else place.local_rank == 0:
+        prepare()
+    dist.barrier()
+    return read()
 
 
-def share_of_three(tasks, rank, world_size):
-    return list(itertools.islice(tasks, rank, 3 * world_size, world_size))
+def once_sent_to_all(prepare, read, place, is_shared):
+    box = [None, None]
+    if place.rank == 0 if is_shared else place.local_rank == 0:
+        try:
+            prepare()
+        except Exception as error:
+            box[1] = str(error)
+    boxes = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, box[1])
+    if any(boxes):
+        raise RuntimeError(str(boxes))
+    if place.rank == 0:
+        box[0] = read()
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
-# ---- 0.4 fit_power_law ----------------------------------------------------------------------
+def once_by_waiting_a_little(prepare, read, place, is_shared):
+    time.sleep(0.0 if place.rank == 0 else 0.01)
+    if place.rank == 0:
+        prepare()
+    return read()
+
+
+# ---- 0.3 fit_power_law ----------------------------------------------------------------------
 
 
 def fit_with_numpy(sizes, errors):
@@ -169,141 +192,89 @@ def fit_of_spreads(sizes, errors):
     return math.exp(y.mean() - slope * x.mean()), -slope
 
 
-# ---- 0.5 job_file ---------------------------------------------------------------------------
+# ---- 0.4 mended_job -------------------------------------------------------------------------
 
 
-@right("0.5")
-def job_of_lines(name, nodes, gpus_per_node, minutes, command):
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"#SBATCH -J {name}",
-            f"#SBATCH -N{nodes} -n {nodes}  # one torchrun a node",
-            f"#SBATCH --gres=gpu:{gpus_per_node}",
-            f"#SBATCH -t {minutes}",
-            f'#SBATCH -o "{name}-%j.out"',
-            "",
-            command,
-        ]
-    )
+@right("0.4")
+def job_in_short():
+    return """#!/usr/bin/env bash
+# written by hand
+#SBATCH -J hello -N2
+#SBATCH --gres=gpu:h100:4 --mem-per-gpu=16G
+#SBATCH -t 90
+#SBATCH -o ./%x-%j.out -e "%x-%j.err"
+##SBATCH --mem=64
+set -euo pipefail
+source .venv/bin/activate
+module load CUDA
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((SLURM_JOB_ID % 50000 + 10000))
+srun --ntasks-per-node=1 --kill-on-bad-exit torchrun --nnodes $SLURM_NNODES \\
+    --nproc_per_node gpu --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID \\
+    --rdzv_endpoint $MASTER_ADDR:$MASTER_PORT train.py"""
 
 
-@right("0.5")
-def job_dedented(name, nodes, gpus_per_node, minutes, command):
-    days, rest = divmod(minutes, 1440)
-    text = f"""
-        #!/usr/bin/env bash
-        # written by hand
-        #SBATCH --job-name={name}
-        #SBATCH --nodes={nodes}-{nodes}
-        #SBATCH --ntasks-per-node 1
-        #SBATCH --gpus-per-node={gpus_per_node}
-        #SBATCH --time={days}-{rest // 60}:{rest % 60}
-        #SBATCH --output=./%x-%j.out
-        #SBATCH --requeue --open-mode=append
-        ##SBATCH --mem=10G
+@right("0.4")
+def job_of_numbered_nodes():
+    return """#!/bin/bash -l
+#SBATCH --nodes=2-2 --ntasks=2 --ntasks-per-node=1 --gpus-per-task=4
+#SBATCH --mem=65536 --time=0-1:30 --output=hello-%j.out --error=hello-%j.err
 
-        set -e
-        """
-    return textwrap.dedent(text).lstrip() + command + "\n"
-
-
-@right("0.5")
-def job_of_tasks(name, nodes, gpus_per_node, minutes, command):
-    options = {
-        "job-name": name,
-        "ntasks": nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-task": gpus_per_node,
-        "time": f"00:{minutes}:00",
-        "output": "%x-%j.out",
-    }
-    lines = [f"#SBATCH --{option}={value}" for option, value in options.items()]
-    return "\n".join(["#!/bin/bash -l", *lines, "module list", command])
-
-
-def job_with(old, new):
-    """The course's job file, with one piece of text in place of another."""
-
-    def answer(name, nodes, gpus_per_node, minutes, command):
-        call = {"name": name, "nodes": nodes, "gpus": gpus_per_node, "minutes": minutes}
-        text = planning.job_file(name, nodes, gpus_per_node, minutes, command)
-        before = old.format(**call, time=f"{minutes // 60:02}:{minutes % 60:02}:00")
-        assert before in text, before
-        hours, rest = divmod(minutes, 60)
-        more = {"hours": hours, "rest": rest, "all": nodes * gpus_per_node, "part": minutes / 60}
-        return text.replace(before, new.format(**call, **more, seconds=60 * minutes))
-
-    return answer
-
-
-def command_with(form):
-    def answer(name, nodes, gpus_per_node, minutes, command):
-        text = planning.job_file(name, nodes, gpus_per_node, minutes, "COMMAND")
-        return text.replace("COMMAND", form(command))
-
-    return answer
-
-
-def job_after(change):
-    return lambda *call: change(planning.job_file(*call))
-
-
-def job_with_the_command_first(name, nodes, gpus_per_node, minutes, command):
-    first, *rest = planning.job_file(name, nodes, gpus_per_node, minutes, command).split("\n")
-    return "\n".join([first, "set -euo pipefail", *rest])
-
-
-def job_without_f(name, nodes, gpus_per_node, minutes, command):
-    return """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
+export PORT=$(python3 -c "import os; print(15000 + int(os.environ['SLURM_JOB_ID']) % 9999)")
+export HEAD=$(scontrol show hostname $SLURM_NODELIST | head -1)
+srun bash -c 'torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$SLURM_NODEID \\
+    --master-addr=$HEAD --master-port=$PORT ./train.py'
 """
 
 
-def job_indented(name, nodes, gpus_per_node, minutes, command):
-    return f"""#!/bin/bash
-    #SBATCH --job-name={name}
-    #SBATCH --nodes={nodes}
-    #SBATCH --ntasks-per-node=1
-    #SBATCH --gpus-per-node={gpus_per_node}
-    #SBATCH --time={minutes}
-    #SBATCH --output=%x-%j.out
-    {command}
-    """
+def job_with(*pairs):
+    """The course's mended file, with pieces of text in place of others."""
+
+    def answer():
+        text = job_text.mended_job()
+        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+            assert old in text, old
+            text = text.replace(old, new)
+        return text
+
+    return answer
 
 
-TIME = "--time={time}"
-WRONG["0.5"] += [
-    (job_with("--nodes", "-nodes"), "two dashes: --nodes=2"),
-    (job_with("%x-%j.out", "<name>-<job number>.out"), "<...> stands for something"),
-    (job_after(lambda text: text.replace("#SBATCH", "##SBATCH")), "'##SBATCH' is a comment"),
-    (job_after(lambda text: text.replace("#SBATCH", "SBATCH")), "'SBATCH' is no option"),
-    (job_after(lambda text: text.replace("\n", "")), "Nothing breaks the lines"),
-    (command_with(lambda command: f"exec {command}"), "what to run is for the caller to say"),
-    (job_with("#SBATCH --nodes", "# SBATCH --nodes"), "'# SBATCH' is a comment to Slurm"),
+def job_indented():
+    return job_text.mended_job().replace("\n", "\n    ")
+
+
+WRONG["0.4"] += [
+    (lambda: job_text.BROKEN, "faults are left, this is the first"),
+    (lambda: print(job_text.mended_job()), "Return the text; do not print or write it."),
+    (lambda: job_text.mended_job().replace("\n", "\r\n"), "lines end with \\r\\n"),
+    (lambda: "\n" + job_text.mended_job(), "also the line break and the spaces before #!"),
     (job_indented, "begins with a space, so Slurm takes it for a comment"),
-    (job_with_the_command_first, "the first command, which is 'set -euo pipefail'"),
-    (job_after(lambda text: "\n" + text), "also the line break and the spaces before #!"),
-    (job_after(lambda text: text.replace("\n", "\r\n")), "lines end with \\r\\n"),
-    (job_without_f, "Put an f before the quotes"),
-    (job_with("ntasks-per-node=1", "ntasks-per-node={gpus}"), "16 processes per node"),
-    (job_with("--ntasks-per-node=1", "--ntasks=1"), "A node without a task is not given"),
-    (job_with("--ntasks-per-node=1", "--ntasks={all}"), "Slurm would start 4 tasks"),
-    (job_with("--gpus-per-node={gpus}", "--gpus={all}"), "counts over the whole job"),
-    (job_with("--gpus-per-node={gpus}", "--gpus-per-node={all}"), "what all 2 nodes have together"),
+    (job_with("#SBATCH --nodes", "# SBATCH --nodes"), "'# SBATCH' is a comment to Slurm"),
+    (job_with("#SBATCH --nodes", "set -e\n#SBATCH --nodes"), "the first command, which is"),
+    (job_with("--nodes=2\n", "--nodes = 2\n"), "without spaces around ="),
     (job_with("--gpus-per-node", "--gpu-per-node"), "it has no option --gpu-per-node"),
-    (job_with("#SBATCH --nodes={nodes}\n", ""), "--nodes is missing"),
-    (job_with("--nodes={nodes}", "--nodes=$NODES"), "which knows no variables of the shell"),
-    (job_with("--nodes={nodes}", "--nodes = {nodes}"), "without spaces around ="),
-    (job_with(TIME, "--time={hours:02}:{rest:02}"), "two numbers as minutes and seconds"),
-    (job_with(TIME, "--time={seconds}"), "That is seconds, but one number is minutes"),
-    (job_with("%x-%j.out", "logs/%x-%j.out"), "Slurm makes no folders"),
-    (job_with("%x-%j.out", "%%x-%%j.out"), "needs no doubling"),
-    (command_with(lambda command: ""), "no line holds the command"),
-    (command_with(lambda command: f"srun {command}"), "it brings its own srun"),
-    (command_with(lambda command: f"{command}\necho done"), "it counts as completed"),
-    (job_after(print), "Return the text; do not print or write it."),
+    (job_with("gpus-per-node=4", "gpus-per-node=8"), "gives 8 of the GPUs of each node"),
+    (job_with("--gpus-per-node=4", "--gpus=8"), "counts over the whole job"),
+    (job_with("64G", "64MB"), "--mem=64MB is 64 MB"),
+    (job_with("=01:30:00", "=5400"), "That is seconds, but one number is minutes"),
+    (job_with("=01:30:00", "=1.5h"), "sbatch refuses --time=1.5h"),
+    (job_with("%x-%j.err", "logs/%x-%j.err"), "Slurm makes no folders"),
+    (job_with("#SBATCH --error=%x-%j.err\n", ""), "among all that the ranks print"),
+    (job_with("srun ", "mpirun "), "nothing is started; bash says"),
+    (job_with("srun torchrun", "srun --ntasks-per-node=4 torchrun"), "torchrun starts 4 times"),
+    (
+        job_with("srun torchrun", "srun python", "--ntasks-per-node=1", "--ntasks-per-node=4"),
+        "without torchrun",
+    ),
+    (job_with("$head:$port", "$head"), "both use port 29400"),
+    (job_with("$head:$port", "localhost:$port"), "that is the node itself"),
+    (job_with("head -n 1", "tail -n 1"), "the first one, is where torchrun listens"),
+    (job_with("=c10d", "=static"), "the numbers of the nodes are 0, 0"),
+    (
+        job_with("srun ", "srun bash -c '", "$head:", "$(hostname):", "n.py", "n.py'"),
+        "Work it out once, before srun",
+    ),
+    (job_with(" train.py", ""), "torchrun is not given train.py"),
 ]
 
 
@@ -340,8 +311,8 @@ def site_with(old, new):
     """The course's file, with one piece of text in place of another."""
 
     def answer():
-        assert old in planning.site_file(), old
-        return planning.site_file().replace(old, new)
+        assert old in site.site_file(), old
+        return site.site_file().replace(old, new)
 
     return answer
 
@@ -376,11 +347,11 @@ WRONG["0.6"] += [
     (site_with("export ", "exit 1; export "), "ends the shell that reads it"),
     (site_with(LOAD, LOAD + "\nexport SBATCH_TIMELIMIT=1-0"), "overrules that line"),
     (lambda: {"SBATCH_ACCOUNT": "class"}, "Return six lines as one text."),
-    (lambda: print(planning.site_file()), "Return six lines as one text."),
+    (lambda: print(site.site_file()), "Return six lines as one text."),
 ]
 
 
-# ---- 0.7 device_hours -----------------------------------------------------------------------
+# ---- 0.5 device_hours -----------------------------------------------------------------------
 
 
 def hours_with_numpy(busy, num_granted, seconds):
@@ -412,32 +383,30 @@ def used_alone(busy, num_granted, seconds):
 
 
 RIGHT |= {
-    "0.1": [days_by_operations, days_in_32_bits],
-    "0.2": [map_of_parts, map_by_broadcasts, map_from_rank_0],
-    "0.3": [share_by_position, share_like_cards],
-    "0.4": [fit_with_numpy, fit_in_32_bits],
-    "0.7": [hours_with_numpy, hours_of_each_device],
+    "0.1": [map_of_parts, map_by_broadcasts, map_from_rank_0],
+    "0.2": [once_with_two_meetings, once_by_broadcasts],
+    "0.3": [fit_with_numpy, fit_in_32_bits],
+    "0.5": [hours_with_numpy, hours_of_each_device],
 }
 WRONG |= {
-    "0.1": [(days_as_text, "asks for a number")],
-    "0.2": [
-        (map_with_short_names, "matches none of the mistakes"),
+    "0.1": [
         (map_with_this_machine, ""),
         (map_of_text, "Environment variables are text"),
         (map_of_tuples, "a Place in every element"),
         (map_on_rank_0, "gives None"),
     ],
-    "0.3": [
-        (share_that_empties_the_list, "the caller's `tasks` has changed"),
-        (share_as_generator, "a generator"),
-        (share_of_three, "The share has"),
+    "0.2": [
+        (once_as_on_a_slide, "the other ranks use it as well"),
+        (once_with_a_barrier, "while others still wait"),
+        (once_sent_to_all, "calls of read() on this rank"),
+        (once_by_waiting_a_little, "A rank reads before the data is prepared"),
     ],
-    "0.4": [
+    "0.3": [
         (fit_by_a_search, "the least possible is"),
         (fit_of_plain_errors, "the least possible is"),
         (fit_of_spreads, "the least possible is"),
     ],
-    "0.7": [
+    "0.5": [
         (hours_without_idle_ranks, "the caller's `busy` has changed"),
         (hours_of_a_table, "they make no table"),
         (used_alone, "asks for two numbers"),

@@ -1,17 +1,15 @@
-"""0.5: a job file, read as sbatch reads it; Slurm itself is asked where there is one.
+"""0.4: a mended job file, judged by what Slurm would grant and by what it would start.
 
-Many texts are right, so a text is judged by rules, and what a rule says is a fact of the text.
+Many texts are right, so a text is judged by rules: its #SBATCH lines are read as sbatch reads them,
+its script is rehearsed on made-up nodes, and Slurm itself is asked where there is one.
 """
 
-import difflib
-import math
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,423 +17,336 @@ from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
-from manyhands.first_job import planning
+from manyhands.checks.first_job.directives import file_name, minutes_of, read_directives
+from manyhands.first_job import job_text
+from manyhands.first_job.rehearsal import Rehearsal, Start, rehearse
 
-# ---- 0.5 ------------------------------------------------------------------------------------
+NODES, GPUS, MINUTES = 2, 4, 90  # what the task asks for
+MEMORY_MB = 64_000, 65_536  # 64 GB, however they are counted
+DEFAULT_PORT = "29400"  # torchrun's own, where an endpoint names none
 
-
-class Request(NamedTuple):
-    """The arguments of job_file."""
-
-    name: str
-    nodes: int
-    gpus_per_node: int
-    minutes: int
-    command: str
-
-    def __str__(self) -> str:
-        return f"job_file({self.name!r}, {self.nodes}, {self.gpus_per_node}, {self.minutes}, ...)"
+Fault = tuple[str, str, str]  # what is seen, why it is wrong, what to try
 
 
-JOB_HINTS = (
-    "The first line is #!/bin/bash. Then come lines such as #SBATCH --nodes=2, from the very "
-    "beginning of the line. The command is the last line.",
-    "Six of them: --job-name, --nodes, --ntasks-per-node=1, --gpus-per-node, --time, --output.",
-    "Slurm reads --time=90 as minutes, 90:00 as minutes and seconds, and 01:30:00 as hours, "
-    "minutes and seconds.",
-    'Begin with f"""#!/bin/bash and let every line start at the margin: what stands between the '
-    "quotes is the file, spaces and line breaks as well.",
-)
+class Granted(NamedTuple):
+    """The nodes that Slurm gives, and the numbers of two such jobs."""
+
+    nodes: tuple[str, ...]
+    job: int
+    other_job: int
 
 
-def requests() -> list[Request]:
-    """One node, two, several; minutes, hours and days; commands with quotes, braces and signs."""
-    torchrun = "srun torchrun --nnodes=$SLURM_NNODES --nproc-per-node=gpu train.py"
-    return [
-        Request("first_job", 2, 4, random.randrange(62, 110), torchrun),
-        Request("big-1", random.randrange(3, 9), 8, 60 * random.randrange(25, 30), "bash run.sh"),
-        Request("try", 1, 1, random.randrange(5, 50), "python -c \"print(f'{1 + 1:%}')\""),
-        Request("weekend", 2, 1, 60 * random.randrange(2, 20) + 5, "exec bash launch.sh a.py b"),
-    ]
+def grants() -> list[Granted]:
+    """Nodes that nobody could have guessed; two jobs that follow one another."""
+    rack = random.choice("kmnqt")
+    first, second = sorted(random.sample(range(10, 99), 2))
+    job = random.randrange(100_000, 900_000)
+    nodes = (f"{rack}{first}", f"{rack}{second}")
+    return [Granted(nodes, job, job + random.choice((1, 2, 3, 7, 13)))]
 
 
-def job_seen(answer, request: Request) -> str:
-    """The text of a job, read as sbatch reads it; and by sbatch, where there is one."""
-    text = answer(*request)
+def job_seen(answer: object, case: Granted) -> str:
+    """ "accepted", or Wrong with the first of the faults that are left."""
+    text = answer()
     if not isinstance(text, str):
         raise malformed(text, "the text of the file", "Return the text; do not print or write it.")
-    try:
-        _compare_job(text, request)
-        if request.name == "first_job":  # one question to Slurm is enough
-            _ask_slurm(text, request)
-    except Wrong as wrong:
-        raise Wrong(wrong.seen.removeprefix(f"{request}: "), wrong.why, wrong.hint) from None
+    _compare_start(text)
+    faults = list(faults_of(text, case))
+    if faults:
+        seen, why, hint = faults[0]
+        left = f" ({len(faults)} faults are left, this is the first)" if len(faults) > 1 else ""
+        raise Wrong(f"{seen}{left}", why, hint)
+    _ask_slurm(text)
     return "accepted"
 
 
-def _compare_job(text: str, request: Request) -> None:
-    _compare_start(text, request)
-    if left := re.search(r"\{(name|nodes|gpus_per_node|minutes|command)\b[^}\n]*\}", text):
-        raise Wrong(
-            f"{request}: the text still holds {left[0]}",
-            "A text without f in front keeps its braces.",
-            'Put an f before the quotes: f"""...',
-        )
+def faults_of(text: str, case: Granted) -> Iterator[Fault]:
+    """Everything that is still wrong: in what is asked for, then in what is started."""
     options, ignored = read_directives(text)
-    for wrong in (_of_nodes, _of_gpus, _of_time, _of_names):
-        for name, seen, why, advice in wrong(options, request):
-            lost = [reason for line, *reason in ignored if name in line]
-            where = f"{request}: {seen}" + (f", though a line holds {name}" if lost else "")
-            raise Wrong(where, *(lost[0] if lost else (why, advice)))
-    _compare_command(text, request)
+    asked = [*_of_devices(options), *_of_limits(options), *_of_files(options)]
+    hidden = []
+    for line, why, hint in ignored:
+        name = re.search(r"--([\w-]+)", line)
+        missing = f"--{name[1] if name else ''} is missing"
+        is_needed = missing in {seen for seen, *_ in asked} or not line.startswith("##")
+        if name and name[1] not in options and is_needed:
+            hidden.append(missing)
+            yield f"sbatch does not read the line {line!r}", why, hint
+    yield from (fault for fault in asked if fault[0] not in hidden)
+    tasks = _tasks_per_node(options)
+    first = rehearse(text, case.nodes, tasks, case.job)
+    if not first.ended:
+        yield "the script did not end in the rehearsal", "", "Leave out what waits."
+        return
+    found = list(_of_starts(first, case))
+    yield from found
+    if not found:
+        second = rehearse(text, case.nodes, tasks, case.other_job)
+        yield from _of_ports(first.starts, second.starts, case)
 
 
-def _compare_start(text: str, request: Request) -> None:
+def _compare_start(text: str) -> None:
+    """The first line says which program reads the rest."""
     first = text.split("\n")[0]
     if "\r" in text:
-        raise Wrong(
-            f"{request}: lines end with \\r\\n", "sbatch refuses that.", "End them with \\n"
-        )
-    if first.startswith("#!") and "SBATCH" in first:
-        seen = f"{request}: all stands in one line, {first[:60]!r}..."
-        raise Wrong(seen, "Nothing breaks the lines.", "Write '\\n'.join(lines), with one \\ only.")
+        raise Wrong("lines end with \\r\\n", "sbatch refuses that.", "End them with \\n")
     if first.startswith("#!") and "bash" in first:
         return
-    if first.startswith("#!"):
-        raise Wrong(f"{request}: the first line is {first!r}", "", "Begin with #!/bin/bash")
+    why = "The first line says which program reads the rest."
     if text.lstrip().startswith("#!"):
-        raise Wrong(
-            f"{request}: the first line is {first!r}, and sbatch refuses the file: 'This does not "
-            "look like a batch script'",
+        why = (
             "All that stands between the quotes belongs to the file, also the line break and the "
-            "spaces before #!.",
-            'Begin directly after the quotes: """#!/bin/bash',
+            "spaces before #!."
         )
-    raise Wrong(
-        f"{request}: the first line is {first!r}, and sbatch refuses the file",
-        "The first line says which program reads the rest.",
-        "Begin with #!/bin/bash",
-    )
+    seen = f"the first line is {first[:60]!r}, and sbatch refuses the file"
+    raise Wrong(seen, why, 'Begin directly after the quotes: """#!/bin/bash')
 
 
-# What sbatch takes, in 22.05 and later: options with a value, and those with none or with one that
-# may follow a =.
-VALUED = """account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
-constraint container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task
-deadline delay-boot dependency distribution error exclude export export-file extra extra-node-info
-gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input
-job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
-mem-per-gpu mincpus network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
-ntasks-per-node ntasks-per-socket open-mode output partition power prefer priority profile qos
-reservation segment signal sockets-per-node switches tasks-per-node thread-spec threads-per-core
-time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey wrap""".split()
-PLAIN = """contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue oom-kill-step
-overcommit oversubscribe parsable propagate quiet reboot requeue spread-job stepmgr test-only
-use-min-nodes verbose wait""".split()
-SHORT = dict(
-    zip(
-        "aAbcCdDeFGiJLmMnNopqStwxBHkOQsvW",
-        "array account begin cpus-per-task constraint dependency chdir error nodefile gpus input "
-        "job-name licenses distribution clusters ntasks nodes output partition qos core-spec time "
-        "nodelist exclude extra-node-info hold no-kill overcommit quiet oversubscribe verbose "
-        "wait".split(),
-        strict=True,
-    )
-)
+# ---- what is asked for ----------------------------------------------------------------------
 
 
-PLACEHOLDER = "<...> stands for something: in Slurm %x is the job's name and %j its number."
-
-
-def read_directives(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
-    """What sbatch reads in a job file: long names and values of its options, the last one of each.
-
-    Also returns the lines that look like options but are none to sbatch: line, why, hint.
-
-    Raises:
-        Wrong: sbatch refuses a line.
-    """
-    options: dict[str, str] = {}
-    ignored: list[tuple[str, str, str]] = []
-    command = ""
-    for line in text.split("\n"):
-        if line.startswith("#SBATCH") and not command:
-            options |= _options_of(line)
-        elif re.match(r"[\s#]*SBATCH\b", line, re.IGNORECASE):
-            ignored.append((line, *_why_ignored(line, command)))
-        elif line.strip() and not line.lstrip().startswith("#"):
-            command = command or line.strip()
-    return options, ignored
-
-
-def _why_ignored(line: str, command: str) -> tuple[str, str]:
-    if line.startswith("#SBATCH"):
-        return (
-            f"Slurm stops reading at the first command, which is {command!r}.",
-            "Put all #SBATCH lines before it.",
-        )
-    if line.startswith((" ", "\t")):
-        return (
-            f"{line.split('=')[0]!r} begins with a space, so Slurm takes it for a comment.",
-            "Begin each line at the margin, without indentation inside the quotes.",
-        )
-    word = re.match(r"[#\s]*\w+", line)[0]
-    what = "a comment" if "#" in word else "no option"
-    return f"{word!r} is {what} to Slurm.", "Write #SBATCH: one #, no space, capital letters."
-
-
-def _options_of(line: str) -> dict[str, str]:
-    """The options on one #SBATCH line, as getopt takes them apart."""
-    try:  # a \\ at the end is nothing to sbatch, and the next line a command
-        words = shlex.split(line.removeprefix("#SBATCH").removesuffix("\\"), comments=True)
-    except ValueError:
-        raise Wrong(f"{line!r}: a quote is not closed", "", "Close it, or leave it out.") from None
-    options = {}
-    while words:
-        word = words.pop(0)
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = _long_name(name, line)
-        elif word.startswith("-") and word[1:].partition("=")[0] in VALUED:
-            why = f"After one dash only the letter {word[1]} is read as the option."
-            raise Wrong(f"sbatch refuses {line!r}", why, f"Write two dashes: -{word}")
-        elif word[:1] == "-" and word[1:2] in SHORT:
-            name, equals, value = SHORT[word[1]], word[2:], word[2:]
-            if name in PLAIN and value:  # several letters behind one -
-                words.insert(0, f"-{value}")
-        else:
-            why = "Spaces around = split an option in two." if "=" in line else ""
-            why = PLACEHOLDER if "<" in line else why
-            seen = f"sbatch refuses {line!r}: {word!r} is no option"
-            raise Wrong(seen, why, "Write --name=value in one piece.")
-        if name in VALUED and not equals:
-            value = words.pop(0) if words else ""
-        if name in VALUED and value in ("", "="):
-            why = "An option is one piece, without spaces around =."
-            raise Wrong(
-                f"sbatch refuses {line!r}: --{name} has no value", why, "Write --name=value"
-            )
-        options[name] = value
-    return options
-
-
-def _long_name(name: str, line: str) -> str:
-    """The option that a long name, or its beginning, stands for."""
-    known = [*VALUED, *PLAIN]
-    meant = [one for one in known if one.startswith(name)]
-    if name in known or len(meant) == 1:
-        name = name if name in known else meant[0]
-        return "ntasks-per-node" if name == "tasks-per-node" else name
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    advice = f"Write --{near[0]}" if near else "Look it up with: man sbatch"
-    raise Wrong(f"sbatch refuses {line!r}: it has no option --{name}", "", advice)
-
-
-Fault = tuple[str, str, str, str]  # the option, what is seen, why, what to try
-
-
-def _count(value: str, name: str) -> int:
+def _count(options: dict[str, str], name: str, default: int) -> int:
     """A whole number, also behind a type such as h100:4."""
+    value = options.get(name, str(default))
     if "$" in value:
         raise Wrong(
             f"sbatch reads --{name}={value} as it stands",
             "#SBATCH lines are read by Slurm, which knows no variables of the shell.",
-            "Let Python put the number in.",
+            "Write the number.",
         )
     if not re.fullmatch(r"(?:[\w.-]+:)*\d+", value):
-        raise Wrong(
-            f"sbatch refuses --{name}={value}", "It is not a number.", "Write a whole number."
-        )
+        raise Wrong(f"sbatch refuses --{name}={value}", "It is no number.", "Write a whole number.")
     return int(value.rpartition(":")[2])
 
 
-def _of_nodes(options: dict, request: Request) -> Iterable[Fault]:
-    """Nodes, and tasks on each of them; Slurm's own default is one task a node."""
-    per_node = _count(options.get("ntasks-per-node", "1"), "ntasks-per-node")
-    all_tasks = _count(options["ntasks"], "ntasks") if "ntasks" in options else None
-    nodes = options.get("nodes", str((all_tasks or 1) // max(per_node, 1)))
-    low, dash, high = nodes.partition("-")
-    if dash and low == high:
-        nodes = low
-    if nodes.partition("-")[1] and re.fullmatch(r"\d+-\d+", nodes):
-        why = "Slurm may give any number of nodes in this range."
-        yield "--nodes", f"--nodes={nodes}", why, "Write one number."
-    elif _count(nodes, "nodes") != request.nodes:
-        said = f"--nodes={nodes}" if "nodes" in options else "--nodes is missing, so 1"
-        yield "--nodes", f"{said}, not {request.nodes}", "", "Write --nodes={nodes}"
-    if all_tasks is not None and all_tasks < request.nodes:
-        why = f"A node without a task is not given, so {all_tasks} of {request.nodes} are left."
-        yield "--ntasks", f"--ntasks={all_tasks} counts over the whole job", why, "Leave it out."
-    if all_tasks is not None and all_tasks != request.nodes:
-        per_node = all_tasks / request.nodes
-    if per_node == 0:
-        yield "--ntasks", "no task per node is asked for", "", "Write --ntasks-per-node=1"
-    if per_node != 1:
-        yield (
-            "--ntasks",
-            f"Slurm would start {per_node:g} tasks on each of the {request.nodes} nodes, not 1",
-            f"Each task is a torchrun, and each torchrun starts a process for each of the "
-            f"{request.gpus_per_node} GPUs: {per_node * request.gpus_per_node:g} processes per "
-            "node.",
-            "Write --ntasks-per-node=1",
-        )
+def _num_nodes(options: dict[str, str]) -> int:
+    low, dash, high = options.get("nodes", "").partition("-")
+    if dash and low != high:
+        raise Wrong(f"--nodes={low}-{high}", "Slurm may give any number in this range.", "")
+    tasks = _count(options, "ntasks", 1)
+    default = tasks // max(1, _count(options, "ntasks-per-node", 1))
+    return _count({"nodes": low} if low else {}, "nodes", default)
 
 
-def _of_gpus(options: dict, request: Request) -> Iterable[Fault]:
-    wanted, nodes = request.gpus_per_node, request.nodes
+def _tasks_per_node(options: dict[str, str]) -> int:
+    """Tasks that srun starts on each node by itself."""
+    if "ntasks-per-node" in options:
+        return _count(options, "ntasks-per-node", 1)
+    return -(-_count(options, "ntasks", NODES) // max(1, _num_nodes(options)))
+
+
+def _of_devices(options: dict[str, str]) -> Iterator[Fault]:
+    nodes = _num_nodes(options)
+    if nodes != NODES:
+        yield f"{nodes} nodes are asked for, not {NODES}", "", f"Write --nodes={NODES}"
+    advice = f"Write --gpus-per-node={GPUS}"
     gres = [part for part in options.get("gres", "").split(",") if part.split(":")[0] == "gpu"]
-    asked = {name: options[name] for name in ("gpus-per-node", "gpus-per-task") if name in options}
-    asked |= {"gres": gres[0]} if gres else {}
-    for name, value in asked.items():
-        number = 1 if value == "gpu" else _count(value, name)
-        why = (
-            f"{number} is what all {nodes} nodes have together." if number == wanted * nodes else ""
-        )
-        if number != wanted:
-            seen = f"--{name}={value} asks for {number} on each node, not {wanted}"
-            yield (
-                f"--{name}",
-                seen,
-                why,
-                "Give the GPUs of one node: --gpus-per-node={gpus_per_node}",
-            )
+    asked = {
+        name: _count(options, name, 0)
+        for name in ("gpus-per-node", "gpus-per-task")
+        if name in options
+    }
+    if "gpus-per-task" in asked:
+        asked["gpus-per-task"] *= _tasks_per_node(options)
+    if gres:
+        asked["gres"] = 1 if gres[0] == "gpu" else _count({"gres": gres[0]}, "gres", 1)
+    for name, number in asked.items():
+        if number != GPUS:
+            why = f"A node has {GPUS}, and the job is to use all of them."
+            yield f"--{name}={options[name]} gives {number} of the GPUs of each node", why, advice
     if not asked and "gpus" in options:
-        yield (
-            "--gpus",
-            f"--gpus={options['gpus']} counts over the whole job",
-            "Slurm may spread them unevenly over the nodes.",
-            "Write --gpus-per-node={gpus_per_node}",
-        )
+        why = "That counts over the whole job, and Slurm may spread them unevenly over the nodes."
+        yield f"--gpus={options['gpus']} names no number per node", why, advice
     elif not asked:
-        why = "A job that asks for no GPU gets none."
-        advice = "Write --gpus-per-node={gpus_per_node}"
-        yield "--gpus-per-node", "no GPU is asked for", why, advice
+        yield "no GPU is asked for", "A job that asks for no GPU gets none.", advice
 
 
-def minutes_of(time: str) -> int | None:
-    """Slurm's minutes of a --time; None where sbatch refuses it. Seconds are rounded up."""
-    days, dash, rest = time.rpartition("-")
-    parts = rest.split(":")
-    if not all(re.fullmatch(r"\d+", part) for part in [*parts, *([days] if dash else [])]):
-        return None
-    if len(parts) > 3:
-        return None
-    numbers = [int(part) for part in parts]
-    if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = numbers
-    else:  # minutes, minutes:seconds
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return math.ceil(int(days or 0) * 1440 + hours * 60 + minutes + seconds / 60)
+def megabytes(size: str) -> float:
+    """Slurm's reading of a --mem: megabytes where no letter follows. -1 where it refuses it."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", size, re.IGNORECASE)
+    if not found:
+        return -1
+    return int(found[1]) * 1024.0 ** ("KMGT".index(found[2].upper() or "M") - 1)
 
 
-def _of_time(options: dict, request: Request) -> Iterable[Fault]:
-    form = "Write minutes, or hours:minutes:seconds with minutes // 60 and minutes % 60."
-    if "time" not in options:
+def _of_limits(options: dict[str, str]) -> Iterator[Fault]:
+    memory = options.get("mem", "")
+    size = megabytes(memory) if memory else megabytes(options.get("mem-per-gpu", "0")) * GPUS
+    if not MEMORY_MB[0] <= size <= MEMORY_MB[1]:
+        why = "A number without a letter is megabytes." if memory.isdigit() else ""
+        if memory and not size:
+            why = "0 asks for all the memory of a node."
+        said = (
+            f"--mem={memory} is {size:g} MB, not 64 GB per node" if memory else "--mem is missing"
+        )
+        yield said, why, "Write --mem=64G"
+    form = "Write minutes, or hours:minutes:seconds."
+    time = options.get("time", "")
+    if not time:
         why = "Without a limit the job gets that of its queue, and waits longer for its turn."
-        yield "--time", "--time is missing", why, form
+        yield "--time is missing", why, form
         return
-    time, wanted = options["time"], request.minutes
     got = minutes_of(time)
     if got is None:
-        why = "Slurm accepts no letters and no decimals there."
-        if "$" in time:
-            why = "Slurm knows no variables of the shell there."
-        yield "--time", f"sbatch refuses --time={time}", why, form
-    elif got != wanted:
-        why = ""
-        if got == wanted * 60:
+        yield f"sbatch refuses --time={time}", "Slurm takes neither letters nor decimals.", form
+    elif got != MINUTES:
+        is_pair = time.count(":") == 1 and "-" not in time
+        why = "Slurm reads two numbers as minutes and seconds." if is_pair else ""
+        if got == 60 * MINUTES:
             why = "That is the same number in hours."
             if ":" not in time:
                 why = "That is seconds, but one number is minutes."
-        elif got == 0:
-            why = "0 means no limit at all."
-        elif time.count(":") == 1 and "-" not in time:
-            why = "Slurm reads two numbers as minutes and seconds."
-        elif got == wanted // 60 * 60:
-            why = "The minutes beyond whole hours are lost."
-        elif got == wanted % 60:
-            why = "The whole hours are lost."
-        yield "--time", f"--time={time} is {got:,} minutes to Slurm, not {wanted:,}", why, form
+        yield f"--time={time} is {got:,} minutes to Slurm, not {MINUTES}", why, form
 
 
-def _of_names(options: dict, request: Request) -> Iterable[Fault]:
-    name, output = options.get("job-name", ""), options.get("output", "slurm-%j.out")
-    if name != request.name:
-        said = f"--job-name={name}" if name else "--job-name is missing"
-        why = "Without it the job is named after its file." if not name else ""
-        yield "--job-name", f"{said}, not {request.name}", why, "Write --job-name={name}"
-    wanted = f"{request.name}-4711.out"
-    if (written := file_name(output, name)) != wanted:
+def _of_files(options: dict[str, str]) -> Iterator[Fault]:
+    name = options.get("job-name", "job.sbatch")
+    for option, ending in (("output", "out"), ("error", "err")):
+        wanted = f"hello-4711.{ending}"
+        pattern = options.get(option, "")
+        advice = f"Write --{option}=%x-%j.{ending}"
+        if not pattern:
+            where = "slurm-4711.out" if option == "output" else "the file of --output"
+            why = (
+                f"What is printed goes to {where} then."
+                if option == "output"
+                else (f"Errors go to {where} then, among all that the ranks print.")
+            )
+            yield f"--{option} is missing", why, advice
+            continue
+        written = file_name(pattern, name)
+        if written == wanted:
+            continue
         why = ""
-        if "output" not in options:
-            why = "Without --output the file is slurm-<number>.out, whatever job wrote it."
-        elif "<" in output:
-            why = PLACEHOLDER
-        elif "$" in output:
+        if "$" in pattern:
             why = "Slurm knows no variables of the shell there; %j is the number."
         elif written.rpartition("/")[2] == wanted:
-            why = "Slurm makes no folders: where one is missing, the job ends without a word."
-        elif "%%" in output:
-            why = "%% stands for the sign %; in an f-string % needs no doubling."
-        yield (
-            "--output",
-            f"--output={output} makes job 4711 write to {written}, not {wanted}",
-            why,
-            "Write --output=%x-%j.out",
-        )
-    if "error" in options and file_name(options["error"], name) != wanted:
-        why = "Error messages would go to another file."
-        yield "--error", f"--error={options['error']}", why, "Leave it out: --output takes both."
+            why = (
+                "Slurm makes no folders: where one is missing, the job ends before its first line, "
+                "and no file says why."
+            )
+        seen = f"--{option}={pattern} makes job 4711 write to {written}, not {wanted}"
+        yield seen, why, advice
 
 
-def file_name(pattern: str, name: str) -> str:
-    """The file that Slurm writes for a pattern, in job 4711."""
-    values = {"x": name, "j": "4711", "A": "4711", "%": "%"}
-    text = re.sub(r"%([xjA%])", lambda found: values[found[1]], pattern)
-    return text.removeprefix("./")
+# ---- what is started ------------------------------------------------------------------------
 
 
-AS_GIVEN = "Let the last line be the command, as it is given."
-
-
-def _compare_command(text: str, request: Request) -> None:
-    body = [line.strip() for line in text.split("\n")]
-    body = [line for line in body if line and not line.startswith("#")]
-    command = request.command
-    if body.count(command) == 1 and body[-1] == command:
+def _of_starts(found: Rehearsal, case: Granted) -> Iterator[Fault]:
+    """Once torchrun for each node, with the right numbers."""
+    runs = [start for start in found.starts if start.words[0] == "torchrun"]
+    bare = [start for start in found.starts if start.words[0] != "torchrun"]
+    if not runs and bare:
+        why = "Nobody tells these processes their rank: torchrun would set RANK and LOCAL_RANK."
+        seen = f"{' '.join(bare[0].words)[:80]!r} is started {len(bare)} times, without torchrun"
+        yield seen, why, "Start torchrun, and let it start train.py."
         return
-    near = [line for line in body if command in line]
-    if not near:
-        seen = f"no line holds the command {command!r}"
-        raise Wrong(f"{request}: {seen}", "", AS_GIVEN)
-    if len(near) > 1:
-        raise Wrong(f"{request}: the command stands there {len(near)} times", "", "Write it once.")
-    why = ""
-    if near[0] == command:
-        why = "A job ends as its last command does, so where training fails it counts as completed."
-    elif near[0].endswith("&"):
-        why = "The job is over when its script ends, and & lets the script go on at once."
-    elif near[0].startswith(("srun", "torchrun", "python", "bash")):
-        why = "The command is complete: it brings its own srun where it needs one."
-    elif near[0].startswith("exec"):
-        why = "exec would do no harm, but what to run is for the caller to say."
-    raise Wrong(
-        f"{request}: the script is {'; '.join(body)}, and the command {command!r}"[:300],
-        why,
-        AS_GIVEN,
-    )
+    if not runs:
+        said = " ".join(found.said.split())[-160:]
+        yield f"nothing is started; bash says {said!r}", "", "Keep the line with torchrun."
+        return
+    counts = {node: sum(run.node == node for run in runs) for node in case.nodes}
+    many = max(counts.values())
+    if not all(counts.values()):
+        why = (
+            "A job file runs on the first node alone, so torchrun there waits for one that never "
+            "comes. srun starts a command on every node of the job."
+        )
+        seen = f"torchrun starts on {_names(counts, 1)} and not on {_names(counts, 0)}"
+        yield seen, why, "Write srun torchrun ..."
+    elif many > 1:
+        why = (
+            "srun starts its command once per task, not once per node, and each torchrun starts "
+            f"{_flag(runs[0], 'nproc-per-node', '1')} processes."
+        )
+        seen = f"torchrun starts {many} times on each node, not once"
+        yield seen, why, "Write --ntasks-per-node=1"
+    yield from _of_numbers(runs[0])
 
 
-def _ask_slurm(text: str, request: Request) -> None:
+def _names(counts: dict[str, int], least: int) -> str:
+    """The nodes with or without a start."""
+    return ", ".join(node for node, count in counts.items() if (count > 0) == (least > 0))
+
+
+def _of_numbers(run: Start) -> Iterator[Fault]:
+    processes = _flag(run, "nproc-per-node", "1")
+    if processes not in (str(GPUS), "gpu", "auto"):
+        why = "The number counts the processes on one node."
+        seen = f"--nproc-per-node is {processes}, not {GPUS}"
+        yield seen, why, f"Write --nproc-per-node={GPUS}"
+    nodes = _flag(run, "nnodes", "1:1")
+    if nodes not in (str(NODES), f"{NODES}:{NODES}"):
+        why = "Each torchrun then makes a world of its own, and both train the same model alone."
+        why = why if nodes in ("1", "1:1") else ""
+        yield f"--nnodes is {nodes}, not {NODES}", why, f"Write --nnodes={NODES}"
+    if "train.py" not in {Path(word).name for word in run.words}:
+        yield "torchrun is not given train.py", "", "The script is the last word of the command."
+
+
+def _flag(run: Start, name: str, default: str) -> str:
+    """The value of an option of torchrun, also with _ in place of - and after a space."""
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in run.words]
+    for index, word in enumerate(words):
+        if word.startswith(f"--{name}="):
+            return run.words[index].partition("=")[2]
+        if word == f"--{name}":
+            return run.words[index + 1] if index + 1 < len(words) else ""
+    return default
+
+
+def meeting_point(run: Start) -> tuple[str, str]:
+    """Host and port at which a torchrun meets the others."""
+    endpoint = _flag(run, "rdzv-endpoint", "")
+    if endpoint:
+        host, _, port = endpoint.partition(":")
+        return host, port or DEFAULT_PORT
+    return _flag(run, "master-addr", ""), _flag(run, "master-port", "29500")
+
+
+def _of_ports(first: list[Start], second: list[Start], case: Granted) -> Iterator[Fault]:
+    """One meeting point for all, on the first node, and another one for another job."""
+    runs = [start for start in first if start.words[0] == "torchrun"]
+    points = [meeting_point(run) for run in runs]
+    host, port = points[0]
+    head = 'Ask Slurm: scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
+    if len(set(points)) > 1:
+        why = "Then nobody meets: the value is worked out on each node, or each time anew."
+        seen = " and ".join(":".join(point) for point in points)
+        yield f"the nodes meet at {seen}", why, "Work it out once, before srun."
+        return
+    if host != case.nodes[0]:
+        why = f"This job runs on {' and '.join(case.nodes)}, and nobody listens at {host or 'it'}."
+        if host in ("localhost", "127.0.0.1"):
+            why = "On each node that is the node itself, so the nodes do not meet."
+        elif host in case.nodes:
+            why = "The node with number 0, the first one, is where torchrun listens."
+        yield f"the nodes meet at {host or 'no host'}", why, head
+    if not (port.isdigit() and 1024 <= int(port) < 65_536):
+        yield f"the port is {port!r}", "Ports from 1024 to 65535 are free to use.", PORT
+    elif meeting_point(second[0] if second else runs[0])[1] == port:
+        why = "Where both run on one node, the second finds the port taken, or joins the first job."
+        yield f"jobs {case.job} and {case.other_job} both use port {port}", why, PORT
+    backend = _flag(runs[0], "rdzv-backend", "static")
+    ranks = [_flag(run, "node-rank", "0") for run in runs]
+    if backend == "static" and sorted(ranks) != [str(node) for node in range(NODES)]:
+        why = "Without --rdzv-backend=c10d each torchrun has to be told its number, from 0."
+        yield f"the numbers of the nodes are {', '.join(ranks)}", why, "Keep --rdzv-backend=c10d"
+
+
+PORT = "Make the port of the job's number: port=$((20000 + SLURM_JOB_ID % 10000))"
+
+# ---- Slurm itself, where there is one -------------------------------------------------------
+
+
+def _ask_slurm(text: str) -> None:
     """Where Slurm answers, hear what it says of the file; a site may refuse any such job."""
     if not shutil.which("sbatch") or _asked("scontrol", "ping"):
         return
     refused = _test_only(text)
-    if refused and not _test_only(planning.job_file(*request)):
+    if refused and not _test_only(job_text.mended_job()):
         raise Wrong(
-            f"{request}: sbatch --test-only refuses the file: {refused}",
+            f"sbatch --test-only refuses the file: {refused}",
             "A line was not asked for, or this site does not know it.",
             "Leave out what the docstring does not name.",
         )
@@ -460,26 +371,49 @@ def _asked(*command: str) -> str:
 
 # ---- the spec -------------------------------------------------------------------------------
 
-job_file = Spec(
-    todo="0.5",
-    truth=planning.job_file,
-    cases=requests,
+mended_job = Spec(
+    todo="0.4",
+    truth=job_text.mended_job,
+    cases=grants,
     observe=job_seen,
-    tell=str,
-    limit_s=15.0,  # Slurm may take its time, and both texts are asked about
-    hints=JOB_HINTS,
+    tell=lambda case: "the job file",
+    limit_s=20.0,  # Slurm may take its time, and both texts are asked about
+    mistake_s=4.0,
+    hints=(
+        "Go through it from the top. How many torchruns start, and on how many nodes? How much is "
+        "--mem=64, and how long --time=01:30? Which #SBATCH line stands below a command?",
+        "Three faults are in the last command: nothing starts it on the second node, its host "
+        "belongs to another job, and its port is the same for every job.",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) is the first node, '
+        "port=$((20000 + SLURM_JOB_ID % 10000)) a port of the job's own; then "
+        "srun torchrun ... --rdzv-endpoint=$head:$port train.py",
+    ),
     mistakes=mistakes(
         r"""
-        #SBATCH --ntasks-per-node=1 => #SBATCH --ntasks-per-node={gpus_per_node}
-            A task is started for each GPU, and torchrun starts the processes itself.
-        {minutes // 60:02}:{minutes % 60:02}:00 => {minutes}:00:00
-            The minutes are written where Slurm reads hours.
-        #SBATCH --nodes={nodes} => # SBATCH --nodes={nodes}
-            Slurm reads a line only if it begins with #SBATCH.
-        --gpus-per-node={gpus_per_node} => --gpus-per-node={nodes * gpus_per_node}
-            These are the GPUs of all nodes.
-        --output=%x-%j.out => --output={name}.out
-            Two jobs of that name would write into one file.
+        --ntasks-per-node=1 => --ntasks-per-node=4
+            Each task is a torchrun, and each torchrun starts the processes of a node.
+        --gpus-per-node=4 => --gpus-per-node=1
+            The number counts the GPUs of one node.
+        --mem=64G => --mem=64
+            A number without a letter is megabytes.
+        --time=01:30:00 => --time=01:30
+            Slurm reads two numbers as minutes and seconds.
+        --output=%x-%j.out => --output=logs/%x-%j.out
+            Slurm makes no folders, and without the folder there is no job and no message.
+        #SBATCH --error=%x-%j.err\n => \n
+            Errors go where everything else goes.
+        srun torchrun => torchrun
+            Nothing starts torchrun on the second node.
+        srun torchrun => srun --nodes=1 --ntasks=1 torchrun
+            srun is told to use one node.
+        endpoint=$head:$port => endpoint=g07:$port
+            Slurm chooses the nodes, so no name of a node can stand in a job file.
+        endpoint=$head:$port => endpoint=$head:29500
+            The port is the same for every job.
+        --nproc-per-node=4 => --nproc-per-node=8
+            The number counts the processes on one node.
+        --nnodes=2 => --nnodes=1
+            Each node would train alone.
         """,
         {},
     ),

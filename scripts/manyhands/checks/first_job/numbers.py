@@ -1,4 +1,4 @@
-"""0.1, 0.4 and 0.7: days of a training, a power law, device-hours."""
+"""0.3 and 0.5: a power law, device-hours."""
 
 import math
 import random
@@ -10,88 +10,7 @@ from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show
 from manyhands.first_job import planning, power_law
 
-# ---- 0.1 ------------------------------------------------------------------------------------
-
-
-class Training(NamedTuple):
-    """One call of days_on_devices."""
-
-    petaflops_days: float
-    num_devices: int
-    peak_tflops: float
-    utilisation: float
-
-
-def trainings() -> list[Training]:
-    """One device and thousands, less than a day and years, exact and drawn numbers."""
-    return [
-        Training(2.0, 10, 500, 0.5),
-        Training(round(random.uniform(1, 9), 2), 1, 67, round(random.uniform(0.5, 0.9), 2)),
-        Training(1.0, random.randrange(200, 900), 2250, 0.95),
-        Training(3640, 1024, 312, 0.45),
-        Training(round(random.uniform(500, 5000), 1), 96, 125.5, round(random.random() / 2, 3)),
-    ]
-
-
-PETA = "num_devices * peak_tflops / 1000 * utilisation"
-RETURN = "return petaflops_days / petaflops"
-THOUSAND = "peak_tflops counts 1e12 operations per second, and a PF/s is 1e15: divide by 1000."
-IN_DAYS = "A PF/s-day is the work of a whole day, so work / speed gives days."
-SLOWER = "A lower utilisation makes the machine slower: multiply the speed by it."
-days_on_devices = Spec(
-    todo="0.1",
-    truth=planning.days_on_devices,
-    cases=trainings,
-    form=lambda value: float(number(value)),
-    same=lambda found, wanted, case: same(found, wanted, 1e-5),
-    facts=lambda found, wanted, case: factor(found, wanted),
-    advice={"": "Divide the work by the speed of all devices together, in PF/s."},
-    hints=(
-        "First work out the speed of the whole machine: the devices, times the peak of one, times "
-        "the share of it that is reached.",
-        "Work in PF/s-days divided by a speed in PF/s gives days, so nothing has to be turned into "
-        "hours.",
-        "One PF/s is 1000 TFLOP/s: petaflops = num_devices * peak_tflops / 1000 * utilisation.",
-    ),
-    mistakes=mistakes(
-        """
-        / 1000 => / 1
-            The days are 1000 times too few. | {THOUSAND}
-        / 1000 => / 1024
-            The speed was divided by 1024, and prefixes of speeds count in 1000.
-        {RETURN} => {RETURN} / 86400
-            The days are divided by the seconds of a day. | {IN_DAYS}
-        {RETURN} => {RETURN} * 86400
-            These are seconds. | {IN_DAYS}
-        {RETURN} => {RETURN} * 24
-            These are hours. | {IN_DAYS}
-        {RETURN} => {RETURN} / 24
-            The days are divided by 24. | {IN_DAYS}
-        1000 * utilisation => 1000
-            The utilisation is not used, and no training reaches the peak. | {SLOWER}
-        1000 * utilisation => 1000 / utilisation
-            A lower utilisation makes the training shorter here. | {SLOWER}
-        1000 * utilisation => 1000 * utilisation / 100
-            The utilisation was taken for a percentage. | It is a share from 0 to 1.
-        num_devices * => 1 *
-            The number of devices is not used. | They work at the same time: multiply the speed.
-        num_devices * => 1 / num_devices *
-            More devices make the training longer here.
-        {RETURN} => return petaflops_days / num_devices * peak_tflops / 1000 * utilisation
-            The work is divided by the devices alone: a / b * c is (a / b) * c.
-            | Put the whole speed in brackets.
-        """,
-        globals(),
-    ),
-)
-
-
-def factor(found: float, wanted: float) -> str:
-    """How many times the right number this is."""
-    return f"This is {show(found / wanted, 4)} times the right number."
-
-
-# ---- 0.4 ------------------------------------------------------------------------------------
+# ---- 0.3 ------------------------------------------------------------------------------------
 
 
 class Points(NamedTuple):
@@ -176,7 +95,7 @@ BOTH_LOGS = "Take the logarithm of the sizes and of the errors."
 EVERY = "Every network counts, also where several have one size."
 SLOPE = "slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()"
 fit_power_law = Spec(
-    todo="0.4",
+    todo="0.3",
     truth=power_law.fit_power_law,
     cases=point_sets,
     form=as_pair("a and b"),
@@ -238,7 +157,7 @@ def two(values: dict) -> str:
     return ", ".join(f"{name} = {show(value, 6)}" for name, value in values.items())
 
 
-# ---- 0.7 ------------------------------------------------------------------------------------
+# ---- 0.5 ------------------------------------------------------------------------------------
 
 
 class Hours(NamedTuple):
@@ -280,7 +199,7 @@ IDLE = "A rank without samples counts as idle: its mean is 0."
 NO_MEAN = ("There is no mean of nothing.", f"{IDLE} A job without ranks has no mean either.")
 NO_TABLE = ("Ranks have unequal numbers of samples, so they make no table.", OWN_MEAN)
 device_hours = Spec(
-    todo="0.7",
+    todo="0.5",
     truth=planning.device_hours,
     cases=hours,
     form=as_pair("charged and used"),

@@ -1,19 +1,17 @@
-"""0.2: which rank runs where; 0.3: which tasks are a rank's own."""
+"""0.1: which rank runs where."""
 
 import os
 import random
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
+from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place as Seat
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import difference, kind, malformed
-from manyhands.first_job import planning
-from manyhands.first_job.planning import Place
+from manyhands.first_job import places
+from manyhands.first_job.places import Place
 
-# ---- 0.2 ------------------------------------------------------------------------------------
+# ---- 0.1 ------------------------------------------------------------------------------------
 
 
 class Node(NamedTuple):
@@ -88,16 +86,16 @@ def facts_of_map(found: list, wanted: list, case: Job) -> str:
 LOCAL = 'int(environ["LOCAL_RANK"])'
 RANK = 'int(environ["RANK"])'
 ENOUGH = 'num_gpus >= int(environ["LOCAL_WORLD_SIZE"])'
-GATHER = "dist.all_gather_object(places, mine, group=group)"
+GATHER = "dist.all_gather_object(places, mine)"
 FILL = f"{GATHER}\n    return places"
 DEVICE = 'f"cuda:{local_rank}" if has_gpu else "cpu"'
 OWN_GPUS = "Each node counts its own GPUs from 0: use LOCAL_RANK."
 COMPARE = "Compare num_gpus with LOCAL_WORLD_SIZE: num_gpus >= LOCAL_WORLD_SIZE."
 ONE_EACH = "Each rank gathers the places of all: all_gather_object fills the list on every rank."
 device_map = Spec(
-    todo="0.2",
-    truth=planning.device_map,
-    layouts=(((0, 1, 2, 3),), ((0, 1), (2, 3))),
+    todo="0.1",
+    truth=places.device_map,
+    layouts=(((0, 1, 2, 3),),),
     cases=jobs,
     observe=map_seen,
     form=as_places,
@@ -114,11 +112,11 @@ device_map = Spec(
     reasons={
         "Can't pickle": (
             "The other ranks do not know a class that is written in a notebook or a function.",
-            "from manyhands.first_job.planning import Place",
+            "from manyhands.first_job.places import Place",
         ),
         "list assignment index out of range": (
-            "The list is shorter than the group has ranks.",
-            "places = [None] * dist.get_world_size(group)",
+            "The list is shorter than the job has ranks.",
+            "places = [None] * dist.get_world_size()",
         ),
         "'int' and 'str'": ("Environment variables are text.", "int(environ['LOCAL_WORLD_SIZE'])"),
         "'str' and 'int'": ("Environment variables are text.", "int(environ['LOCAL_WORLD_SIZE'])"),
@@ -129,7 +127,6 @@ device_map = Spec(
         "does not support item assignment": ("The list to fill comes first.", GATHER),
         "`tensor_list`": ("all_gather sends tensors, and a Place is none.", GATHER),
         "NOT be specified on non-dest": ("gather_object fills a list on one rank only.", GATHER),
-        "not part of group": ("src and dst count over the whole job.", GATHER),
         "process group twice": ("The ranks have met already.", "Leave out init_process_group."),
     },
     hints=(
@@ -137,8 +134,8 @@ device_map = Spec(
         "`environ` are text: int(environ['RANK']) reads one.",
         "The device is f'cuda:{local_rank}' if num_gpus >= LOCAL_WORLD_SIZE, else 'cpu'. A node "
         "counts its own GPUs from 0.",
-        "places = [None] * dist.get_world_size(group); dist.all_gather_object(places, mine, "
-        "group=group); then return places.",
+        "places = [None] * dist.get_world_size(); dist.all_gather_object(places, mine); then "
+        "return places.",
     ),
     mistakes=mistakes(
         r"""
@@ -161,155 +158,17 @@ device_map = Spec(
             The device is always "cpu". | {COMPARE}
         {DEVICE} => "cuda:0" if has_gpu else "cpu"
             All processes of a node would share one GPU. | {OWN_GPUS}
-        {FILL} => return [mine] * dist.get_world_size(group)
+        {FILL} => return [mine] * dist.get_world_size()
             Every place is that of the rank itself: nothing of the others was sent. | {ONE_EACH}
         {FILL} => return [mine]
             The list holds the rank's own place alone. | {ONE_EACH}
         {FILL} => {GATHER}\n    return sorted(places, key=lambda place: place.host)
             The places are sorted by host. | all_gather_object keeps the order of the ranks.
-        int(environ["RANK"]), host => dist.get_rank(group), host
-            A Place holds the number in the group here, and it should be that in the whole job.
-            | int(environ["RANK"])
+        host, local_rank, device) => host[:4], local_rank, device)
+            The name of the node is cut off. | Names of nodes begin alike: keep the whole name.
+        host, local_rank, device) => host.split(".")[0], local_rank, device)
+            The name of the node is cut off. | Names of nodes begin alike: keep the whole name.
         """,
         globals(),
     ),
-)
-
-# ---- 0.3 ------------------------------------------------------------------------------------
-
-
-class Share(NamedTuple):
-    """One call of my_share."""
-
-    tasks: Sequence
-    rank: int
-    world_size: int
-
-
-def shares() -> list[Share]:
-    """All tasks, none, fewer than ranks, equal ones, falsy ones; lists, tuples and a range."""
-    words = [f"file-{random.randrange(3)}" for _ in range(random.randrange(13, 18))]  # some twice
-    pairs = [(20 * 2**size, seed) for size in range(5) for seed in range(3)]
-    deals = [
-        (["a", "b", "c", "d"], 2),
-        ([], 2),
-        (words[:3], 5),
-        (list(cases.FALSY), 2),
-        (pairs, 1),
-        (words, 4),
-        (tuple(pairs), 3),
-        (range(100, 123), 7),
-    ]
-    return [Share(tasks, rank, size) for tasks, size in deals for rank in range(size)]
-
-
-def share_seen(answer: object, case: Share) -> dict:
-    """The share, and whether it is a list of its own."""
-    found = answer(*case)
-    if not isinstance(found, list):
-        raise malformed(found, "a list", "list(...) makes one; one task, or none, is a list, too.")
-    return {
-        "the share": list(found),
-        "the share is not the list `tasks` itself": found is not case[0],
-    }
-
-
-def pieces(round_up: bool) -> Mistake:
-    """Solid pieces; with the rest shared by the first ranks or by the last."""
-
-    def share(tasks, rank, world_size):
-        size, rest = divmod(len(tasks), world_size)
-        if round_up:
-            size += rest > 0
-            return list(tasks[rank * size : (rank + 1) * size])
-        first = rank * size + min(rank, rest)
-        return list(tasks[first : first + size + (rank < rest)])
-
-    words = (
-        "These are solid pieces: where later tasks take longer, the last rank gets the long ones."
-    )
-    return Mistake(instead(share), words, "Deal the tasks out like cards.")
-
-
-def by_value(tasks: Sequence, rank: int, world_size: int) -> list:
-    """Takes the first of equal tasks."""
-    tasks = list(tasks)
-    return [task for task in tasks if tasks.index(task) % world_size == rank]
-
-
-def facts_of_share(found: dict, wanted: dict, case: Share) -> str:
-    """What can be seen of a wrong share."""
-    mine, right = found["the share"], wanted["the share"]
-    if len(mine) == len(right) and sorted(map(repr, mine)) == sorted(map(repr, right)):
-        return "These are the right tasks in another order."
-    if len(mine) != len(right):
-        return f"The share has {len(mine)} tasks, and it should have {len(right)}."
-    return ""
-
-
-SLICE = "tasks[rank::world_size]"
-PAD = ": -len(tasks) % world_size"
-STEP = "The positions are rank, rank + world_size, rank + 2 * world_size, and so on."
-my_share = Spec(
-    todo="0.3",
-    truth=planning.my_share,
-    cases=shares,
-    observe=share_seen,
-    tell=lambda case: (
-        f"my_share({list(case.tasks)}, {case.rank}, {case.world_size})"
-        if len(case.tasks) < 6
-        else f"my_share({len(case.tasks)} tasks, {case.rank}, {case.world_size})"
-    ),
-    facts=facts_of_share,
-    advice={"": STEP},
-    reasons={
-        "modulo by zero": ("A rank's number was divided by, and rank 0 has none.", STEP),
-        "index out of range": (
-            "A position lies beyond the end: some ranks have fewer tasks than others, or none.",
-            "range(rank, len(tasks), world_size) ends in time, and so does a slice.",
-        ),
-        "lower bound": (
-            "torch.arange must not begin beyond its end, as it does for a rank without tasks.",
-            "range(rank, len(tasks), world_size) is empty then.",
-        ),
-        "process group has not been": (
-            "There is no process group here: the arguments hold all that is asked for.",
-            "Use rank and world_size.",
-        ),
-    },
-    hints=(
-        "Think of dealing cards: the first task goes to rank 0, the next to rank 1, and after the "
-        "last rank it is rank 0's turn again.",
-        "A slice with a step does it: tasks[start :: step].",
-    ),
-    mistakes=[
-        pieces(True),
-        pieces(False),
-        Mistake(instead(by_value), "Equal tasks count as one here.", "Go by the position."),
-        *mistakes(
-            """
-            list({SLICE}) => list(tasks[rank:world_size])
-                This is one piece, from rank up to world_size. | Two colons make steps.
-            {SLICE} => tasks[rank + 1::world_size]
-                Nobody does the first task. | Positions count from 0.
-            {SLICE} => tasks[world_size::rank]
-                rank and world_size have changed places in the slice. | tasks[start :: step]
-            {SLICE} => tasks[:len(tasks) // world_size * world_size][rank::world_size]
-                The rest of the division is dropped. | A slice with a step keeps it.
-            {SLICE} => tasks[rank::2]
-                The step is always 2. | A rank's tasks lie world_size apart.
-            list({SLICE}) => list(range(rank, len(tasks), world_size))
-                These are positions in the list. | Return the tasks themselves.
-            list({SLICE}) => [task for task in {SLICE} if task]
-                Tasks such as 0 and "" are left out. | They are tasks like all others.
-            list({SLICE}) => (list(tasks) + list(tasks[{PAD}]))[rank::world_size]
-                The shares are padded to equal length, so some tasks are done twice. | {STEP}
-            list({SLICE}) => tasks if world_size == 1 else list({SLICE})
-                For one rank the caller's own list comes back. | list(...) makes a new one.
-            list({SLICE}) => list(tasks)
-                Every rank does everything. | {STEP}
-            """,
-            globals(),
-        ),
-    ],
 )

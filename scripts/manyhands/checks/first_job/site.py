@@ -12,7 +12,7 @@ from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
-from manyhands.first_job import planning
+from manyhands.first_job import site
 
 # ---- 0.6 ------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ TO_LOAD = tuple(MODULES.values())
 
 site_file = Spec(
     todo="0.6",
-    truth=planning.site_file,
+    truth=site.site_file,
     cases=lambda: [()],
     observe=site_seen,
     tell=lambda case: "site_file()",

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Gradient descent, minutes: 75, goal: "Fit a line by gradient descent with all samples and with some, predict the learning rate at which it diverges, and measure how the noise of a step falls with the batch size"}
+# manyhands: {title: Gradient descent, goal: "Fit a line by gradient descent with all samples and with some, predict the learning rate at which it diverges, and measure how the noise of a step falls with the batch size"}
 # ---
 
 # %% [markdown]
@@ -14,7 +14,6 @@
 # that you take through it.
 
 # %%
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -60,27 +59,34 @@ for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
 # lowest point and for the shape around it.
 
 # %%
-ws, bs = torch.linspace(-1.5, 4.5, 41), torch.linspace(-4, 3, 41)
-grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (41, 41, 2)
-losses = mean_squared_error(grid, x, y)
-levels = [0.28 * 2**k for k in range(8)]
+ws, bs = torch.linspace(-1.5, 4.5, 121), torch.linspace(-4, 3, 121)
+grid = torch.stack(torch.meshgrid(ws, bs, indexing="ij"), dim=-1)  # (121, 121, 2)
+over_the_map = mean_squared_error(grid, x, y)
+levels = [0.5 * 2**k for k in range(7)]
+best = torch.linalg.lstsq(torch.stack([x, torch.ones(100)], dim=1), y[:, None]).solution[:, 0]
 
 
 def draw_map(ax):
-    figures.contours(ax, ws.tolist(), bs.tolist(), losses.tolist(), levels, pale=True)
+    figures.contours(ax, ws.tolist(), bs.tolist(), over_the_map.tolist(), levels, pale=True)
+    ax.plot(*best, "*", color=figures.RED, markersize=10, label="lowest point")
+    ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
     figures.label(ax, "w", "b")
 
 
-figure, ax = figures.new_figure(5, 4)
+figure, ax = figures.new_figure(6, 4.4)
 draw_map(ax)
+lines = ax.contour(ws, bs, over_the_map.T, levels, colors=figures.GREY, linewidths=0.5)
+ax.clabel(lines, fmt="%g", fontsize=9, colors=figures.BLACK)
+figures.label(ax, "w", "b", legend=True)
 figures.show(
     figure, "The loss over w and b: one long, narrow valley, its lowest point near (2, -1)."
 )
 
 # %% [markdown]
-# Darker is lower. The curves are **contours**, lines of equal loss. The dot in the middle is the contour of
-# 0.28, and from each contour to the next the loss doubles. There is a single lowest point, in a long
-# valley, because a smaller $b$ can make up for most of a $w$ that is a little too large.
+# Darker is lower. The curves are **contours**, lines of equal loss, and the number on each is its loss: from
+# one contour to the next the loss doubles. There is a single lowest point, marked by a star (here it was
+# computed by least squares, which only so simple a model allows). It lies in a long valley, because a
+# smaller $b$ can make up for most of a $w$ that is a little too large.
 
 # %% [markdown]
 # ## 2. The gradient
@@ -88,59 +94,102 @@ figures.show(
 # How do you find the way down without a map, which nobody has for a real model? At any point you can
 # compute the **gradient**: the derivatives of the loss with respect to each parameter. It points in the
 # direction in which the loss grows fastest. For the mean of $(w x + b - y)^2$ the chain rule gives both
-# derivatives in one line. Work them out on paper first; PyTorch will check them afterwards.
+# derivatives in one line.
 
-# %% exercise="gradient" todo="1.1" minutes=10 difficulty=1 points=1
+# %% show="true"
 from manyhands.gradient_descent.descent import gradient
-
-# %% check="1.1" tags=["nbval-check-output"]
-check.gradient(gradient)
 
 # %% [markdown]
 # PyTorch's **autograd** computes the same gradient from the loss alone. Compare the two:
 
 # %% tags=["nbval-check-output"]
-if check.ready("1.1"):
-    parameters = torch.tensor([0.0, 0.0], requires_grad=True)
-    mean_squared_error(parameters, x, y).backward()
-    by_hand = gradient(torch.tensor([0.0, 0.0]), x, y)
-    for way, (by_w, by_b) in {"autograd": parameters.grad, "by hand": by_hand}.items():
-        print(f"{way:8}  dL/dw = {by_w:.3f}, dL/db = {by_b:.3f}")
-    torch.testing.assert_close(by_hand, parameters.grad)
+parameters = torch.tensor([0.0, 0.0], requires_grad=True)
+mean_squared_error(parameters, x, y).backward()
+by_hand = gradient(torch.tensor([0.0, 0.0]), x, y)
+for way, (by_w, by_b) in {"autograd": parameters.grad, "by hand": by_hand}.items():
+    print(f"{way:8}  dL/dw = {by_w:.3f}, dL/db = {by_b:.3f}")
+assert torch.allclose(by_hand, parameters.grad)
+
+# %% [markdown]
+# Both are negative at $w = b = 0$, so the loss falls when either parameter grows. At the lowest point both
+# are zero. Read the function once more: what does this say about the errors of the best line? And is their
+# mean zero at the true line, $w = 2$ and $b = -1$, as well?
+
+# %%
+mean_error = None  # your number: the mean error of the best line
+
+# %% answer="true"
+mean_error = 0
+
+# %%
+for name, (w, b) in {"best line": best, "true line": torch.tensor([2.0, -1.0])}.items():
+    error = w * x + b - y
+    print(f"{name}: mean error {error.mean():+.4f}, mean of error * x {(error * x).mean():+.4f}")
+print(f"you said {mean_error} for the mean error of the best line")
+
+# %% [markdown]
+# The two numbers are half of the two derivatives, so at the best line both are zero, up to rounding: its
+# errors cancel, and they cancel as well when each is weighted by its $x$. At the true line neither is zero,
+# because the noise in these 100 points does not cancel exactly. Gradient descent finds the line of the
+# samples that it is given.
 
 # %% [markdown]
 # ## 3. Gradient descent
 #
 # How does the gradient lead to the lowest point? Go against it, a little at a time. The **learning rate**
-# sets how far: each step subtracts the learning rate times the gradient. At the lowest point the gradient
-# is zero, so stop when it is short enough, and in any case after a given number of steps.
+# sets how far: each step subtracts the learning rate times the gradient. In code this lesson calls it
+# `rate`. At the lowest point the gradient is zero, so the descent stops when the gradient is short enough,
+# and in any case after a given number of steps.
 
-# %% exercise="descend" todo="1.2" minutes=10 difficulty=1 points=2
+# %% show="true"
 from manyhands.gradient_descent.descent import descend
-
-# %% check="1.2" tags=["nbval-check-output"]
-check.descend(descend)
 
 # %% tags=["nbval-check-output"]
 start = torch.tensor([-1.0, 2.0])
-if check.ready("1.1", "1.2"):
-    path = descend(start, x, y, rate=0.1, tolerance=1e-3, max_steps=2000)
-    w, b = path[-1].tolist()
-    print(f"w = {w:.2f}, b = {b:.2f}, loss {mean_squared_error(path[-1], x, y):.3f}")
+path = descend(start, x, y, rate=0.1, tolerance=1e-3, max_steps=2200)
+w, b = path[-1].tolist()
+print(
+    f"{len(path) - 1} steps to w = {w:.2f}, b = {b:.2f}, loss {mean_squared_error(path[-1], x, y):.3f}"
+)
 
 # %% [markdown]
-# The descent ends near the true line but not on it, because it has found the best line for these 100
-# points, whose loss is a little below that of the true one.
+# The descent ends at the best line, whose loss is a little below that of the true one.
+#
+# ### When is it time to stop?
+#
+# Look at the condition for stopping. Many programs have another one: they stop when a **step** has become
+# shorter than the tolerance, since then hardly anything moves. A step is the learning rate times the
+# gradient, so this rule compares the gradient with tolerance / rate. Predict: with a learning rate of 0.01
+# and a tolerance of 0.001, how many times the tolerance is the gradient at which this rule stops?
+
+# %%
+times = None  # your number
+
+# %% answer="true"
+times = 100
+
+# %%
+for rate in (0.1, 0.01):
+    path = descend(start, x, y, rate, tolerance=1e-3 / rate, max_steps=2200)
+    away = (path[-1] - best).norm()
+    print(
+        f"learning rate {rate:4}: stops after {len(path) - 1} steps, {away:.3f} from the lowest point"
+    )
+score("gradient / tolerance", times, 100, gradient(path[-1], x, y).norm().item() / 1e-3)
+
+# %% [markdown]
+# The smaller learning rate stops **farther** from the lowest point, and only because its steps are short.
+# That is why `descend` looks at the gradient. The same mistake is easy to make by eye: when you lower the
+# learning rate of a training run, its curve becomes flat, and looks as if it had arrived.
 #
 # ### How fast may you go?
 #
 # A larger learning rate needs fewer steps, but only up to a point. Try some, and watch the number of steps.
 
 # %%
-if check.ready("1.1", "1.2"):
-    for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
-        path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2200)
-        print(f"rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
+for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
+    path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2200)
+    print(f"learning rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
 
 # %% [markdown]
 # Up to 0.25, ten times the learning rate needs about a tenth of the steps. But with 0.3 the descent never
@@ -178,9 +227,8 @@ growth = None  # your number
 growth = abs(1 - 1.02 * 2)
 
 # %%
-if check.ready("1.1", "1.2", "1.3"):
+if check.ready("1.3"):
     limit = largest_rate(x)
-    best = descend(start, x, y, 0.5 * limit, 1e-6, 5000)[-1]
     print(f"largest learning rate {limit:.4f}")
     for share in (0.98, 1.02):
         path = descend(start, x, y, share * limit, 0.0, 300)
@@ -244,7 +292,7 @@ check.descend_in_batches(descend_in_batches)
 
 # %%
 def plain(rate):
-    return lambda parameters, slope: parameters - rate * slope  # a step of this rate
+    return lambda parameters, slope: parameters - rate * slope  # a step of this learning rate
 
 
 def walk(batch, num_steps, step, seed=3):
@@ -255,22 +303,21 @@ def walk(batch, num_steps, step, seed=3):
 NAMES = {100: "all 100 samples", 10: "batches of 10", 1: "one sample"}
 
 
-def draw_path(ax, path, name, number):
+def draw_path(ax, path, batch):
+    draw_map(ax)
     in_sight = (path.abs() < 1e3).all(dim=1).long().cumprod(dim=0).sum()  # until it is far away
     w, b = path[:in_sight].T.tolist()
-    look = figures.style(name, number) | {"linestyle": "-", "markersize": 3, "linewidth": 0.8}
-    ax.plot(w, b, **look, label=name)
+    look = figures.style(NAMES[batch], [*NAMES].index(batch))
+    ax.plot(w, b, **look | {"linestyle": "-", "markersize": 3, "linewidth": 0.8})
     ax.plot(*start, "o", color=figures.BLACK, markersize=6)
 
 
 # %%
-if check.ready("1.1", "1.4", "1.5"):
+if check.ready("1.4", "1.5"):
     figure, axes = figures.new_figure(9, 3.6, cols=3)
-    for number, (ax, (batch, name)) in enumerate(zip(axes, NAMES.items(), strict=True)):
-        draw_map(ax)
-        draw_path(ax, walk(batch, 60, plain(0.1)), name, number)
-        ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
-        ax.set_title(name)
+    for ax, (batch, name) in zip(axes, NAMES.items(), strict=True):
+        draw_path(ax, walk(batch, 60, plain(0.1)), batch)
+        ax.set_title(name, fontsize=11)
     figures.show(
         figure,
         "The paths of 60 steps over the map of the loss: smooth with all samples, a little shaky with "
@@ -293,7 +340,7 @@ after_100, after_1000 = None, None  # 100, 10 or 1: the batch size
 after_100, after_1000 = 1, 10
 
 # %%
-if check.ready("1.1", "1.4", "1.5"):
+if check.ready("1.4", "1.5"):
     curves, found = {}, {}
     for batch, name in NAMES.items():
         paths = [walk(batch, 1000 // batch, plain(0.1), seed) for seed in range(10)]
@@ -348,7 +395,7 @@ exponent, fall = None, None  # your numbers
 exponent, fall = -1, 16
 
 # %%
-if check.ready("1.1", "1.6"):
+if check.ready("1.6"):
     generator = torch.Generator().manual_seed(0)
     batches = [1, 2, 4, 8, 16, 32, 64]
     variances = [gradient_variance(start, x, y, M, 1000, generator) for M in batches]
@@ -380,7 +427,7 @@ def variance_without(batch, epochs):
     return torch.stack(squares).mean().item()
 
 
-if check.ready("1.1", "1.4", "1.6"):
+if check.ready("1.4", "1.6"):
     N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
     without = [variance_without(M, epochs=3 * M) for M in sizes]
     fine = range(1, 100)
@@ -393,7 +440,8 @@ if check.ready("1.1", "1.4", "1.6"):
     figures.measured_and_predicted(ax, measured, predicted, "batch size", "gradient variance")
     figures.show(
         figure,
-        "Variance of the gradient against batch size: slope -1 with replacement, a steep fall to 0 without.",
+        "Variance of the gradient against batch size: slope -1 with replacement, and a steep fall to 0 "
+        "without replacement.",
     )
 
 # %% [markdown]
@@ -403,6 +451,60 @@ if check.ready("1.1", "1.4", "1.6"):
 # Keep this law in mind: **k times the batch, one k-th of the variance**. When $k$ processors average the
 # gradients of $k$ batches, they compute the gradient of one batch that is $k$ times as large. Lessons 03
 # and 07 ask whether you can turn the calmer steps into faster training.
+#
+# ### How low does the noise let you get?
+#
+# What happens if a descent **begins** at the lowest point? With all samples nothing happens, because the
+# gradient there is zero. But the gradient of a batch is not zero there, so each step is thrown some way
+# off. The farther off it is, the more strongly the slope pulls back, and at some height above the lowest
+# loss the two balance. A step with the learning rate $r$ adds about $r^2 V / M$ to the squared distance,
+# and the pull of the slope takes away a share of it that is proportional to $r$. So the height should be
+# proportional to $r V / M$. (For small learning rates the full calculation gives $r V / 4 M$, where $V$ is
+# the variance of a single sample's gradient at the lowest point.)
+#
+# The next cell measures the mean height over many steps. To be close to drawing with replacement, it draws
+# its batches from 1,000 samples, which are the same 100 points ten times. Predict two ratios: by what
+# factor does the height change when the learning rate is halved? And when both the learning rate and the
+# batch are four times as large?
+
+# %%
+halved, both_fourfold = None, None  # your numbers
+
+# %% answer="true"
+halved, both_fourfold = 0.5, 1
+
+# %%
+if check.ready("1.4", "1.5"):
+    lowest = mean_squared_error(best, x, y)
+    many_x, many_y = x.repeat(10), y.repeat(10)
+    heights = {}
+    for M, rate in ((1, 0.01), (1, 0.02), (2, 0.02), (2, 0.04), (4, 0.04), (4, 0.08)):
+        generator = torch.Generator().manual_seed(0)
+        path = descend_in_batches(best, many_x, many_y, M, 4000, plain(rate), generator)
+        heights[M, rate] = (mean_squared_error(path[500:], x, y) - lowest).mean().item()
+    score("learning rate halved", halved, 0.5, heights[1, 0.01] / heights[1, 0.02])
+    score("both four times", both_fourfold, 1, heights[4, 0.04] / heights[1, 0.01])
+    at_best = torch.stack([gradient(best, x[[i]], y[[i]]) for i in range(len(x))])
+    V_best = at_best.square().sum(dim=1).mean().item()
+    measured = {
+        f"batch {M}": ([rate / M, 2 * rate / M], [heights[M, rate], heights[M, 2 * rate]])
+        for M, rate in ((1, 0.01), (2, 0.02), (4, 0.04))
+    }
+    predicted = {"r V / 4 M": ([0, 0.025], [0, V_best / 4 * 0.025])}
+    figure, ax = figures.new_figure(7, 3.8)
+    names = ("learning rate / batch size", "loss above the lowest")
+    figures.measured_and_predicted(ax, measured, predicted, *names)
+    ax.set(xscale="linear", yscale="linear", xlim=(0, 0.025), ylim=(0, 0.04))
+    figures.show(figure, "The height of the balance is about proportional to the ratio.")
+
+# %% [markdown]
+# The height depends on the learning rate and the batch size mainly through their **ratio**. Two rules of
+# large training runs follow from this. First, a lower learning rate towards the end of a run is a cheap way
+# to get rid of noise. Second, if you make the batch $k$ times as large, you may make the learning rate $k$
+# times as large and keep about the same noise. This is the linear rule, which lesson 07 tests. The figure
+# also shows why the rule has to end somewhere: the point with the largest learning rate (batch 4, on the
+# right) lies well above the line, because near the limit of section 3 a step overshoots and magnifies the
+# noise.
 
 # %% [markdown]
 # ## 6. Momentum (optional)
@@ -418,8 +520,7 @@ from manyhands.gradient_descent.descent import Momentum
 check.Momentum(Momentum)
 
 # %%
-if check.ready("1.1", "1.4", "1.5", "1.7"):
-    best = torch.linalg.lstsq(torch.stack([x, torch.ones(100)], dim=1), y[:, None]).solution[:, 0]
+if check.ready("1.4", "1.5", "1.7"):
     for momentum in (0.0, 0.5, 0.8, 0.9, 0.95):
         path = walk(100, 1000, Momentum(0.1, momentum))
         near = (path - best).norm(dim=1) < 0.01
@@ -429,45 +530,49 @@ if check.ready("1.1", "1.4", "1.5", "1.7"):
 # Up to a point momentum saves most of the steps, because where the gradient stays the same, momentum $\mu$
 # lengthens the steps until they are $1 / (1 - \mu)$ times as long: five times for 0.8. With too much
 # momentum the path swings past the lowest point and back many times.
+#
+# If that is right, a learning rate of 0.02 with momentum 0.8 must get about as far along the valley as one
+# of $0.02 / (1 - 0.8) = 0.1$ without. Compare the last two panels:
+
+# %%
+if check.ready("1.4", "1.5", "1.7"):
+    figure, axes = figures.new_figure(9, 3.6, cols=3)
+    for ax, (rate, momentum) in zip(axes, ((0.02, 0.0), (0.1, 0.0), (0.02, 0.8)), strict=True):
+        draw_path(ax, walk(100, 60, Momentum(rate, momentum)), 100)
+        ax.set_title(f"learning rate {rate}\nmomentum {momentum:g}", fontsize=10)
+    figures.show(
+        figure,
+        "Three paths of 60 steps with all samples: a learning rate of 0.02 does not get far; 0.1, and "
+        "0.02 with momentum 0.8, get near the lowest point.",
+    )
+
+# %% [markdown]
+# They do. The path with momentum swings across the valley at first, because there the gradients alternate,
+# and then its steps along the valley grow as long as those of the learning rate 0.1.
 
 # %% [markdown]
 # ## 7. Turn the knobs
 #
-# How do learning rate, batch size and momentum act together? The rows are batch sizes. The first three
-# columns have growing learning rates; the last one has the small learning rate and momentum 0.8. Each path
-# has 60 steps. Compare the last column with the second, and see what happens in the third.
-
+# How do the learning rate and the batch size act together? The rows are batch sizes and the columns
+# learning rates, and each path has 60 steps. See what happens in the last column.
 
 # %%
-def step_with(rate, momentum):
-    return Momentum(rate, momentum) if check.lesson.done("1.7") else plain(rate)
-
-
-def draw_walk(ax, batch, rate, momentum):
-    draw_map(ax)
-    draw_path(ax, walk(batch, 60, step_with(rate, momentum)), NAMES[batch], [*NAMES].index(batch))
-    ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
-    remembers = f", momentum {momentum}" if momentum else ""
-    ax.set_title(f"batch {batch}, rate {rate}{remembers}", fontsize=7.5)
-
-
-if check.ready("1.1", "1.4", "1.5"):
-    figure, axes = figures.new_figure(10, 7, rows=3, cols=4)
-    columns = [(0.02, 0.0), (0.1, 0.0), (0.26, 0.0), (0.02, 0.8)]
+if check.ready("1.4", "1.5"):
+    figure, axes = figures.new_figure(9, 7, rows=3, cols=3)
     for row, batch in zip(axes, NAMES, strict=True):
-        for ax, (rate, momentum) in zip(row, columns, strict=True):
-            draw_walk(ax, batch, rate, momentum)
+        for ax, rate in zip(row, (0.02, 0.1, 0.26), strict=True):
+            draw_path(ax, walk(batch, 60, plain(rate)), batch)
+            ax.set_title(f"{NAMES[batch]}, learning rate {rate}", fontsize=10)
+            ax.label_outer()
     figures.show(
-        figure, "Twelve paths over the map of the loss: three batch sizes, four ways to step."
+        figure, "Nine paths over the map of the loss: three batch sizes, three learning rates."
     )
 
 # %% [markdown]
 # Go column by column. In 60 steps a learning rate of 0.02 does not get far, and 0.1 gets near the lowest
 # point. At 0.26, just below the limit, the path with all samples jumps from side to side and still gets
 # there. With batches of 10 it jumps much farther, and with single samples it is thrown out of the picture,
-# because a sample with a large $x$ has a steeper valley of its own and so a lower limit. Momentum 0.8 with
-# the small learning rate gets about as far as the learning rate 0.1, because along the valley its steps
-# become as long as those of $0.02 / (1 - 0.8) = 0.1$.
+# because a sample with a large $x$ has a steeper valley of its own and so a lower limit.
 #
 # How low is the limit of single samples?
 
@@ -480,24 +585,45 @@ if check.ready("1.3"):
 
 # %% [markdown]
 # The learning rate 0.1 lies just below the lowest of these limits, while 0.26 is above the limits of nearly
-# half of the samples. Where the notebook has widgets, you can now turn the knobs yourself:
+# half of the samples.
+#
+# Three more settings are worth a look. Before you run the cell, sketch each path:
 
 
 # %%
-def one_walk(batch, rate, momentum):
+def step_with(rate, momentum):
+    return Momentum(rate, momentum) if momentum else plain(rate)
+
+
+def draw_walk(ax, batch, rate, momentum=0.0):
+    draw_path(ax, walk(batch, 60, step_with(rate, momentum)), batch)
+    ax.set_title(f"batch {batch}, learning rate {rate}\nmomentum {momentum:g}", fontsize=10)
+
+
+def one_walk(batch, rate, momentum=0.0):
     figure, ax = figures.new_figure(5.5, 4.2)
     draw_walk(ax, batch, rate, momentum)
     return figure
 
 
-if check.ready("1.1", "1.4", "1.5"):
-    begin = time.perf_counter()
-    figures.png(one_walk(10, 0.1, 0.0))
-    print(f"a picture takes {time.perf_counter() - begin:.2f} s")
-    rates, momenta = (0.1, 0.02, 0.05, 0.15, 0.2, 0.25, 0.26, 0.27, 0.3), (0.0, 0.5, 0.8, 0.9, 0.95)
-    figures.show_sliders(
-        one_walk, "batch size, rate and momentum", batch=[*NAMES], rate=rates, momentum=momenta
-    )
+if check.ready("1.4", "1.5"):
+    momenta = (0.0, 0.5, 0.8, 0.9, 0.95) if check.lesson.done("1.7") else (0.0,)
+    figure, axes = figures.new_figure(9, 3.8, cols=3)
+    for ax, setting in zip(axes, ((100, 0.27), (1, 0.05), (10, 0.02, momenta[-1])), strict=True):
+        draw_walk(ax, *setting)
+    figures.show(figure, "Three paths: above the limit, single samples, and much momentum.")
+
+# %% [markdown]
+# On the left the learning rate is above the limit, and the path leaves the picture. In the middle single
+# samples with half of the learning rate 0.1 jump about half as far. On the right, if you have written
+# `Momentum`, momentum 0.95 carries the path past the lowest point, and it swings around it. Where the
+# notebook has widgets, you can now turn the knobs yourself:
+
+# %%
+if check.ready("1.4", "1.5"):
+    rates = (0.1, 0.02, 0.05, 0.15, 0.2, 0.25, 0.26, 0.27, 0.3)
+    knobs = {"batch": [*NAMES], "rate": rates, "momentum": momenta}
+    figures.show_sliders(one_walk, "batch size, learning rate and momentum", **knobs)
 
 # %%
 check.summary()
@@ -507,10 +633,12 @@ check.summary()
 #
 # You can now
 #
-# - write the gradient of a simple loss by hand, and compare it with autograd,
-# - descend with all samples, and with batches drawn without replacement,
+# - say what a zero gradient means for the errors of a line, and why a descent should not stop merely
+#   because its steps are short,
 # - predict the learning rate at which descent diverges: 2 divided by the Hessian's largest eigenvalue,
-# - say how the noise of a step depends on the batch size, and measure it.
+# - descend in batches that are drawn without replacement,
+# - say how the noise of a step depends on the batch size, and measure it,
+# - say how low the noise lets a descent get, from the learning rate and the batch size.
 #
 # **Questions**
 #

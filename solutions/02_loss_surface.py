@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Loss surfaces, minutes: 75, goal: "Cut through the loss of real networks, draw it with several ranks at once, compare networks with and without skip connections, and say what flat and sharp minima do and do not tell", job: {flags: "--grid 5 --networks 2", loss: [0.01, 0.036]}}
+# manyhands: {title: Loss surfaces, goal: "Cut through the loss of real networks, draw it with several ranks at once, compare networks with and without skip connections, and say what flat and sharp minima do and do not tell", job: {flags: "--grid 5 --networks 2", loss: [0.01, 0.036]}}
 # ---
 
 # %% [markdown]
@@ -13,6 +13,7 @@
 # let several processors work on one result.
 
 # %%
+import copy
 import time
 from collections.abc import Callable, Sequence
 
@@ -116,9 +117,8 @@ if check.ready("2.1", "2.2"):
     higher = walk[shares.index(0.5)] / ends
     print(f"half way / ends: you said {half_way}, a bowl allows at most 1, measured {higher:.2f}")
     figure, ax = figures.new_figure()
-    figures.lines(
-        ax, {"loss": (shares, walk)}, "position between one solution (0) and the other (1)", "loss"
-    )
+    xlabel = "position between one solution (0) and the other (1)"
+    figures.lines(ax, {"loss": (shares, walk)}, xlabel, "training loss (nats)")
     figures.show(
         figure,
         "The loss between a network and its shuffled copy: a hill between the two solutions.",
@@ -126,10 +126,12 @@ if check.ready("2.1", "2.2"):
 
 # %% [markdown]
 # The straight line leads over a hill, several times as high as the ends. A bowl has no hill on any straight
-# line, so the loss of this network is not convex. The hill does not prove that the two solutions lie in
-# separate valleys: between trained networks, curved paths of low loss have often been found (Garipov et al.
-# 2018, Draxler et al. 2018). But there are certainly many solutions, since each order of the 64 units gives
-# a copy of this one, more than $10^{89}$ in all.
+# line, so the loss of this network is not convex. But the hill does not prove that the two solutions lie in
+# separate valleys, since a way around it may exist. Garipov et al. (2018) and Draxler et al. (2018) looked
+# for such ways between networks that were trained from different first weights, and found curves along
+# which the loss stays nearly as low as at the ends. This is called **mode connectivity**. What is certain is
+# that there are many solutions, since each order of the 64 units gives a copy of this one, more than
+# $10^{89}$ in all.
 #
 # ### How is a good solution found all the same?
 #
@@ -148,9 +150,8 @@ if check.ready("2.1", "2.2"):
         shares = [k / 20 for k in range(21)]
         curves[f"seed {seed}"] = (shares, slice_between(loss_of(fresh), own, trained, shares))
     figure, ax = figures.new_figure()
-    figures.lines(
-        ax, curves, "position between the first weights (0) and the trained ones (1)", "loss"
-    )
+    xlabel = "position between the first weights (0) and the trained ones (1)"
+    figures.lines(ax, curves, xlabel, "training loss (nats)")
     figures.show(figure, "Three slices from first to trained weights: all fall without a hill.")
 
 # %% [markdown]
@@ -244,7 +245,7 @@ for model in networks.values():
 # afterwards each rank holds the sum. (Lesson 04 builds this function. Like every collective, it has to be
 # called by **all** ranks; if one is missing, the others wait for it.)
 #
-# `my_share(tasks, rank, world_size)` from lesson 00 gives a rank's share of a list. As there, a `group`
+# `my_share(tasks, rank, world_size)` from lesson 00 gives a rank's share of a list. The argument `group`
 # names the ranks that take part; pass it on to `dist.get_rank`, `dist.get_world_size` and
 # `dist.all_reduce`. If it is `None`, all ranks take part.
 
@@ -268,21 +269,22 @@ speedup = 1.9
 grid = [k / 6 for k in range(-6, 7)]
 
 
-def picture(chosen):
+def picture(models, num_images=256, at=grid):
     torch.set_num_threads(1)
     dist.barrier()  # all start to measure at the same time
     start, losses = time.perf_counter(), {}
-    for kind in chosen:
-        own, generator = list(networks[kind].parameters()), torch.Generator().manual_seed(0)
+    for kind, model in models.items():
+        own, generator = list(model.parameters()), torch.Generator().manual_seed(0)
         directions = random_direction(own, generator), random_direction(own, generator)
-        losses[kind] = surface(loss_of(networks[kind]), own, directions, grid)
+        losses[kind] = surface(loss_of(model, num_images), own, directions, at)
     return losses, time.perf_counter() - start
 
 
 if check.ready("2.1", "2.3", "2.4"):
     first = (True, 1)
-    ((one, one_s),) = run_ranks(picture, 1, [first], timeout_s=120)
-    (two, two_s), _ = run_ranks(picture, 2, [first], timeout_s=120)
+    only = {first: networks[first]}
+    ((one, one_s),) = run_ranks(picture, 1, only, timeout_s=120)
+    (two, two_s), _ = run_ranks(picture, 2, only, timeout_s=120)
     score("speed-up of 2 ranks", speedup, 2, one_s / two_s, word="ideal")
     assert torch.equal(one[first], two[first])
     assert one[first][6, 6].item() == loss_of(networks[first])().item()
@@ -298,9 +300,8 @@ if check.ready("2.1", "2.3", "2.4"):
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
-    (pictures, _), _ = run_ranks(
-        picture, 2, [kind for kind in kinds if kind != first], timeout_s=120
-    )
+    others = {kind: model for kind, model in networks.items() if kind != first}
+    (pictures, _), _ = run_ranks(picture, 2, others, timeout_s=120)
     pictures |= two
     figure = figures.loss_surfaces({NAME[s]: pictures[s, 1].tolist() for s in (True, False)}, grid)
     figures.show(
@@ -313,36 +314,15 @@ if check.ready("2.1", "2.3", "2.4"):
 # is only a shallow dish, because training stopped at a loss far above the funnel's bottom. (The corners
 # come from the coarse grid: between two points the picture is a straight line.)
 #
-# Is the way down smooth? The lower row gives an impression, but only a number can be compared. Walk over the
-# surface along a row or a column: in a single valley you only go down and then up, and every further up and
-# down makes the walk longer. **Roughness** says by how much, on the loss itself and not on its logarithm.
-
-# %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
-from manyhands.loss_surface.surface import roughness
-
-# %% check="2.5" tags=["nbval-check-output"]
-check.roughness(roughness)
-
-# %%
-if check.ready("2.1", "2.3", "2.4", "2.5"):
-    for (skip, seed), losses in sorted(pictures.items(), key=skips_first):
-        lowest, highest = losses.min(), losses.max()
-        told = f"roughness {roughness(losses):.3f}, loss {lowest:.3f} to {highest:.1f}"
-        print(f"{NAME[skip]:13} seed {seed}: {told}")
-
-# %% [markdown]
-# The surfaces without skips should come out many times rougher, but two networks of each kind are a hint,
-# not a result. The job of this lesson takes more networks and a finer grid. Here is what it gave, stored
-# with the course. Do the ranges of the two kinds overlap?
+# Two networks of each kind are a hint, not a result. The job of this lesson takes more networks and a finer
+# grid. Here is what it gave, stored with the course. What does the finer grid show that yours did not?
 
 # %%
 stored = storage.stored("loss_surface", "networks")
 for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
-    results = [one for one in stored["networks"] if one["kind"] == kind]
-    rough = [one["roughness"] for one in results]
-    error = sum(one["error"] for one in results) / len(results)
-    told = f"roughness {sum(rough) / len(rough):.3f} ({min(rough):.3f} to {max(rough):.3f})"
-    print(f"{name:13} {len(results)} networks: {told}, test error {error:.1%}")
+    errors = [one["error"] for one in stored["networks"] if one["kind"] == kind]
+    told = f"test error {sum(errors) / len(errors):.1%} ({min(errors):.1%} to {max(errors):.1%})"
+    print(f"{name:13} {len(errors)} networks: {told}")
 first_of = {one["kind"]: one["losses"] for one in reversed(stored["networks"])}
 both = {NAME[True]: first_of["skip"], NAME[False]: first_of["plain"]}
 figure = figures.loss_surfaces(both, stored["distances"])
@@ -350,14 +330,44 @@ figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and 
 
 # %% [markdown]
 # What may you conclude? On these data, at this depth and with this recipe, the networks without skips ended
-# at higher losses, and the surroundings of every one are rougher than those of any network with skips. The
-# pictures do **not** show that the roughness is the cause. They show two dimensions out of about 17,000,
-# and a network that is trained longer ends at another place with other surroundings. Li et al. (2018), who
-# introduced the filter-wise directions, saw the same change with 56 layers and more, and much less of it
-# with 20.
+# at higher losses and with far more mistakes, and the loss around them is bumpy. The pictures do **not**
+# show that the bumps are the cause. They show two dimensions out of about 17,000, and a network that is
+# trained longer ends at another place with other surroundings. Li et al. (2018), who introduced the
+# filter-wise directions, saw the same change with 56 layers and more, and much less of it with 20.
 
 # %% [markdown]
-# ## 3. Flat and sharp
+# ## 3. How rough is it? (optional)
+#
+# The lower row of the figure gives an impression of the bumps, but only numbers can be compared. Walk over
+# the surface along a row or a column: in a single valley you only go down and then up, and every further up
+# and down makes the walk longer. **Roughness** says by how much, on the loss itself and not on its
+# logarithm.
+
+# %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
+from manyhands.loss_surface.surface import roughness
+
+# %% check="2.5" tags=["nbval-check-output"]
+check.roughness(roughness)
+
+# %% [markdown]
+# Do the ranges of the two kinds overlap, in the stored run?
+
+# %%
+if check.ready("2.1", "2.3", "2.4", "2.5"):
+    for (skip, seed), losses in sorted(pictures.items(), key=skips_first):
+        lowest, highest = losses.min(), losses.max()
+        told = f"roughness {roughness(losses):.3f}, loss {lowest:.3f} to {highest:.1f}"
+        print(f"{NAME[skip]:13} seed {seed}: {told}")
+    for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
+        rough = [one["roughness"] for one in stored["networks"] if one["kind"] == kind]
+        told = f"roughness {sum(rough) / len(rough):.3f} ({min(rough):.3f} to {max(rough):.3f})"
+        print(f"{name:13} {len(rough)} stored networks: {told}")
+
+# %% [markdown]
+# In the stored run the surroundings of every network without skips are rougher than those of any network
+# with skips. Two pictures on a coarse grid, as yours are, say less: a grid of 13 points misses many bumps.
+
+# ## 4. Flat and sharp
 #
 # How do you measure whether a minimum is flat or sharp? Lesson 01 found the steepest direction of a line's
 # loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row and a column for
@@ -381,22 +391,32 @@ check.sharpness(sharpness)
 
 
 # %%
+ALL = len(data.train_inputs)
+LOSSES = (0.2, 0.1, 0.06, 0.04)  # on the way down, a copy is kept at each of them
+
+
 def train_small(batch, decay, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     rate, epochs = (0.05, 20) if batch == 16 else (0.1, 400)
     recipe = {"lr": rate, "momentum": 0.9, "weight_decay": decay}
     optimizer = torch.optim.SGD(model.parameters(), **recipe, foreach=True)
+    copies = {}
     for _ in range(epochs):
-        for chosen in torch.randperm(len(data.train_inputs)).split(batch):
+        for number, chosen in enumerate(torch.randperm(ALL).split(batch)):
             output = model(data.train_inputs[chosen])
             nn.functional.cross_entropy(output, data.train_labels[chosen]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return model
+            if number % 10 == 0 and len(copies) < len(LOSSES):
+                with torch.no_grad():
+                    now = loss_of(model, ALL)()
+                for level in LOSSES:
+                    if now < level and level not in copies:
+                        copies[level] = copy.deepcopy(model)
+    return model, copies
 
 
-ALL = len(data.train_inputs)
 recipes = [(b, decay, seed) for seed in range(3) for decay in (0.0, 0.005) for b in (16, ALL)]
 
 
@@ -406,12 +426,13 @@ def train_share():
     return {recipe: train_small(*recipe) for recipe in own}
 
 
-small = {}
+small, on_the_way = {}, {}
 for share in run_ranks(train_share, 2, timeout_s=120):
-    small |= share
+    small |= {recipe: model for recipe, (model, _) in share.items()}
+    on_the_way |= {recipe: copies for recipe, (_, copies) in share.items()}
 
 # %% [markdown]
-# Which batch size will end in the sharper minimum? (Compare the length of the weights too.)
+# Which batch size will end in the sharper minimum? Compare the training losses in the table too.
 
 # %%
 ratio = None  # your number: sharpness with batch 1,297 / sharpness with batch 16, no weight decay
@@ -424,32 +445,88 @@ ratio = 3
 def about(model):
     own = list(model.parameters())
     length = torch.cat([p.detach().flatten() for p in own]).norm().item()
-    sharp = sharpness(loss_of(model, ALL), own, 20, torch.Generator().manual_seed(0))
-    wrong = error_rate(model, data.test_inputs, data.test_labels)
-    return {"sharpness": sharp, "length of all weights": length, "test error": wrong}
+    return {
+        "sharpness": sharpness(loss_of(model, ALL), own, 20, torch.Generator().manual_seed(0)),
+        "length of all weights": length,
+        "training loss (nats)": loss_of(model, ALL)().item(),
+        "test error": error_rate(model, data.test_inputs, data.test_labels),
+    }
 
 
-def in_words(values):
-    return f"{sum(values) / len(values):6.3f} ({min(values):.3f} to {max(values):.3f})"
+def about_three(models):
+    three = [about(model) for model in models]
+    return {name: [fact[name] for fact in three] for name in three[0]}
+
+
+def mean(values):
+    return sum(values) / len(values)
 
 
 if check.ready("2.6"):
-    facts = {recipe: about(model) for recipe, model in small.items()}
-    means = {}
+    found = {}
     for decay in (0.0, 0.005):
         for batch in (16, ALL):
-            of_three = [facts[batch, decay, seed] for seed in range(3)]
-            means[batch, decay] = sum(fact["sharpness"] for fact in of_three) / 3
+            facts = about_three([small[batch, decay, seed] for seed in range(3)])
+            found[batch, decay] = mean(facts["sharpness"])
             print(f"batch {batch}, weight decay {decay}")
-            for name in of_three[0]:
-                print(f"    {name:22} {in_words([fact[name] for fact in of_three])}")
-    measured = means[ALL, 0.0] / means[16, 0.0]
+            for name, values in facts.items():
+                print(f"    {name:22} {mean(values):6.3f} ({min(values):.3f} to {max(values):.3f})")
+    measured = found[ALL, 0.0] / found[16, 0.0]
     print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {measured:.2f}")
 
 # %% [markdown]
-# The next figure goes with the table: the loss on the line from the small-batch solution (at 0) to the
-# large-batch solution (at 1). "Apart" is the length of that line, in the same unit as the length of the
-# weights. How high do the two solutions lie?
+# Without weight decay the claim seems to hold: small batches end in a place about three times flatter, and
+# make fewer mistakes. But they took four times as many steps, so their training loss is lower as well,
+# about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of cross-entropy
+# vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So part of the factor
+# says nothing about batches.
+#
+# ### At equal training loss
+#
+# The training kept a copy of each network when its training loss fell below 0.2, 0.1, 0.06 and 0.04.
+# Predict the same ratio at a training loss of 0.04:
+
+# %%
+at_equal_loss = None  # your number
+
+# %% answer="true"
+at_equal_loss = 2
+
+# %%
+if check.ready("2.6"):
+    sharp = {16: [], ALL: []}
+    for level in LOSSES:
+        told = []
+        for batch in sharp:
+            facts = about_three([on_the_way[batch, 0.0, seed][level] for seed in range(3)])
+            sharp[batch].append(mean(facts["sharpness"]))
+            told.append(f"batch {batch:5,} {mean(facts['test error']):.1%}")
+        measured = sharp[ALL][-1] / sharp[16][-1]
+        print(f"loss {level:4}: {measured:.1f} times as sharp; test errors {', '.join(told)}")
+    print(f"at a loss of 0.04: you said {at_equal_loss}, measured {measured:.2f}")
+    figure, ax = figures.new_figure(7, 3.4)
+    curves = {f"batch {batch:,}": (LOSSES, values) for batch, values in sharp.items()}
+    figures.lines(ax, curves, "training loss (nats)", "sharpness (mean of 3 seeds)")
+    ax.set(xscale="log", ylim=(0, None), xticks=LOSSES)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.invert_xaxis()  # training goes from left to right
+    figures.show(figure, "Sharpness falls with the training loss; larger batches stay sharper.")
+
+# %% [markdown]
+# Training goes from left to right, and both curves fall from the first point to the last: the lower the
+# loss, the flatter the place, for either batch size. What remains at equal loss is a smaller factor, about 2.
+# This fits the claim of Keskar et al.: the noise of small batches leads to flatter places. (In lesson 01 the
+# noise went with the ratio of learning rate and batch size, which for the small batches is 40 times as large
+# here.) But look at the test errors at equal loss: the networks of large batches are about twice as sharp,
+# and still make about as many mistakes as those of small batches, at some losses even a few fewer.
+#
+# ### What weight decay changes
+#
+# Weight decay is the other way to equal losses, because it keeps all four kinds of networks from growing
+# their weights until the loss is tiny. The next figure shows the loss on the line from the small-batch
+# solution (at 0) to the large-batch solution (at 1). "Apart" is the length of that line, in the same unit
+# as the length of the weights. How high do the two solutions lie?
 
 # %%
 if check.ready("2.1", "2.2", "2.6"):
@@ -475,20 +552,44 @@ if check.ready("2.1", "2.2", "2.6"):
     )
 
 # %% [markdown]
-# Look at the left panel first, without weight decay. Beyond the large-batch solution (to the right of 1)
-# the loss rises faster than beyond the small-batch one. The table says the same: small batches end in a
-# place about three times flatter, and make fewer mistakes. So far the claim holds.
-#
-# But small batches took four times as many steps, so their weights have grown longer and their training
-# loss is lower, about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of
-# cross-entropy vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So compare
-# at equal loss. Weight decay stops the growth, and on the right both solutions lie almost equally high.
-# There the small-batch solution is almost three times **sharper** than it was, and most of the difference
-# is gone. What is more, the sharper one of the two, from large batches, makes **fewer** mistakes.
+# On the left, beyond the large-batch solution (to the right of 1), the loss rises faster than beyond the
+# small-batch one. On the right, with weight decay, both solutions lie almost equally high. There, as the
+# table says, the small-batch solution is almost three times **sharper** than it was without, and the
+# sharper one of the two, from large batches, again makes **fewer** mistakes.
 #
 # (Three warnings. On the left the large-batch solution is not quite a minimum, since the loss still falls
 # towards the other one. On a logarithmic axis a wide curve need not be a flat one, so trust the table. And
 # the test errors differ by a few images out of 500.)
+#
+# A line shows one direction only. Draw the plane of section 2 around one solution of each kind, with your
+# own functions and the same random numbers for all four. Which of them looks flattest?
+
+# %%
+if check.ready("2.1", "2.3", "2.4"):
+    four = {(batch, decay): small[batch, decay, 0] for decay in (0.0, 0.005) for batch in (16, ALL)}
+    fine = [k / 10 for k in range(-10, 11)]
+    (around, _), _ = run_ranks(picture, 2, four, ALL, fine, timeout_s=120)
+    lowest = min(losses.min().item() for losses in around.values())
+    highest = max(losses.max().item() for losses in around.values())
+    levels = [lowest * (highest / lowest) ** (k / 14) for k in range(15)]
+    figure, axes = figures.new_figure(8, 7, rows=2, cols=2)
+    for ax, ((batch, decay), losses) in zip(axes.flat, around.items(), strict=True):
+        filled = figures.contours(ax, fine, fine, losses.tolist(), levels)
+        ax.plot(0, 0, "x", color="white")
+        wrong = error_rate(four[batch, decay], data.test_inputs, data.test_labels)
+        ax.set_title(f"batch {batch:,}, weight decay {decay}\ntest error {wrong:.1%}", fontsize=10)
+        figures.label(ax, "along direction 1", "along direction 2")
+        ax.set_aspect("equal")
+        ax.label_outer()
+    bar = figure.colorbar(filled, ax=axes, format="{x:.2g}")
+    bar.set_label("training loss (nats)")
+    figures.show(figure, "Loss around four solutions: two batch sizes, without and with decay.")
+
+# %% [markdown]
+# Compare the columns, and then the rows. The two batch sizes look much alike: their contours have nearly the
+# same shape, and without weight decay the small-batch solution only lies deeper. Weight decay changes more,
+# and the widest basin of all belongs to small batches with weight decay. If wide basins were better, this
+# one would have the fewest mistakes. In our run its title shows the most.
 #
 # ### Does the sharpness decide how good a solution is?
 #
@@ -522,22 +623,22 @@ if check.ready("2.1", "2.3", "2.6"):
 # still debated, so be careful with the argument.
 
 # %% [markdown]
-# ## 4. Run it as a job
+# ## 5. Run it as a job
 #
-# The job trains networks of both kinds and draws their surfaces with your `random_direction`, `surface` and
-# `roughness`. All ranks work together on each picture. Here the job is small: one network of each kind with
+# The job trains networks of both kinds and draws their surfaces with your `random_direction` and `surface`
+# (and `roughness`, if you have written it). All ranks work together on each picture. Here the job is small: one network of each kind with
 # 18 layers, half the training, a coarse grid. The stored run above shows how to ask for more. The
 # last cell shows the pictures, which are in the run's folder as `surfaces.png`. They are coarser
 # than those above, since the grid has fewer points.
 
 # %%
-if check.ready("2.1", "2.3", "2.4", "2.5"):
+if check.ready("2.1", "2.3", "2.4"):
     check.keep()
     small_run = "--grid 7 --networks 1 --blocks 8 --epochs 4".split()
     folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small_run)
 
 # %%
-if check.ready("2.1", "2.3", "2.4", "2.5"):
+if check.ready("2.1", "2.3", "2.4"):
     display(Image(folder / "surfaces.png", alt="The surfaces of both networks of this job"))
 
 # %%
@@ -552,7 +653,7 @@ check.summary()
 # - show that a network's loss is no bowl,
 # - deal out the points of a picture to ranks, put them together, and check that the numbers are the same,
 # - compute the largest eigenvalue of a Hessian that is too large to write down,
-# - say what is doubtful about "flat minima are better".
+# - compare sharpness at equal training loss, and say what is doubtful about "flat minima are better".
 #
 # **Questions**
 #

@@ -8,8 +8,6 @@ import torch
 from manyhands.gradient_descent import descent
 from manyhands.gradient_descent.descent import gradient, mean_squared_error, mini_batches
 
-# ---- 1.1 ------------------------------------------------------------------------------------
-
 
 def gradient_by_autograd(parameters, x, y):
     parameters = parameters.clone().requires_grad_()
@@ -20,70 +18,6 @@ def gradient_by_autograd(parameters, x, y):
 def gradient_by_matrices(parameters, x, y):
     design = torch.stack([x, torch.ones_like(x)], dim=1).double()
     return 2 / len(x) * design.T @ (design @ parameters.double() - y)
-
-
-def gradient_of_numbers(parameters, x, y):
-    w, b = parameters.tolist()
-    dw = sum(2 * (w * p + b - q) * p for p, q in zip(x.tolist(), y.tolist(), strict=True))
-    db = sum(2 * (w * p + b - q) for p, q in zip(x.tolist(), y.tolist(), strict=True))
-    return torch.tensor([dw / len(x), db / len(x)])
-
-
-def gradient_in_place(parameters, x, y):
-    parameters.requires_grad_()
-    mean_squared_error(parameters, x, y).backward()
-    return parameters.grad
-
-
-# ---- 1.2 ------------------------------------------------------------------------------------
-
-
-def descend_in_a_while(start, x, y, rate, tolerance, max_steps):
-    path = start[None]
-    here = start.clone()
-    slope = gradient_by_autograd(here, x, y)
-    while len(path) <= max_steps and not slope.square().sum().sqrt() < tolerance:
-        here = here - slope * rate
-        slope = gradient_by_autograd(here, x, y)
-        path = torch.cat([path, here[None]])
-    return path
-
-
-def descend_in_place_on_copies(start, x, y, rate, tolerance, max_steps):
-    rows = torch.zeros(max_steps + 1, 2, dtype=torch.float64)
-    here = rows[0] = start
-    here = here.clone()
-    for step in range(max_steps):
-        found = gradient(here, x, y)
-        if found.norm() < tolerance:
-            return rows[: step + 1]
-        here -= rate * found
-        rows[step + 1] = here
-    return rows
-
-
-def descend_without_end(start, x, y, rate, tolerance, max_steps):
-    path = [start]
-    for here in path:
-        path.append(here - rate * gradient_by_autograd(here, x, y))
-    return torch.stack(path)
-
-
-def stub(*call):
-    raise NotImplementedError("TODO 1.1")
-
-
-def descend_by_the_stub(start, x, y, rate, tolerance, max_steps):
-    return torch.stack([start, start - rate * stub(start, x, y)])
-
-
-def descend_until_the_path_stands(start, x, y, rate, tolerance, max_steps):
-    path = [start]
-    for _ in range(max_steps):
-        if len(path) > 1 and (path[-1] - path[-2]).norm() < tolerance:
-            break
-        path.append(path[-1] - rate * gradient(path[-1], x, y))
-    return torch.stack(path)
 
 
 # ---- 1.3 ------------------------------------------------------------------------------------
@@ -285,8 +219,6 @@ class VelocityIsTheGradient:
 
 
 RIGHT = {
-    "1.1": [gradient_by_autograd, gradient_by_matrices, gradient_of_numbers],
-    "1.2": [descend_in_a_while, descend_in_place_on_copies],
     "1.3": [rate_with_numpy, rate_of_the_formula, rate_by_autograd],
     "1.4": [batches_by_slices, batches_in_a_list, batches_left_over],
     "1.5": [batched_by_counting, batched_by_a_list],
@@ -294,12 +226,6 @@ RIGHT = {
     "1.7": [RateInTheVelocity, momentum_in_a_closure],
 }
 WRONG = {
-    "1.1": [(gradient_in_place, "the caller's `parameters` has changed")],
-    "1.2": [
-        (descend_without_end, "never ended"),
-        (descend_by_the_stub, "calls your `stub`, TODO 1.1, which is not written yet"),
-        (descend_until_the_path_stands, ""),
-    ],
     "1.3": [(rate_of_complex_numbers, "eigvalsh")],
     "1.4": [
         (batches_rolled, ""),

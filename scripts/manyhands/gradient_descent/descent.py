@@ -137,12 +137,12 @@ def gradient_variance(
 class Momentum:
     """A step that remembers: velocity = momentum * velocity + gradient.
 
-    So older gradients count less. The step subtracts rate * velocity. With momentum 0 this is plain
-    gradient descent.
+    So older gradients count less. The step subtracts rate * velocity, where `rate` is the learning
+    rate. With momentum 0 this is plain gradient descent.
     """
 
     def __init__(self, rate: float, momentum: float) -> None:
-        """Keep the rate and the momentum, and begin with a velocity of 0."""
+        """Keep the learning rate and the momentum, and begin with a velocity of 0."""
         self.rate, self.momentum, self.velocity = rate, momentum, 0.0
 
     def __call__(self, parameters: Tensor, slope: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Checks of lesson 01.
 
-line.py     the gradient, descent with all samples, the largest learning rate
+line.py     samples near a line, and the largest learning rate
 batches.py  batches, descent with them, the variance of their gradients, momentum
 """
 
@@ -10,8 +10,6 @@ from manyhands.checks.gradient_descent import batches, line
 lesson = Lesson("gradient_descent")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
 
-gradient = lesson.add(line.gradient)
-descend = lesson.add(line.descend)
 largest_rate = lesson.add(line.largest_rate)
 mini_batches = lesson.add(batches.mini_batches)
 descend_in_batches = lesson.add(batches.descend_in_batches)

@@ -1,8 +1,9 @@
 """Train to a target accuracy with each batch size and learning rate: how many steps does it take?
 
 bash sbatch/batch_size.sbatch                      on all GPUs of this machine, or 2 CPU ranks
-sbatch --array=0-10 sbatch/batch_size.sbatch       a job for each batch size
-python scripts/train_batch_size.py --data mnist --networks 1
+sbatch --array=0-9 sbatch/batch_size.sbatch        a job for each batch size
+python scripts/train_batch_size.py --data mnist --model cnn --networks 1
+python scripts/train_batch_size.py --model transformer --largest 256 --networks 1
 
 Each pair of a batch size and a rate is a task for one rank. What is done is kept in the run's
 folder, so a job that is stopped or killed goes on with the rest. In an array, each job also looks
@@ -12,46 +13,50 @@ at what the others have done; the last one draws the figure of all.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
 
-from manyhands.batch_size import scaling, sweep
-from manyhands.data import images
+from manyhands.batch_size import problem, scaling, sweep
+from manyhands.batch_size.figures import unit
+from manyhands.batch_size.problem import Problem
+from manyhands.data import corpus, images
 from manyhands.first_job.planning import my_share
 from manyhands.first_job.power_law import fit_power_law
 from manyhands.instruments.figures import new_figure, png, steps_by_batch
 from manyhands.jobs import mine
+from manyhands.models.transformer import Transformer
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
-from manyhands.training.tasks import (
-    WAIT_S,
-    Kind,
-    TaskConfig,
-    TaskRun,
-    at_least_one,
-)
+from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
 BATCHES = [2**power for power in range(11)]
-SMALL = 8  # the batch sizes and the learning rate with which the noise scale is measured
+SMALL = 8  # the batch sizes with which the noise scale is measured
 LARGE = 32
-RATE = 0.4
 ENOUGH = 3  # batch sizes, for a fit that can fail
+BLOCK = 32  # characters of a sequence
 
 
 @dataclass(frozen=True)
 class Config(TaskConfig):
     """What to train."""
 
+    data: str = "embedded"
+    """embedded, a name that prepare_data.py knows, or a folder with idx files or with text."""
+    model: Literal["mlp", "cnn", "transformer"] = "mlp"
+    """mlp or cnn for images; transformer for text, where a sample is a sequence of characters."""
     batch: int = 0
-    """Train with this batch size only; 0 takes 1, 2, 4 ... 1024."""
+    """Train with this batch size only; 0 takes 1, 2, 4 ... up to --largest."""
+    largest: int = 1024
+    """The largest batch size, at most 1024."""
     rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
     """Learning rates to try with each batch size."""
     networks: int = 3
     """Networks for each batch size and rate. They differ in their first weights and batches."""
     target: float = 0.93
-    """Accuracy on the test images that ends a training."""
+    """Accuracy on the validation data that ends a training."""
     max_steps: int = 4000
     """Steps after which a training has missed the target."""
     impl: Literal["mine", "scratch"] = "scratch"
@@ -76,7 +81,7 @@ class Best(NamedTuple):
 
 
 def curve(result: Mapping) -> tuple[float | None, int, str]:
-    """The mean steps of a task, the images that it looked at, and words."""
+    """The mean steps of a task, the samples that it looked at, and words."""
     batch, rate, steps = (result[name] for name in ("batch", "rate", "steps"))
     reached = [count for count in steps if count is not None]
     mean = fmean(reached) if len(reached) == len(steps) else None
@@ -87,7 +92,7 @@ def curve(result: Mapping) -> tuple[float | None, int, str]:
 KIND = Kind(
     name="batch_size",
     noun="settings",
-    identity=("data", "batch", "rates", "networks", "target", "max_steps", "seed"),
+    identity=(*"data model batch largest rates networks target max_steps seed".split(),),
     key=("batch", "rate"),
     loss_name="mean steps (to the target)",
     result_name="fewest mean steps",
@@ -102,7 +107,7 @@ def main(config: Config) -> dict | None:
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
-    data = images.load(config.data).to(world.device)
+    data = load(config.model, config.data).to(world.device)
     world.print(data.note)
     tasks = list_tasks(config, len(data.train_inputs))
 
@@ -116,7 +121,7 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
         if world.is_main:
             if config.batch:
                 found = run.with_siblings(results, "batch")
-                num_sizes = len(sizes_for(len(data.train_inputs)))
+                num_sizes = len(sizes_for(config, len(data.train_inputs)))
                 print(f"{len(found)} of {num_sizes} batch sizes are done", flush=True)
                 results = [result for results in found.values() for result in results]
             numbers = evaluate(config, run, data, parts, results)
@@ -125,16 +130,24 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
     return numbers
 
 
+def load(model: str, data: str) -> Problem:
+    """Read images for "mlp" and "cnn", text for "transformer"; BadInput where there are none."""
+    if model != "transformer":
+        return problem.of_images(images.load(data), model)
+    text = corpus.load(data, BLOCK, valid_tokens=256 * BLOCK)
+    return problem.of_text(text, partial(Transformer, text.tokenizer.vocab_size, BLOCK, layers=1))
+
+
 def seeds(config: Config) -> list[int]:
     return [config.seed + number for number in range(config.networks)]
 
 
-def list_tasks(config: Config, num_images: int) -> list[tuple[int, float]]:
+def list_tasks(config: Config, num_samples: int) -> list[tuple[int, float]]:
     """Batch size and rate of every task, the smallest first."""
     rates = config.rates
-    if not 0 <= config.batch <= num_images or num_images < LARGE:
+    if not 0 <= config.batch <= num_samples or num_samples < LARGE:
         raise BadInput(
-            f"--batch {config.batch}: the data holds {num_images:,} images for training; take at "
+            f"--batch {config.batch}: the data holds {num_samples:,} samples for training; take at "
             f"most as many, and data with at least {LARGE}"
         )
     if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
@@ -143,17 +156,17 @@ def list_tasks(config: Config, num_images: int) -> list[tuple[int, float]]:
         raise BadInput(f"--rates {' '.join(map(str, rates))}: name each of them once")
     if not 0 < config.target <= 1:
         raise BadInput(f"--target {config.target}: an accuracy is above 0 and at most 1")
-    at_least_one(config, "networks", "max_steps")
-    batches = [config.batch] if config.batch else sizes_for(num_images)
+    at_least_one(config, "networks", "max_steps", "largest")
+    batches = [config.batch] if config.batch else sizes_for(config, num_samples)
     return [(batch, rate) for batch in batches for rate in rates]
 
 
-def sizes_for(num_images: int) -> list[int]:
-    return [batch for batch in BATCHES if batch <= num_images]
+def sizes_for(config: Config, num_samples: int) -> list[int]:
+    return [batch for batch in BATCHES if batch <= min(config.largest, num_samples)]
 
 
 def evaluate(
-    config: Config, run: TaskRun, data: images.Images, parts: Parts, results: Sequence[dict]
+    config: Config, run: TaskRun, data: Problem, parts: Parts, results: Sequence[dict]
 ) -> dict:
     """On rank 0: print and write what the trainings came to, and draw it where there is enough."""
     by_batch: dict[int, dict[float, list]] = {}
@@ -172,6 +185,7 @@ def evaluate(
         figure, ax = new_figure(7, 3.8)
         fit = (numbers["least_steps"], numbers["critical_batch"], numbers["noise_scale"])
         steps_by_batch(ax, numbers["batches"], *fit)
+        ax.set_xlabel(f"batch size ({unit(numbers)})")
         (run.folder / "batch_size.png").write_bytes(png(figure))
         print(f"figure: {run.folder / 'batch_size.png'}")
     else:
@@ -191,18 +205,18 @@ def find_best(parts: Parts, batch: int, steps: dict[float, list]) -> Best | None
     ):
         raise BadInput(f"best_rate gave {found!r}: run its check in the notebook")
     best = Best(batch, found[0], round(float(found[1]), 2), steps[found[0]])
-    few = min(best.steps)
-    many = max(best.steps)
-    print(f"batch {batch:4}: {best.mean:6.0f} steps ({few} to {many}) at rate {best.rate:g}")
+    told = f"{best.mean:6.0f} steps ({min(best.steps)} to {max(best.steps)})"
+    print(f"batch {batch:4}: {told} at rate {best.rate:g}")
     return best
 
 
-def predict(config: Config, data: images.Images, parts: Parts, best: Sequence[Best]) -> dict:
+def predict(config: Config, data: Problem, parts: Parts, best: Sequence[Best]) -> dict:
     """The critical batch as the steps tell it, and the noise scale as gradients tell it."""
     fit = parts.fit_steps([one.batch for one in best], [one.mean for one in best])
     squares: tuple[list[float], list[float]] = ([], [])
+    rate = min(best, key=lambda one: abs(one.batch - LARGE)).rate  # the best for such a batch
     for seed in seeds(config):
-        ways = (SMALL, LARGE, RATE, seed, config.target, config.max_steps)
+        ways = (SMALL, LARGE, rate, seed, config.target, config.max_steps)
         for kept, more in zip(squares, sweep.squares_on_the_way(data, *ways), strict=True):
             kept += more
     scale = parts.noise_scale(*squares, SMALL, LARGE)

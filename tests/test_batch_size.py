@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from manyhands.batch_size.scaling import (
     average_over_ranks,
     best_rate,
+    fewest_processors,
     fit_steps,
     noise_scale,
     steps_to_target,
     throughput,
 )
 from manyhands.ranks.lab import run_ranks
+from manyhands.training import storage
 
 
 def generator(seed: int) -> torch.Generator:
@@ -26,16 +28,16 @@ def generator(seed: int) -> torch.Generator:
 
 
 def test_the_throughput_of_a_step_that_sleeps():
-    times_s = iter([0.2, 0.2, 0.01, 0.01, 0.2, 0.01, 0.01])  # two for the warm-up, one slow later
+    times_s = iter([0.2, 0.2] + [0.01, 0.02, 0.2, 0.02, 0.01, 0.02])  # two for the warm-up
     calls = []
 
     def step():
         calls.append("step")
         time.sleep(next(times_s))
 
-    found = throughput(step, 30, 2, 5, lambda: calls.append("wait"))
-    assert 30 / 0.04 < found <= 30 / 0.01  # with the mean it would be 30 / 0.048 at the most
-    assert calls == ["step", "step"] + ["wait", "step", "wait"] * 5
+    found = throughput(step, 30, 2, 3, 2, lambda: calls.append("wait"))
+    assert 60 / 0.08 < found <= 60 / 0.03  # with the mean it would be 60 / 0.093 at the most
+    assert calls == ["step"] * 2 + ["wait", "step", "step", "wait"] * 3
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -153,3 +155,53 @@ def test_the_noise_scale_of_exact_expectations():
     assert noise_scale(at[8], at[72], 8, 72) == pytest.approx(variance / true)
     spread = [at[8][0] - 1, at[8][0] + 1]
     assert noise_scale(spread, at[72] * 3, 8, 72) == pytest.approx(variance / true)
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "step_s"), [(1, 0.25), (8, 2.0), (64, 0.125)])
+def test_one_processor_fewer_would_be_too_late(batch, step_s):
+    least, critical = 50.0, 90.0
+
+    def time_s(num: int) -> float:
+        return least * (1 + critical / (num * batch)) * step_s
+
+    for limit in (1.01, 1.5, 3, 10, 1000):
+        limit_s = limit * least * step_s
+        found = fewest_processors(least, critical, batch, step_s, limit_s)
+        assert time_s(found) <= limit_s * (1 + 1e-9)
+        assert found == 1 or time_s(found - 1) > limit_s
+    for limit in (1, 0.5):
+        assert fewest_processors(least, critical, batch, step_s, limit * least * step_s) is None
+
+
+def test_waiting_a_times_the_least_costs_a_by_a_minus_1_times_the_least():
+    for a in (1.25, 2, 3):
+        num = fewest_processors(100.0, 6000.0, 1, 1.0, a * 100.0)
+        images = 100 * (num + 6000)
+        assert images == pytest.approx(a / (a - 1) * 100 * 6000, rel=1e-3)
+
+
+# ---- the stored sweeps ---------------------------------------------------------------------------
+
+STORED = ("transformer", "digits", "mnist", "cnn")  # in the order of their critical batches
+
+
+def test_what_the_lesson_says_of_the_stored_sweeps():
+    runs = [storage.stored("batch_size", name) for name in STORED]
+    critical = [run["critical_batch"] for run in runs]
+    noise = [run["noise_scale"] for run in runs]
+    assert critical == sorted(critical) and noise == sorted(noise)
+    assert all(1 / 2 < n / c < 2 for n, c in zip(noise, critical, strict=True))
+    assert 4 < critical[0] < 6 and 20 < critical[1] < 25 and 40 < critical[2]
+    first = [run["batches"][0]["batch"] for run in runs]
+    assert first == [1, 1, 2, 4]
+    for run in runs[1:]:
+        assert run["batches"][0]["rate"] == min(rate for _, rate, _ in run["all"])
+    largest = max(rate for _, rate, _ in runs[0]["all"])
+    ends = [one["batch"] for one in runs[0]["batches"] if one["rate"] == largest]
+    assert ends == [4, 64]
+    for run in runs:
+        rates = [one["rate"] for one in run["batches"][1:]]
+        assert run is runs[0] or max(rates) < max(rate for _, rate, _ in run["all"])

@@ -1,4 +1,4 @@
-"""The sweep: its training against torch's own SGD, and what it does with dear rates."""
+"""The sweep: its problems, its training against torch's own SGD, and what expensive rates cost."""
 
 from types import SimpleNamespace
 
@@ -6,20 +6,73 @@ import pytest
 import torch
 from torch import nn
 
+import train_batch_size
+from manyhands.batch_size.problem import Problem, of_images
 from manyhands.batch_size.scaling import best_rate
-from manyhands.batch_size.sweep import Training, tune
-from manyhands.data import images
+from manyhands.batch_size.sweep import Training, squares_on_the_way, tune
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import BadInput
+from manyhands.training.storage import read_json
 
 
 @pytest.fixture
-def data() -> SimpleNamespace:
-    """30 images of 3 x 3 pixels in three classes: the brightest column says which."""
+def data() -> Problem:
+    """Images of 3 x 3 pixels, 30 to train on and 10 for validation; class: the brightest column."""
     torch.manual_seed(5)
-    inputs = torch.rand(60, 1, 3, 3)
+    inputs = torch.rand(40, 1, 3, 3)
     labels = inputs.sum(dim=2).argmax(dim=2).flatten()
-    parts = inputs[:30], labels[:30], inputs[30:], labels[30:]
-    names = "train_inputs", "train_labels", "test_inputs", "test_labels"
-    return SimpleNamespace(**dict(zip(names, parts, strict=True)), num_classes=3)
+    images = SimpleNamespace(train_inputs=inputs, train_labels=labels, num_classes=3, note="data")
+    return of_images(images)
+
+
+@pytest.fixture(scope="module")
+def text() -> Problem:
+    """The first 2,000 sequences of the embedded text, and 16 for validation."""
+    found = train_batch_size.load("transformer", "embedded")
+    parts = found.train_inputs[:2000], found.train_labels[:2000]
+    return Problem(*parts, found.valid_inputs[:16], found.valid_labels[:16], *found[4:])
+
+
+def test_the_parts_of_images_have_no_image_in_common(data):
+    assert (len(data.train_inputs), len(data.valid_inputs)) == (30, 10)
+    whole = torch.cat([data.train_inputs, data.valid_inputs])
+    assert len(whole.flatten(1).unique(dim=0)) == 40
+    digits = train_batch_size.load("mlp", "embedded")
+    assert (len(digits.train_inputs), len(digits.valid_inputs)) == (973, 324)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (8, 8), (9, 28)])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_models_of_images_fit_any_size(model, size):
+    images = SimpleNamespace(
+        train_inputs=torch.rand(8, 1, *size),
+        train_labels=torch.tensor([0, 1, 2, 3] * 2),
+        num_classes=4,
+        note="data: some",
+    )
+    made = of_images(images, model)
+    assert made.build()(made.train_inputs).shape == (6, 4) and model in made.note
+
+
+def test_a_text_labels_each_character_with_the_next(text):
+    assert torch.equal(text.train_inputs[0, 1:], text.train_labels[0, :-1])
+    assert text.train_inputs.shape == (2000, 32) and text.valid_inputs.shape == (16, 32)
+    training = Training(text, 4, 0.3, 1)
+    before = training.accuracy()
+    for _ in range(60):
+        training.step()
+    assert before < 0.1 < 0.15 < training.accuracy()
+
+
+def test_a_model_and_data_of_another_kind_are_refused():
+    with pytest.raises(BadInput, match="no such folder"):
+        train_batch_size.load("transformer", "mnist")
+
+
+def test_the_pieces_of_a_batch_have_longer_gradients_than_the_batch(text):
+    own, mean = squares_on_the_way(text, 4, 16, 0.2, seed=1, target=0.9, max_steps=6)
+    assert len(own) == len(mean) == 6
+    assert all(a > b > 0 for a, b in zip(own, mean, strict=True))
 
 
 def test_a_step_is_that_of_torchs_sgd(data):
@@ -37,7 +90,7 @@ def test_a_step_is_that_of_torchs_sgd(data):
     for mine, torchs in zip(training.parameters, other.parameters, strict=True):
         assert torch.allclose(mine, torchs, rtol=0, atol=1e-6)
     assert training.accuracy() == pytest.approx(
-        (other.model(data.test_inputs).argmax(1) == data.test_labels).float().mean().item()
+        (other.model(data.valid_inputs).argmax(1) == data.valid_labels).float().mean().item()
     )
 
 
@@ -75,8 +128,21 @@ def test_a_dear_rate_is_given_up(data):
 
 
 def test_larger_batches_need_fewer_steps():
-    data, means = images.load("embedded"), {}
+    data, means = train_batch_size.load("mlp", "embedded"), {}
     for batch in (2, 8, 64):
         means[batch] = best_rate(tune(data, batch, [0.2, 0.4, 0.1], [1, 2], 0.8, 1500))[1]
     assert means[2] > 1.5 * means[8] > 2 * means[64], means
     assert means[2] < 16 * means[64], means  # 32 times the samples save less than that
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "unit"), [("cnn", 0.3, "images"), ("transformer", 0.15, "sequences")]
+)
+def test_the_job_sweeps_other_models(model, target, unit, tmp_path):
+    given = {"model": model, "target": target, "largest": 4, "networks": 1, "rates": (0.2,)}
+    config = train_batch_size.Config(device="cpu", out=str(tmp_path / "run"), **given)
+    run_ranks(train_batch_size.main, 1, config, join=False, quiet=True, timeout_s=120)
+    found = read_json(tmp_path / "run/result.json")
+    assert [one["batch"] for one in found["batches"]] == [1, 2, 4]
+    assert f"--model {model}" in found["remake"] and unit in found["data"]
+    assert found["noise_scale"] > 0

@@ -39,7 +39,7 @@ SMALL = {
     "large_batch": {"seeds": 2, "small": 4, "large": 16, "epochs": 2, "target": 0.5},
     "layerwise": {"seeds": 2, "small": 16, "small_steps": 4, "large_steps": 3},
 }
-NUM_TASKS = {"batch_size": 8, "loss_surface": 4, "large_batch": 26, "layerwise": 50}
+NUM_TASKS = {"batch_size": 7, "loss_surface": 4, "large_batch": 26, "layerwise": 50}
 PICTURES = {
     "batch_size": "batch_size.png",
     "loss_surface": "surfaces.png",
@@ -47,7 +47,7 @@ PICTURES = {
     "layerwise": "layerwise.png",
 }
 SHARES = {
-    "batch_size": [4, 4],
+    "batch_size": [4, 3],
     "loss_surface": [3, 1],
     "large_batch": [13, 13],
     "layerwise": [25, 25],
@@ -275,7 +275,7 @@ def test_own_functions_that_cannot_be_right_are_named(trained, run, write_mine, 
 @pytest.mark.parametrize(
     ("word", "changes", "words"),
     [
-        ("batch_size", {"batch": 1298}, "--batch 1298: the data holds 1,297 images"),
+        ("batch_size", {"batch": 1298}, "--batch 1298: the data holds 1,297 samples"),
         ("batch_size", {"batch": -1}, "--batch -1: "),
         ("batch_size", {"rates": ()}, "take one or more numbers above 0"),
         ("batch_size", {"rates": (0.1, -0.1)}, "--rates 0.1 -0.1: take"),
@@ -284,6 +284,7 @@ def test_own_functions_that_cannot_be_right_are_named(trained, run, write_mine, 
         ("batch_size", {"target": 1.5}, "--target 1.5: an accuracy is above 0 and at most 1"),
         ("batch_size", {"max_steps": 0}, "--max-steps 0: take at least 1"),
         ("batch_size", {"networks": 0}, "--networks 0: take at least 1"),
+        ("batch_size", {"largest": 0}, "--largest 0: take at least 1"),
         ("loss_surface", {"grid": 24}, "--grid 24: take an odd number, 3 or more"),
         ("loss_surface", {"grid": 1}, "--grid 1: take an odd number, 3 or more"),
         ("loss_surface", {"images": 1298}, "--images 1298: take at least 2 and at most the 1,297"),
@@ -368,13 +369,13 @@ def write_like(source: Path, folder: Path, **changes: object) -> None:
 
 
 def test_the_last_job_of_an_array_draws_the_whole(run, tmp_path, capfd):
-    """Three of eight, in folders as launch.sh names them; another array's do not count."""
+    """Three of seven, in folders as launch.sh names them; another array's do not count."""
     for done, (number, batch) in enumerate([(6, 64), (3, 8), (5, 32)], start=1):
         out = tmp_path / f"batch_size-17_{number}"
         capfd.readouterr()
         run("batch_size", out, 1, quiet=False, batch=batch)
         said = capfd.readouterr().out
-        assert f"{done} of 8 batch sizes are done\n" in said
+        assert f"{done} of 7 batch sizes are done\n" in said
         assert (out / "batch_size.png").exists() == (done == 3) == ("critical batch" in said)
         if done == 1:
             write_like(out, tmp_path / "batch_size-18_4", batch=16)
@@ -412,8 +413,11 @@ def test_stored_runs_say_how_they_are_made_and_hold_what_the_lessons_draw(capsys
     paths = sorted(package.glob("*/stored_*.json"))
     names = [(path.parent.name, path.stem.removeprefix("stored_")) for path in paths]
     assert names == [
+        ("batch_size", "cnn"),
         ("batch_size", "digits"),
         ("batch_size", "mnist"),
+        ("batch_size", "transformer"),
+        ("ddp", "wikitext"),
         ("large_batch", "mnist"),
         ("layerwise", "mnist"),
         ("loss_surface", "networks"),

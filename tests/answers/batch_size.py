@@ -13,65 +13,58 @@ from manyhands.batch_size import scaling
 # ---- 3.1 ------------------------------------------------------------------------------------
 
 
-def throughput_in_one_loop(step, batch, warm_up, repeats, synchronize):
-    times = []
-    synchronize()
-    for number in range(warm_up + repeats):
-        start = time.time()
+def throughput_in_one_loop(step, batch, warm_up, blocks, steps, synchronize):
+    for _ in range(warm_up):
         step()
-        synchronize()
-        if number >= warm_up:
-            times.append(time.time() - start)
-    return batch / sorted(times)[len(times) // 2]
+    synchronize()
+    looks = [time.time()]
+    for number in range(1, blocks * steps + 1):
+        step()
+        if number % steps == 0:
+            synchronize()
+            looks.append(time.time())
+    times = sorted(after - before for before, after in zip(looks, looks[1:], strict=False))
+    return batch / (times[len(times) // 2] / steps)
 
 
-def throughput_of_torch(step, batch, warm_up, repeats, synchronize):
+def throughput_of_torch(step, batch, warm_up, blocks, steps, synchronize):
     for _ in range(warm_up):
         step()
         synchronize()
-    times = torch.zeros(repeats, dtype=torch.float64)
-    for number in range(repeats):
+    times = torch.zeros(blocks, dtype=torch.float64)
+    for number in range(blocks):
         synchronize()
         start = time.monotonic()
-        step()
+        for _ in range(steps):
+            step()
         synchronize()
         times[number] = time.monotonic() - start
-    return (batch / times).median()
+    return (batch * steps / times).median()
 
 
-def throughput_of_an_imported_clock(step, batch, warm_up, repeats, synchronize):
+def throughput_of_an_imported_clock(step, batch, warm_up, blocks, steps, synchronize):
     for _ in range(warm_up):
         step()
     looks = []
-    for _ in range(repeats):
+    for _ in range(blocks):
         synchronize()
         looks.append(perf_counter())
-        step()
+        for _ in range(steps):
+            step()
         synchronize()
         looks.append(perf_counter())
-    return batch / np.median(np.diff(looks)[::2])
+    return batch * steps / np.median(np.diff(looks)[::2])
 
 
-def throughput_of_all_in_one(step, batch, warm_up, repeats, synchronize):
-    for _ in range(warm_up):
-        step()
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    synchronize()
-    return batch * repeats / (time.perf_counter() - start)
-
-
-def throughput_of_cuda(step, batch, warm_up, repeats, synchronize):
+def throughput_of_cuda(step, batch, warm_up, blocks, steps, synchronize):
     def elsewhere():
         raise RuntimeError("Found no NVIDIA driver on your system.")  # as torch.cuda.synchronize
 
-    return scaling.throughput(step, batch, warm_up, repeats, elsewhere)
+    return scaling.throughput(step, batch, warm_up, blocks, steps, elsewhere)
 
 
-def throughput_without_a_clock(step, batch, warm_up, repeats, synchronize):
-    for _ in range(warm_up + repeats):
+def throughput_without_a_clock(step, batch, warm_up, blocks, steps, synchronize):
+    for _ in range(warm_up + blocks * steps):
         value = step()
     return batch / value
 
@@ -273,6 +266,40 @@ def noise_in_place(small_squares, large_squares, small, large):
     return found
 
 
+# ---- 3.7 ------------------------------------------------------------------------------------
+
+
+def processors_counted_up(least, critical, batch, step_s, limit_s):
+    if least * step_s >= limit_s:
+        return None
+    number = 1
+    while least * (1 + critical / (number * batch)) * step_s > limit_s:
+        number += 1
+    return number
+
+
+def processors_of_a_global_batch(least, critical, batch, step_s, limit_s):
+    num_steps = limit_s / step_s
+    if num_steps <= least:
+        return None
+    global_batch = critical / (num_steps / least - 1)
+    return np.ceil(global_batch / batch)
+
+
+def processors_of_a_node(least, critical, batch, step_s, limit_s):
+    for number in range(1, 9):
+        if least * (1 + critical / (number * batch)) * step_s <= limit_s:
+            return number
+    return None
+
+
+def processors_without_an_end(least, critical, batch, step_s, limit_s):
+    number = 1
+    while least * (1 + critical / (number * batch)) * step_s > limit_s:
+        number += 1
+    return number
+
+
 RIGHT = {
     "3.1": [throughput_in_one_loop, throughput_of_torch, throughput_of_an_imported_clock],
     "3.2": [steps_with_a_history, steps_with_the_first],
@@ -280,10 +307,10 @@ RIGHT = {
     "3.4": [fit_of_numpy, fit_of_normal_equations],
     "3.5": [average_by_gathering, average_in_two_messages],
     "3.6": [noise_of_two_equations, noise_of_numpy],
+    "3.7": [processors_counted_up, processors_of_a_global_batch],
 }
 WRONG = {
     "3.1": [
-        (throughput_of_all_in_one, "the mean, which one slow step moves"),
         (throughput_of_cuda, "The device need not be CUDA's"),
         (throughput_without_a_clock, "a clock of the module time that counts waiting is read"),
     ],
@@ -304,4 +331,5 @@ WRONG = {
         (average_of_the_first_alone, ""),
     ],
     "3.6": [(noise_of_two_sizes, ""), (noise_in_place, "`small_squares` has changed")],
+    "3.7": [(processors_of_a_node, ""), (processors_without_an_end, "")],
 }

@@ -15,6 +15,7 @@ Sources: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162 (section 2 and
 Shallue et al. 2019, https://arxiv.org/abs/1811.03600.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
@@ -28,31 +29,34 @@ def throughput(
     step: Callable[[], object],
     batch: int,
     warm_up: int,
-    repeats: int,
+    blocks: int,
+    steps: int,
     synchronize: Callable[[], object],
 ) -> float:
-    """Samples per second: the batch, divided by the median time of a step.
+    """Samples per second, from the median time of a block of steps.
 
-    The first steps are slower, since memory is allocated and caches are cold: they do not count. On
-    a GPU `step` returns before the work is done. `synchronize` waits for it: call it before every
-    look at the clock.
+    The first steps are slower, since memory is allocated and caches are cold, so the steps of the
+    warm-up do not count. On a GPU `step` returns before the work is done, and `synchronize` waits
+    for the GPU. Within a block nobody waits: the processor may prepare the next step meanwhile.
 
     Args:
         step: trains one step on `batch` samples.
         warm_up: steps before the first that counts.
-        repeats: steps to time, one by one.
+        blocks: how many times to read the clock before and after a block.
+        steps: in each block.
         synchronize: torch.cuda.synchronize on a GPU; on a CPU a function that does nothing.
     """
     for _ in range(warm_up):
         step()
     times_s = []
-    for _ in range(repeats):
+    for _ in range(blocks):
         synchronize()
         start_s = time.perf_counter()
-        step()
+        for _ in range(steps):
+            step()
         synchronize()
         times_s.append(time.perf_counter() - start_s)
-    return batch / median(times_s)
+    return batch * steps / median(times_s)
 
 
 def steps_to_target(
@@ -65,8 +69,8 @@ def steps_to_target(
 ) -> int | None:
     """Train until the target is reached, and stays reached: how many steps did that take?
 
-    The model is evaluated after every `every` steps. The target is reached at the first of
-    `patience` evaluations in a row that are all at least `target`: a single good one may be luck.
+    The model is evaluated after every `every` steps. A single good evaluation may be luck, so
+    training goes on until `patience` of them in a row are at least `target`; then it stops.
 
     Args:
         step: trains one step.
@@ -74,7 +78,8 @@ def steps_to_target(
         max_steps: do not train for more steps than these.
 
     Returns:
-        Steps done by that first evaluation; None where the training ends before it is sure.
+        Steps done when the model first was as good as it then stayed; None where the training ends
+        before that is sure.
     """
     in_a_row = 0
     for num_steps in range(1, max_steps + 1):
@@ -110,7 +115,8 @@ def fit_steps(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, 
         batches: at least two different sizes.
         steps: to the target, one for each batch.
     """
-    sizes, counts = (torch.tensor(list(v), dtype=torch.float64) for v in (batches, steps))
+    sizes = torch.tensor(list(batches), dtype=torch.float64)
+    counts = torch.tensor(list(steps), dtype=torch.float64)
     columns = torch.stack([1 / counts, 1 / (sizes * counts)], dim=1)  # (batches, 2)
     least, slope = torch.linalg.lstsq(columns, torch.ones_like(counts)).solution.tolist()
     return least, slope / least
@@ -135,16 +141,40 @@ def average_over_ranks(
 def noise_scale(
     small_squares: Sequence[float], large_squares: Sequence[float], small: int, large: int
 ) -> float:
-    """The noise scale (samples), from squared lengths of gradients at two batch sizes.
+    """The noise scale V / |true gradient|^2, in samples, from gradients at two batch sizes.
 
-    A batch's gradient is the true gradient plus noise of variance V / batch. So its squared length
-    is, on average, |true gradient|^2 + V / batch. The averages at two batch sizes give two
-    equations, and the noise scale is V / |true gradient|^2.
+    V is the noise of a single sample: the mean squared distance of its gradient from the true one.
+    Neither V nor the true gradient can be measured with a batch, but squared lengths can.
 
     Args:
-        small_squares, large_squares: squared lengths at the batch sizes `small` and `large`.
+        small_squares: squared lengths of gradients of batches of `small` samples, at least one.
+        large_squares: likewise of `large` samples; the lists may have different lengths.
     """
-    small_square, large_square = fmean(small_squares), fmean(large_squares)
+    small_square = fmean(small_squares)
+    large_square = fmean(large_squares)
     variance = (small_square - large_square) / (1 / small - 1 / large)
     true_square = (large * large_square - small * small_square) / (large - small)
     return variance / true_square
+
+
+def fewest_processors(
+    least: float, critical: float, batch: int, step_s: float, limit_s: float
+) -> int | None:
+    """The fewest processors that reach the target within a time limit.
+
+    Every processor trains on `batch` samples of its own in a step, and their gradients are
+    averaged. A step takes as long with many processors as with one.
+
+    Args:
+        least, critical: least steps and critical batch, as `fit_steps` finds them.
+        batch: samples of one processor in a step.
+        step_s: seconds that a step takes.
+        limit_s: seconds that the training may take.
+
+    Returns:
+        None where no number of processors is enough.
+    """
+    spare_s = limit_s - least * step_s  # for the steps that noise costs
+    if spare_s <= 0:
+        return None
+    return math.ceil(least * critical * step_s / (batch * spare_s))

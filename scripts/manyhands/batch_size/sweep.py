@@ -1,43 +1,32 @@
-"""One training of a sweep over batch sizes and learning rates: a small network, plain SGD.
+"""One training of a sweep over batch sizes and learning rates: a small model, plain SGD.
 
     batch 1, 2, 4, ... x rate 0.05, 0.1, ... x seed 1, 2, 3      each of them a training of its own
 
-The network has one hidden layer. There is no momentum and no schedule, so that the learning rate is
-all there is to tune. Price of a step: 6 operations per weight and sample.
+What is trained on what data is a `Problem`. There is no momentum and no schedule, so that the
+learning rate is all there is to tune. Price of a step: 6 operations per weight and sample; where a
+convolution or a Transformer uses a weight at many positions, as often as it is used.
 Source: Shallue et al. 2019, https://arxiv.org/abs/1811.03600 (how to compare batch sizes).
 """
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.batch_size.problem import Labelled, Problem
 from manyhands.batch_size.scaling import steps_to_target
 
-HIDDEN = 32
+__all__ = ["PATIENCE", "Labelled", "Training", "squares_on_the_way", "tune"]
 PATIENCE = 2
-
-
-class Labelled(Protocol):
-    """What `images.load` gives: inputs (N, 1, height, width) and labels (N,)."""
-
-    train_inputs: Tensor
-    train_labels: Tensor
-    test_inputs: Tensor
-    test_labels: Tensor
-    num_classes: int
 
 
 class Training:
     """A network on its way: `step` trains on the next batch, `accuracy` says how good it is."""
 
-    def __init__(self, data: Labelled, batch: int, rate: float, seed: int) -> None:
+    def __init__(self, data: Problem, batch: int, rate: float, seed: int) -> None:
         torch.manual_seed(seed)
-        pixels = data.train_inputs[0].numel()
-        layers = nn.Linear(pixels, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, data.num_classes)
-        self.model = nn.Sequential(nn.Flatten(), *layers).to(data.train_inputs.device)
+        self.model = data.build().to(data.train_inputs.device)
         self.data = data
         self.rate = rate
         self.parameters = list(self.model.parameters())
@@ -49,8 +38,9 @@ class Training:
         self.descend(self.gradient(self.data.train_inputs[chosen], self.data.train_labels[chosen]))
 
     def gradient(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The gradient of the mean loss of these images, as one vector. (P,)"""
-        loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        """The gradient of the mean loss of these samples, as one vector. (P,)"""
+        scores = self.model(inputs)
+        loss = nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.parameters)])
 
     @torch.no_grad()
@@ -60,23 +50,31 @@ class Training:
         for parameter, part in zip(self.parameters, gradient.split(sizes), strict=True):
             parameter.sub_(part.view_as(parameter), alpha=self.rate)
 
-    @torch.no_grad()
     def accuracy(self) -> float:
-        """The share of test images that are classified correctly."""
-        guesses = self.model(self.data.test_inputs).argmax(dim=1)
-        return (guesses == self.data.test_labels).float().mean().item()
+        """The share of the validation labels that have the highest score."""
+        return self.accuracy_on(self.data.valid_inputs, self.data.valid_labels)
+
+    @torch.no_grad()
+    def accuracy_on(self, inputs: Tensor, labels: Tensor) -> float:
+        """The share of these labels that have the highest score."""
+        return (self.model(inputs).argmax(dim=-1) == labels).float().mean().item()
 
     def _batches(self, batch: int) -> Iterator[Tensor]:
         """Whole batches without an end, each epoch in a new order."""
-        num_images = len(self.data.train_inputs)
+        num_samples = len(self.data.train_inputs)
         while True:
-            for chosen in torch.randperm(num_images).split(batch):
+            for chosen in torch.randperm(num_samples).split(batch):
                 if len(chosen) == batch:  # what an epoch leaves over would be a smaller batch
                     yield chosen
 
 
+def steps_between(data: Problem, batch: int) -> int:
+    """Steps from one evaluation to the next: more with small batches, which take more of them."""
+    return data.every * max(1, 16 // batch)
+
+
 def tune(
-    data: Labelled,
+    data: Problem,
     batch: int,
     rates: Sequence[float],
     seeds: Sequence[int],
@@ -93,7 +91,7 @@ def tune(
         steps[rate] = []
         for seed in seeds:
             training = Training(data, batch, rate, seed)
-            every = max(1, 16 // batch)
+            every = steps_between(data, batch)
             ways = (training.step, training.accuracy, target, PATIENCE, every, max_steps)
             steps[rate].append(steps_to_target(*ways))
             if steps[rate][-1] is None:
@@ -104,7 +102,7 @@ def tune(
 
 
 def squares_on_the_way(
-    data: Labelled,
+    data: Problem,
     small: int,
     large: int,
     rate: float,
@@ -133,6 +131,6 @@ def squares_on_the_way(
         large_squares.append(mean.square().sum().item())
         training.descend(mean)
 
-    ways = (step, training.accuracy, target, PATIENCE, max(1, 16 // large), max_steps)
-    steps_to_target(*ways)
+    every = steps_between(data, large)
+    steps_to_target(step, training.accuracy, target, PATIENCE, every, max_steps)
     return small_squares, large_squares

@@ -2,9 +2,10 @@
 
 sweeps.py  time of a step, steps to the target, the best rate, the law of the steps
 noise.py   the average of gradients, and the noise scale
+costs.py   the fewest processors for a time limit
 """
 
-from manyhands.checks.batch_size import noise, sweeps
+from manyhands.checks.batch_size import costs, noise, sweeps
 from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("batch_size")
@@ -16,3 +17,4 @@ best_rate = lesson.add(sweeps.best_rate)
 fit_steps = lesson.add(sweeps.fit_steps)
 average_over_ranks = lesson.add(noise.average_over_ranks)
 noise_scale = lesson.add(noise.noise_scale)
+fewest_processors = lesson.add(costs.fewest_processors)

@@ -158,8 +158,12 @@ def of_pairs(
 
 VARIANCE = "(small_square - large_square) / (1 / small - 1 / large)"
 TRUE = "(large * large_square - small * small_square) / (large - small)"
-SOLVE = "Solve small_square = true + V / small and large_square = true + V / large for V and true."
-SMALL, LARGE = "fmean(small_squares)", "fmean(large_squares)"
+SOLVE = (
+    "What is the average squared length of a batch's gradient, in terms of V and the true square? "
+    "One such equation for each batch size gives both."
+)
+SMALL = "fmean(small_squares)"
+LARGE = "fmean(large_squares)"
 noise_scale = Spec(
     todo="3.6",
     truth=scaling.noise_scale,
@@ -173,17 +177,21 @@ noise_scale = Spec(
     say=lambda found, wanted: f"gives {show(found.item())}, not {show(wanted.item())}",
     advice={"": SOLVE},
     hints=(
-        "Take the mean of each list first. Then there are two equations, one for each batch size, "
-        "with the unknowns |true gradient|^2 and V.",
-        "Subtract the equations: small_square - large_square = V * (1 / small - 1 / large). That "
-        "gives V.",
-        "The true square is (large * large_square - small * small_square) / (large - small). The "
-        "noise scale is V divided by it.",
+        "A batch's gradient is the true gradient plus noise. The noise is 0 on average, and its "
+        "squared length is V / batch on average. What is then the average squared length of the "
+        "sum? Write this down for both batch sizes: two equations, with the two unknowns V and "
+        "|true gradient|^2.",
+        "The mean of each list stands for its average: small_square = true + V / small, and "
+        "large_square = true + V / large. Subtract the equations, and `true` is gone.",
+        "V is (small_square - large_square) / (1 / small - 1 / large). Likewise the true square is "
+        "(large * large_square - small * small_square) / (large - small). The noise scale is V "
+        "divided by it.",
     ),
     mistakes=[
         *mistakes(
             """
-            {SMALL}, {LARGE} => {LARGE}, {SMALL}
+            small_square = {SMALL} => large_square = {SMALL}
+            large_square = {LARGE} => small_square = {LARGE}
                 The squares of the two batch sizes have changed places. | {SOLVE}
             {VARIANCE} => (small_square - large_square) / (large - small)
                 V is computed as if the noise were V * batch. | The noise is V / batch.
@@ -204,11 +212,14 @@ noise_scale = Spec(
                 This is V alone. | The noise scale is V / |true gradient|^2.
             return variance / true_square => return true_square
                 This is the true square alone.
-            {SMALL}, {LARGE} => median(small_squares), median(large_squares)
+            {SMALL} => median(small_squares)
+            {LARGE} => median(large_squares)
                 Medians are taken, and the squares are skewed. | The equations hold for means.
-            {SMALL}, {LARGE} => small_squares[0], large_squares[0]
+            {SMALL} => small_squares[0]
+            {LARGE} => large_squares[0]
                 Only the first measurement of each list is used. | Take the means.
-            {SMALL}, {LARGE} => sum(small_squares), sum(large_squares)
+            {SMALL} => sum(small_squares)
+            {LARGE} => sum(large_squares)
                 The squares are added up, and the lists need not be equally long. | Take the means.
             """,
             globals(),

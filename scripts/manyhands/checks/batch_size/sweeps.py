@@ -25,25 +25,26 @@ class Timing(NamedTuple):
 
     batch: int
     warm_up: int
-    repeats: int
+    blocks: int
+    steps: int
     times_s: tuple[float, ...]
 
 
 SLOW_S = 0.5
-LAUNCH_S = 2**-12  # for which `step` keeps the processor
+LAUNCH_S = 2**-10  # for which `step` keeps the processor; then the device begins
 LOSS = 0.7321
 CLOCKS = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
 
 
 def timings() -> list[Timing]:
-    """One repeat; an odd and an even number, with one slow step each; no warm-up."""
+    """Blocks of one step; an odd and an even number, with one slow step; one block; no warm-up."""
     found = []
-    for warm_up, shares in ((1, [4]), (1, [2, 4, 5, 7, 8]), (3, [1, 3, 5]), (0, [2, 3, 7])):
+    for warm_up, blocks, steps in ((1, 3, 1), (1, 5, 4), (3, 4, 3), (2, 1, 5), (0, 3, 6)):
+        shares = [random.randint(2, 9) for _ in range(blocks * steps)]
         times_s = [(64 * share + random.randint(0, 31)) / 2**14 for share in shares]
-        slow = [SLOW_S] * (len(shares) % 2 == 0 or len(shares) == 3)
-        measured = random.sample(times_s + slow, len(times_s + slow))
+        times_s[random.randrange(steps)] = SLOW_S if blocks > 1 else times_s[0]
         batch = random.randint(20, 90)
-        found.append(Timing(batch, warm_up, len(measured), (SLOW_S,) * warm_up + (*measured,)))
+        found.append(Timing(batch, warm_up, blocks, steps, (SLOW_S,) * warm_up + (*times_s,)))
     return found
 
 
@@ -62,8 +63,8 @@ class Device:
     def step(self) -> float:
         """Start work, and return a loss."""
         took_s = self.times_s[min(self.num_steps, len(self.times_s) - 1)]
-        self.free_at_s = max(self.now_s, self.free_at_s) + took_s
         self.now_s += LAUNCH_S
+        self.free_at_s = max(self.now_s, self.free_at_s) + took_s
         self.busy_s += LAUNCH_S
         self.num_steps += 1
         return LOSS
@@ -124,7 +125,7 @@ def throughput_seen(answer: Callable, case: Timing) -> dict:
     """The rate, and how many steps were done; on a device with a clock of its own."""
     device = Device(case.times_s)
     with clocks_of(device, answer):
-        rate = answer(device.step, case.batch, case.warm_up, case.repeats, device.synchronize)
+        rate = answer(device.step, *case[:4], device.synchronize)
     return {
         "a clock of the module time that counts waiting is read": device.num_looks > 0,
         "synchronize is called": device.num_waits > 0,
@@ -133,11 +134,24 @@ def throughput_seen(answer: Callable, case: Timing) -> dict:
     }
 
 
+def block_times(case: Timing) -> list[float]:
+    """The seconds of each block, the shortest first."""
+    device = Device(case.times_s[case.warm_up :])
+    times_s = []
+    for _ in range(case.blocks):
+        start_s = device.now_s
+        for _ in range(case.steps):
+            device.step()
+        device.synchronize()
+        times_s.append(device.now_s - start_s)
+    return sorted(times_s)
+
+
 def is_rate(found: dict, wanted: dict, case: Timing) -> bool:
     """Of an even number of times, any between the two in the middle will do."""
-    times_s = sorted(case.times_s[case.warm_up :])
-    low = case.batch / times_s[case.repeats // 2]
-    high = case.batch / times_s[(case.repeats - 1) // 2]
+    times_s = block_times(case)
+    low = case.batch * case.steps / times_s[case.blocks // 2]
+    high = case.batch * case.steps / times_s[(case.blocks - 1) // 2]
     rate = found["samples per second"]
     return low * 0.9999 <= rate <= high * 1.0001 and same(
         {**found, "samples per second": 0},
@@ -148,11 +162,26 @@ def is_rate(found: dict, wanted: dict, case: Timing) -> bool:
     )
 
 
+def of_all_blocks(
+    step: Callable, batch: int, warm_up: int, blocks: int, steps: int, synchronize: Callable
+) -> float:
+    """The clock is read before the first block and after the last."""
+    for _ in range(warm_up):
+        step()
+    synchronize()
+    start_s = time.perf_counter()
+    for _ in range(blocks * steps):
+        step()
+    synchronize()
+    return batch * blocks * steps / (time.perf_counter() - start_s)
+
+
 LOOK = "append(time.perf_counter() - start_s)"
 START = "start_s = time.perf_counter()"
+STEPS = "for _ in range(steps):\\n            step()\\n"
 WAIT = "Call synchronize() before each look at the clock."
 MEDIAN = "Use statistics.median(times)."
-RATE = "The result is batch / median(times)."
+RATE = "A block has batch * steps samples: divide them by median(times)."
 throughput = Spec(
     todo="3.1",
     truth=scaling.throughput,
@@ -160,62 +189,71 @@ throughput = Spec(
     observe=throughput_seen,
     same=is_rate,
     tell=lambda case: (
-        f"throughput(batch={case.batch}, warm_up={case.warm_up}, repeats={case.repeats}), where "
-        f"the device works for {show([1000 * t for t in case.times_s[case.warm_up :]], 3)} ms,"
+        f"throughput(batch={case.batch}, warm_up={case.warm_up}, blocks={case.blocks}, "
+        f"steps={case.steps}), where the device works for "
+        f"{show([1000 * t for t in case.times_s[case.warm_up :]], 3)} ms on the steps that count,"
     ),
     advice={
         "": RATE,
         "a clock of the module time that counts waiting is read": "Use time.perf_counter().",
-        "steps done": "There are warm_up steps, and then repeats steps.",
+        "steps done": "There are warm_up steps, and then `blocks` times `steps` steps.",
     },
     reasons={
         words: ("The device need not be CUDA's.", "Call the argument: synchronize().")
         for words in ("CUDA enabled", "NVIDIA driver", "no CUDA", "device is not available")
     },
     hints=(
-        "First come warm_up steps that nobody times. Then comes a loop over repeats, with a list "
-        "of times.",
-        "In the loop: wait, look at the clock, step, wait, look at the clock. The first wait is "
-        "for the work that was started before.",
+        "First come warm_up steps that nobody times. Then comes a loop over the blocks, with a "
+        "list of times.",
+        "For each block: wait, look at the clock, do all its steps, wait, look at the clock. The "
+        "first wait is for the work that was started before.",
         "time.perf_counter() is the clock, and statistics.median(times) is the time in the middle. "
-        "The result is batch divided by it.",
+        "The result is batch * steps divided by it.",
     ),
-    mistakes=mistakes(
-        r"""
-        range(warm_up) => range(0)
-            The warm-up is missing. | There are warm_up steps, and then repeats steps.
-        range(warm_up) => range(0)
-        in range(repeats) => in range(warm_up + repeats)
-            The warm-up is among the times. | Its steps come before the first look at the clock.
-        step()\n        synchronize()\n => step()\n
-            The clock stops before the device has done the work. | {WAIT}
-        synchronize()\n        {START} => {START}
-            The clock starts while the device still works on earlier steps. | {WAIT}
-        synchronize()\n        {START} => {START}
-        step()\n        synchronize()\n => step()\n
-            `synchronize` is never called, so what is timed is the start of the work. | {WAIT}
-        median(times_s) => fmean(times_s)
-            This is the mean, which one slow step moves. | {MEDIAN}
-        median(times_s) => min(times_s)
-            This is the rate of the fastest step. | {MEDIAN}
-        median(times_s) => max(times_s)
-            This is the rate of the slowest step. | {MEDIAN}
-        batch / median(times_s) => fmean(batch / time_s for time_s in times_s)
-            This is a mean of rates. | {MEDIAN}
-        batch / median(times_s) => median(times_s) / batch
-            These are seconds per sample. | {RATE}
-        batch / median(times_s) => median(times_s)
-            These are the seconds of a step. | {RATE}
-        batch / median(times_s) => 1 / median(times_s)
-            These are steps per second: the batch is left out. | {RATE}
-        batch / median(times_s) => batch / sum(times_s)
-            The samples of one step are divided by the time of all steps. | {RATE}
-        {START} => start_s = time.process_time()
-        {LOOK} => append(time.process_time() - start_s)
-            This clock counts the processor's work, and no waiting. | Use time.perf_counter().
-        """,
-        globals(),
-    ),
+    mistakes=[
+        *mistakes(
+            r"""
+            range(warm_up) => range(0)
+                The warm-up is missing. | There are warm_up steps, and then the blocks.
+            range(warm_up) => range(0)
+            in range(blocks) => in range(warm_up + blocks)
+                The warm-up is counted in blocks and timed. | It is warm_up steps, before the clock.
+            {STEPS}        synchronize()\n => {STEPS}
+                The clock stops before the device has done the work. | {WAIT}
+            synchronize()\n        {START} => {START}
+                The clock starts while the device still works on earlier steps. | {WAIT}
+            synchronize()\n        {START} => {START}
+            {STEPS}        synchronize()\n => {STEPS}
+                `synchronize` is never called, so what is timed is the start of the work. | {WAIT}
+            {STEPS} => for _ in range(steps):\n            step()\n            synchronize()\n
+                Every step is waited for, so the processor cannot prepare the next one meanwhile.
+                | Call synchronize() only before and after a block.
+            median(times_s) => fmean(times_s)
+                This is the mean of the blocks, which one slow step moves. | {MEDIAN}
+            median(times_s) => min(times_s)
+                This is the rate of the fastest block. | {MEDIAN}
+            median(times_s) => max(times_s)
+                This is the rate of the slowest block. | {MEDIAN}
+            batch * steps / median(times_s) => batch / median(times_s)
+                The samples of one step are divided by the time of a block. | {RATE}
+            batch * steps / median(times_s) => median(times_s) / (batch * steps)
+                These are seconds per sample. | {RATE}
+            batch * steps / median(times_s) => steps / median(times_s)
+                These are steps per second: the batch is left out. | {RATE}
+            batch * steps / median(times_s) => batch * steps / sum(times_s)
+                The samples of one block are divided by the time of all blocks. | {RATE}
+            {START} => start_s = time.process_time()
+            {LOOK} => append(time.process_time() - start_s)
+                This clock counts the processor's work, and no waiting. | Use time.perf_counter().
+            """,
+            globals(),
+        ),
+        Mistake(
+            instead(of_all_blocks),
+            "All blocks are timed as one, so a single slow step moves the result.",
+            "Time each block by itself, and take the median.",
+        ),
+    ],
 )
 
 # ---- 3.2 ------------------------------------------------------------------------------------
@@ -561,13 +599,13 @@ fit_steps = Spec(
                 The two unknowns have changed places. | {PAIR}
             1 / (sizes * counts)] => sizes / counts]
                 The fit is a straight line over the batch. | The steps fall with 1 / batch.
-            for v in (batches, steps)) => for v in (batches[:: len(batches) - 1], \
-steps[:: len(steps) - 1]))
+            list(batches) => list(batches[:: len(batches) - 1])
+            list(steps) => list(steps[:: len(steps) - 1])
                 Only the first and the last batch size are used. | Use all of them.
             return least, slope / least => least = counts.min().item()\\n    \
 return least, (sizes * (counts / least - 1)).mean().item()
                 The fewest steps that were measured are taken for the least. | {RELATIVE}
-            """.replace("\\\n", ""),
+            """,
             globals(),
         ),
         Mistake(

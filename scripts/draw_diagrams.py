@@ -398,7 +398,7 @@ def collectives_ring(card: Card) -> None:
                 bottom = cells + 36
                 way = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
                 card.line(*way, colour=colour, more=DASHED)
-                card.text(cell + 34, cells + 18, "arrives")
+                card.text(cell + 34, cells + 18, f"{chunk} arrives")
             elif chunk == rank:
                 card.box(cell, cells, 68, 36, f"chunk {chunk}", fill=colour)
             else:

@@ -18,6 +18,8 @@ import bench_collectives
 from jobs import make_clone, run
 from manyhands.collectives import ring, trees
 from manyhands.collectives.alpha_beta import rounds_and_message
+from manyhands.collectives.bench import PROGRAMS, Network, against_ranks, race
+from manyhands.instruments.figures import style
 from manyhands.instruments.ledger import Ledger, calls, rounds, traffic
 from manyhands.jobs import mine
 from manyhands.ranks.failures import RankFailed
@@ -155,7 +157,7 @@ def piece_faults():
     for dtype, num_pieces in [(torch.float32, 3), (torch.float64, 5), (torch.complex128, 5)]:
         out, total = (torch.arange(5) + rank).to(dtype), torch.ones(5, dtype=dtype)
         with Ledger() as ledger:
-            ring.exchange_and_combine(out, around[0], total, around[1], "sum", None, 8)
+            ring.exchange_in_pieces(out, around[0], total, around[1], "sum", None, 8)
         if not torch.equal(total, (torch.arange(5) + around[1] + 1).to(dtype)):
             yield f"in pieces of {dtype}: {total}"
         if calls(ledger.entries) != {"send": num_pieces, "recv": num_pieces}:
@@ -338,6 +340,31 @@ def test_chunks_may_be_scattered_in_memory():
                 assert columns == [[0.0, 2.0, 4.0], [11.0, 13.0, 15.0]]
     for rank, columns in enumerate(run_ranks(of_columns, 2, ring.reduce_scatter_ring)):
         assert columns[rank] == [10.0 + 2 * rank, 14.0 + 2 * rank, 18.0 + 2 * rank]
+
+
+# ---- the race on a slow network ----------------------------------------------------------------
+
+
+def test_a_race_takes_at_least_the_time_of_the_formula():
+    network = Network(latency_s=0.01, bytes_per_s=1e6)
+    times_s = race(PROGRAMS, [2, 4], 4000, network, repeats=1)
+    for place, n in enumerate((2, 4)):
+        least_s = {"A": network.message_s(4000), "B": network.message_s(4000 / n)}
+        for name, message_s in least_s.items():
+            assert times_s[name][place] >= 2 * (n - 1) * message_s, (name, n, times_s)
+
+
+def test_the_figure_of_a_race_has_each_point_and_each_line():
+    measured_s = {"all_reduce_naive": [0.2, 0.4], "all_reduce_ring": [0.1, 0.15]}
+    model_s = {"all_reduce_naive": [0.1, 0.3], "all_reduce_ring": [0.1, 0.1]}
+    (ax,) = against_ranks([2, 4], measured_s, model_s).axes
+    drawn = [line.get_xydata().tolist() for line in ax.get_lines()]
+    for curves in (measured_s, model_s):
+        for seconds in curves.values():
+            assert [[n, 1e3 * s] for n, s in zip((2, 4), seconds, strict=True)] in drawn
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(measured_s)
+    (ax,) = against_ranks([2, 4], {"A": [0.2, 0.4]}, looks={"A": "naive"}).axes
+    assert ax.get_lines()[0].get_color() == style("naive")["color"]
 
 
 # ---- the benchmark -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from manyhands.checks.engine.values import (
     same,
     whole,
 )
+from manyhands.collectives import ring
 from manyhands.ranks.failures import Failure, MachineFault, RankFailed
 
 # ---- an exercise without ranks --------------------------------------------------------------
@@ -347,6 +348,17 @@ def test_what_ranks_do_is_told(answer, words):
     start_s = time.monotonic()
     assert words in told(TOTAL, answer)
     assert time.monotonic() - start_s < 60
+
+
+def waits_in_a_helper(x, group=None):
+    if dist.get_rank(group) == 0:
+        ring.exchange(x, 1, x.clone(), 1, group)  # nobody answers
+    return x
+
+
+def test_a_hang_is_told_in_the_line_of_the_answer():
+    words = told(TOTAL, waits_in_a_helper)
+    assert "in waits_in_a_helper:  ring.exchange(x, 1" in words and "ring.py" not in words
 
 
 def waits_for_none(x, group=None):

@@ -16,14 +16,13 @@ from manyhands.collectives.ring import (
 from manyhands.collectives.trees import combine, flat
 
 RIGHT: dict[str, list] = {
-    "4.1": [trees.combine],
     "4.2": [trees.broadcast_naive],
     "4.3": [trees.broadcast_tree],
     "4.4": [trees.reduce_tree],
     "4.5": [trees.gather],
     "4.6": [ring.start_exchange],
     "4.7": [ring.all_gather_ring],
-    "4.8": [ring.exchange_and_combine],
+    "4.8": [ring.exchange_in_pieces],
     "4.9": [ring.reduce_scatter_ring],
     "4.10": [ring.all_reduce_ring],
     "4.11": [alpha_beta.fit_alpha_beta],
@@ -42,47 +41,6 @@ def wrong(todo, words):
 
 def me(group):
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-# ---- 4.1 combine ----------------------------------------------------------------------------
-
-
-@right("4.1")
-def combine_by_copy(total, other, op):
-    two = torch.stack([total, other])
-    table = {"sum": two.sum, "avg": two.sum, "min": two.amin, "max": two.amax}
-    total.copy_(table[op](0))
-
-
-@right("4.1")
-def combine_by_index(total, other, op):
-    if op == "min":
-        total[...] = torch.where(other < total, other, total)
-    elif op == "max":
-        total[other > total] = other[other > total]
-    else:
-        total.add_(other)
-    return total
-
-
-@wrong("4.1", "Only `total` may be written to")
-def combine_into_other(total, other, op):
-    combine(other, total, op)
-    total.copy_(other)
-
-
-@wrong("4.1", "runs without ranks")
-def combine_asks_for_the_ranks(total, other, op):
-    combine(total, other, op)
-    if op == "avg":
-        total /= dist.get_world_size()
-
-
-@wrong("4.1", "")
-def combine_maximum_from_zero(total, other, op):
-    combine(total, other, op)
-    if op == "max":
-        total.clamp_(min=0)
 
 
 # ---- 4.2 broadcast_naive --------------------------------------------------------------------
@@ -258,6 +216,13 @@ def reduce_receives_and_adds_it_twice(tensor, op="sum", root=0, group=None):
         divide(vector, n, op)
 
 
+@wrong("4.4", "")
+def reduce_maximum_from_zero(tensor, op="sum", root=0, group=None):
+    if op == "max":
+        tensor.clamp_(min=0)
+    trees.reduce_tree(tensor, op, root, group)
+
+
 # ---- 4.5 gather -----------------------------------------------------------------------------
 
 
@@ -411,6 +376,14 @@ def gather_ring_without_modulo(chunks, group=None):
         exchange(newest, (rank - 1) % n, coming, (rank + 1) % n, group)
 
 
+@wrong("4.7", "The list itself was changed")
+def gather_ring_rotates_the_list(chunks, group=None):
+    rank, n = me(group)
+    chunks[:] = chunks[rank:] + chunks[:rank]  # its own first
+    for step in range(n - 1):
+        exchange(chunks[-step % n], (rank + 1) % n, chunks[-step - 1], (rank - 1) % n, group)
+
+
 def pieces_of(tensor, piece_bytes):
     return tensor.split(max(1, piece_bytes // tensor.element_size()))
 
@@ -425,7 +398,7 @@ def gather_ring_both_ways(chunks, group=None):
             exchange(chunks[(rank + step) % n], before, chunks[(rank + step + 1) % n], after, group)
 
 
-# ---- 4.8 exchange_and_combine ---------------------------------------------------------------
+# ---- 4.8 exchange_in_pieces -----------------------------------------------------------------
 
 
 @right("4.8")
@@ -474,6 +447,19 @@ def pieces_not_waited_for(outgoing, to, total, source, op, group=None, piece_byt
     combine(total, arrived, op)
     for work in works:
         work.wait()
+
+
+@wrong("4.8", "has to wait until a later one has been combined")
+def pieces_last_first(outgoing, to, total, source, op, group=None, piece_bytes=4 << 20):
+    outs, parts = pieces_of(outgoing.contiguous(), piece_bytes), pieces_of(total, piece_bytes)
+    arrived = [torch.empty_like(part) for part in parts]
+    receives = [dist.irecv(one, group=group, group_src=source) for one in arrived]
+    sends = [dist.isend(piece, group=group, group_dst=to) for piece in outs]
+    for work, part, other in list(zip(receives, parts, arrived, strict=True))[::-1]:
+        work.wait()
+        combine(part, other, op)
+    for send in sends:
+        send.wait()
 
 
 # ---- 4.9 reduce_scatter_ring ----------------------------------------------------------------

@@ -22,7 +22,8 @@ def score(
     """
 
     def text(value: float) -> str:
-        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+        is_whole = float(value).is_integer() or abs(value) >= 1000
+        return f"{value:,.0f}" if is_whole else f"{value:.3g}"
 
     try:
         yours = "no prediction" if predicted is None else f"you said {text(float(predicted))}"

@@ -1,15 +1,28 @@
-"""Measures the ring by hand against the backend's own all-reduce."""
+"""Measures collectives: the ring by hand against the backend's own, and races on a slow network.
+
+    race({"A": all_reduce_naive, "B": all_reduce_ring}, [2, 4, 8], 8_000_000)
+        {"A": [s on 2 ranks, on 4, on 8], "B": [...]}
+
+In a race the messages are real; the time that each of them takes is a model, that of
+`manyhands.ranks.network`.
+"""
 
 import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 
-from manyhands.collectives import ring
+from manyhands.collectives import ring, trees
 from manyhands.instruments.benchmark import Measure, Measured, Row, milliseconds, ratios, spread
-from manyhands.instruments.timing import in_turn, slowest_rank
+from manyhands.instruments.figures import label, new_figure, style
+from manyhands.instruments.timing import in_turn, slowest_rank, time_s
 from manyhands.ranks import lab
+from manyhands.ranks.network import SlowNetwork
 
 RING_BYTES = 64_000_000
 
@@ -30,6 +43,105 @@ def time_ring(nbytes: int, num_rounds: int) -> list[list[float]]:
     works = [partial(ring.all_reduce_ring, tensor), partial(dist.all_reduce, tensor)]
     in_turn(works, 3)
     return in_turn(works, num_rounds)
+
+
+# ---- races on a slow network -------------------------------------------------------------------
+
+
+class Network(NamedTuple):
+    """What a message costs: the latency (s), and how many bytes follow in a second."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def message_s(self, nbytes: float) -> float:
+        """The time of one message (s)."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+SLOW = Network(latency_s=4e-3, bytes_per_s=100e6)
+PROGRAMS = {"A": trees.all_reduce_naive, "B": ring.all_reduce_ring}  # of the riddle in lesson 04
+
+
+def race(
+    functions: Mapping[str, Callable],
+    world_sizes: Sequence[int],
+    nbytes: int,
+    network: Network = SLOW,
+    repeats: int = 2,
+) -> dict[str, list[float]]:
+    """Name -> the time (s) of an all-reduce of `nbytes` on each number of ranks."""
+    times_s: dict[str, list[float]] = {name: [] for name in functions}
+    for world_size in world_sizes:
+        args = functions, [nbytes], network, repeats
+        found = lab.run_ranks(time_collectives, world_size, *args)[0]
+        for name in functions:
+            times_s[name].append(found[name, nbytes])
+    return times_s
+
+
+def time_collectives(
+    functions: Mapping[str, Callable],
+    sizes_bytes: Sequence[int],
+    network: Network | None = None,
+    repeats: int = 3,
+    in_chunks: Sequence[str] = (),
+) -> dict[tuple[str, int], float]:
+    """On a rank: (name, bytes) -> the time (s) of the slowest rank in the quickest of the repeats.
+
+    A busy machine makes a collective slower and never quicker, so the quickest says most.
+
+    Args:
+        network: None lets the messages go as fast as this machine can.
+        in_chunks: the functions that are given the tensor as a chunk for each rank.
+    """
+    found = {}
+    with SlowNetwork(*network) if network else nullcontext():
+        for name, function in functions.items():
+            for nbytes in sizes_bytes:
+                given = torch.zeros(nbytes // 4)
+                if name in in_chunks:
+                    given = given.tensor_split(dist.get_world_size())
+                work = partial(function, given)
+                found[name, nbytes] = min(_slowest_s(work) for _ in range(repeats))
+    return found
+
+
+def _slowest_s(work: Callable) -> float:
+    """The time of one call (s) on the rank that took longest."""
+    dist.barrier()
+    slowest = torch.tensor(time_s(work))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def against_ranks(
+    world_sizes: Sequence[int],
+    measured_s: Mapping[str, Sequence[float]],
+    model_s: Mapping[str, Sequence[float]] | None = None,
+    looks: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw times (s) against the number of ranks: measured as points, by the model as lines.
+
+    Args:
+        model_s: without it the points are joined.
+        looks: name -> an algorithm's name, whose colour, line and marker are used; so a curve can
+            go under a name that does not give the algorithm away.
+    """
+    figure, ax = new_figure(width=6, height=3.8)
+    for number, (name, seconds) in enumerate(measured_s.items()):
+        look = style((looks or {}).get(name, name), number)
+        points = look | ({"linestyle": "none"} if model_s else {})
+        ax.plot(world_sizes, [1e3 * s for s in seconds], **points, markersize=6, linewidth=1.6)
+        if model_s:
+            line = look | {"marker": None}
+            ax.plot(world_sizes, [1e3 * s for s in model_s[name]], **line, linewidth=1.4)
+        ax.plot([], [], **look, markersize=6, linewidth=1.6, label=name)
+    ax.set_ylim(bottom=0)
+    label(ax, "ranks", "time (ms)", legend=True)
+    if model_s:
+        ax.get_legend().set_title("points: measured; lines: predicted", {"size": 9})
+    return figure
 
 
 MEASURES = (

@@ -10,12 +10,12 @@
     step 3   0 sends chunk 0, 1 sends 1, ...   all-gather: after n-1 more steps all have all
 
 Cost: a rank sends n-1 chunks, (n-1)/n S bytes, and receives as many, in either half; 2 (n-1)
-chunks, 2 (n-1)/n S bytes in an all-reduce. No all-reduce in which only ranks
-add can send less from its busiest rank.
-Memory: one more chunk.
+chunks, 2 (n-1)/n S bytes in an all-reduce. No all-reduce in which only ranks add can send less from
+its busiest rank. Memory: one more chunk.
 
 All work in place, and an `op` is "sum", "avg", "min" or "max". PyTorch's own:
-dist.all_gather, dist.reduce_scatter, dist.all_reduce.
+dist.all_gather, dist.reduce_scatter, dist.all_reduce. `exchange_in_pieces` can take the place of
+`exchange_and_combine`: it adds one piece of a chunk while the next ones travel.
 Source: Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", https://doi.org/10.1016/j.jpdc.2008.09.002.
 """
@@ -50,6 +50,51 @@ def exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, group: Gr
 
 
 def exchange_and_combine(
+    outgoing: Tensor, to: int, total: Tensor, source: int, op: str, group: Group = None
+) -> None:
+    """Send `outgoing` to rank `to`, and combine what rank `source` sends into `total`."""
+    with flat(total) as sums:
+        arrived = torch.empty_like(sums)  # `total` itself must not be overwritten
+        exchange(outgoing, to, arrived, source, group)
+        combine(sums, arrived, op)
+
+
+def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
+    """Fill chunks[r] with rank r's chunks[r], for all r, on every rank.
+
+    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
+    r - k on: first its own, then always the one that came last.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for step in range(n - 1):
+        newest, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        exchange(newest, (rank + 1) % n, coming, (rank - 1) % n, group)
+
+
+def reduce_scatter_ring(chunks: Sequence[Tensor], op: str = "sum", group: Group = None) -> None:
+    """Combine all ranks' chunks[r] into rank r's chunks[r], for all r.
+
+    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
+    r - k - 1: a sum that grows by one rank a step, and arrives at its owner last, who divides it by
+    n if `op` is "avg". Afterwards the other chunks hold partial sums, which are of no use.
+    """
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    for step in range(n - 1):
+        newest, coming = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
+        exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, op, group)
+    if op == "avg":
+        chunks[rank].div_(n)
+
+
+def all_reduce_ring(tensor: Tensor, op: str = "sum", group: Group = None) -> None:
+    """Combine all ranks' tensors, on every rank: reduce-scatter n chunks, then all-gather them."""
+    with flat(tensor) as vector:
+        chunks = vector.tensor_split(dist.get_world_size(group))  # sizes differ by at most 1
+        reduce_scatter_ring(chunks, op, group)
+        all_gather_ring(chunks, group)
+
+
+def exchange_in_pieces(
     outgoing: Tensor,
     to: int,
     total: Tensor,
@@ -58,11 +103,12 @@ def exchange_and_combine(
     group: Group = None,
     piece_bytes: int = 2 << 20,
 ) -> None:
-    """Send `outgoing` to rank `to`, and combine what rank `source` sends into `total`.
+    """Send `outgoing` to rank `to`, and combine what rank `source` sends into `total`, piecewise.
 
-    In pieces of as many whole numbers as `piece_bytes` holds, but at least one: while one piece is
-    added, the next ones travel. The two tensors may differ in size, and so in their number of
-    pieces, and need not be in one piece of memory.
+    A piece is as many whole numbers as `piece_bytes` holds, but at least one. All pieces are
+    started first; then, in their order, each is waited for and combined while the next ones still
+    travel. The two tensors may differ in size, and so in their number of pieces, and need not be in
+    one piece of memory.
     """
     with flat(outgoing) as leaving, flat(total) as sums:
         arrived = torch.empty_like(sums)
@@ -82,38 +128,3 @@ def exchange_and_combine(
             combine(part, other, op)
         for work in works:
             work.wait()
-
-
-def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
-    """Fill chunks[r] with rank r's chunks[r], for all r, on every rank.
-
-    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
-    r - k on: first its own, then always the one that came last.
-    """
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    for step in range(n - 1):
-        newest, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        exchange(newest, (rank + 1) % n, coming, (rank - 1) % n, group)
-
-
-def reduce_scatter_ring(chunks: Sequence[Tensor], op: str = "sum", group: Group = None) -> None:
-    """Combine all ranks' chunks[r] into rank r's chunks[r], for all r.
-
-    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
-    r - k - 1: a sum that grows by one rank a step, and arrives at its owner last. Afterwards the
-    other chunks hold partial sums, which are of no use.
-    """
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    for step in range(n - 1):
-        newest, coming = chunks[(rank - step - 1) % n], chunks[(rank - step - 2) % n]
-        exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, op, group)
-    if op == "avg":
-        chunks[rank].div_(n)
-
-
-def all_reduce_ring(tensor: Tensor, op: str = "sum", group: Group = None) -> None:
-    """Combine all ranks' tensors, on every rank: reduce-scatter n chunks, then all-gather them."""
-    with flat(tensor) as vector:
-        chunks = vector.tensor_split(dist.get_world_size(group))  # sizes differ by at most 1
-        reduce_scatter_ring(chunks, op, group)
-        all_gather_ring(chunks, group)

@@ -84,7 +84,8 @@ def reduce_tree(tensor: Tensor, op: str = "sum", root: int = 0, group: Group = N
     """Combine all ranks' tensors into the root's: the tree of the broadcast, backwards.
 
     In the rounds with step ..., 4, 2, 1 the places step to 2 step - 1 send what they have to
-    place - step, and are done. Afterwards only the root's tensor is of use.
+    place - step, and are done. If `op` is "avg", the root divides by n in the end. Afterwards only
+    the root's tensor is of use.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place, step = (rank - root) % n, 1 << (n - 1).bit_length()
@@ -118,12 +119,15 @@ def all_reduce_naive(tensor: Tensor, op: str = "sum", group: Group = None) -> No
     """Combine all ranks' tensors, on every rank: all send to rank 0, and rank 0 sends back."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     with flat(tensor) as vector:
-        copies = [torch.empty_like(vector) if rank == 0 else vector for _ in range(n)]
-        gather(copies, 0, group)
-        for other in copies[1:] if rank == 0 else ():
-            combine(vector, other, op)
+        if rank != 0:
+            dist.send(vector, group=group, group_dst=0)
+        else:
+            other = torch.empty_like(vector)
+            for source in range(1, n):
+                dist.recv(other, group=group, group_src=source)
+                combine(vector, other, op)
         if op == "avg":
-            vector /= n
+            vector /= n  # rank 0's is the sum; what the others hold is overwritten next
         broadcast_naive(vector, 0, group)
 
 

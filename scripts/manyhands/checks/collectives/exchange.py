@@ -55,7 +55,7 @@ def tell_exchange(name: str):
         kind = "" if case.dtype is torch.float32 else f" {str(case.dtype)[6:]}"
         form = " of a column" if case.form == "column" else ""
         pieces = f", piece_bytes={case.piece_bytes}" if case.piece_bytes else ""
-        op = f', op "{case.op}"' if name == "exchange_and_combine" else ""
+        op = f', op "{case.op}"' if name == "exchange_in_pieces" else ""
         far = case.shift if case.shift <= len(case.sizes) // 2 else case.shift - len(case.sizes)
         return (
             f"{name} (rank r sends to r {'+' if far > 0 else '-'} {abs(far)}, messages of {sizes}"
@@ -267,14 +267,14 @@ EACH_LIST = (
     "What is sent and what is received may have different numbers of pieces, so start the receives "
     "and the sends each in a list of its own.",
 )
-exchange_and_combine = Spec(
+exchange_in_pieces = Spec(
     todo="4.8",
-    truth=ring.exchange_and_combine,
+    truth=ring.exchange_in_pieces,
     layouts=PAIRS,
     operations=OPERATIONS,
     cases=in_pieces,
     observe=pieces_seen,
-    tell=tell_exchange("exchange_and_combine"),
+    tell=tell_exchange("exchange_in_pieces"),
     facts=stated(
         FACTS_TABLE
         | {

@@ -239,8 +239,8 @@ SENT = "(rank - step - 1) % n"
 TAKEN = "(rank - step - 2) % n"
 STEP = "exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, op, group)"
 DIVIDED = "chunks[rank].div_(n)"
-OFF = "Another chunk than chunks[rank] is complete in the end: all indices are off by one."
-LAST = "The last chunk that comes in, in step n-2, has to be chunks[rank]."
+OFF = "Nothing was ever combined into chunks[rank]: all n-1 steps went to the other chunks."
+LAST = "The last chunk that comes in, in step n-2, has to be combined into chunks[rank]."
 AT_THE_END = "Add up as for a sum, and divide chunks[rank] by n once, at the end."
 reduce_scatter_ring = Spec(
     todo="4.9",
@@ -291,8 +291,6 @@ reduce_scatter_ring = Spec(
                 There is one step too few. | {ONE_CHUNK}
             (rank - 1) % n, op => (rank - 1) % n, "sum"
                 `op` is not looked at: everything is added. | Pass `op` on.
-            coming, (rank - 1) => newest, (rank - 1)
-                What comes in is combined into the chunk that this rank sends. | {LAST}
             chunks[{TAKEN}] => chunks[rank]
                 What comes in is always combined into the rank's own chunk. | {LAST}
             """,

@@ -1,4 +1,4 @@
-"""What goes up and down a tree, or from a rank to all others: 4.1 to 4.5."""
+"""What goes up and down a tree, or from a rank to all others: 4.2 to 4.5."""
 
 import operator
 
@@ -12,17 +12,16 @@ from manyhands.checks.collectives.calls import (
     FACTS,
     FACTS_TABLE,
     FLAT,
-    NO_DIMENSION,
     OF_FIVE,
     OF_FOUR,
     ON_SAME_LIST,
     OPERATIONS,
     REASONS,
+    RESULT,
     ROUNDS,
     SAME_LIST,
     UNTOUCHED,
     Call,
-    call_of,
     in_chunks,
     is_beside_unchanged,
     messages_seen,
@@ -37,115 +36,7 @@ from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.collectives import ring, trees
 
-# ---- 4.1 ------------------------------------------------------------------------------------
-
-OPS = ("sum", "avg", "min", "max")
-
-
-def combines() -> list[Call]:
-    """All four ops on tensors of all types and forms."""
-    forms = [
-        ("vector", 8, torch.float32),
-        ("scalar", 1, torch.float64),
-        ("column", 5, torch.float32),
-        ("vector", 8, torch.int64),
-        ("transposed", 6, torch.bfloat16),
-        ("empty", 0, torch.float32),
-    ]
-    return [call_of(f, size, dtype=dtype, op=op) for f, size, dtype in forms for op in OPS]
-
-
-def combined(answer, case: Call) -> dict:
-    """What became of the memory of both tensors."""
-    total, memory = case.draw(0)
-    other, _ = case.draw(1)
-    before = memory.clone(), other.clone()
-    answer(total, other, case.op)
-    return {
-        "total": case.of(memory).clone(),
-        OTHER: torch.equal(other, before[1]),
-        BESIDE: is_beside_unchanged(case, memory, before[0]),
-    }
-
-
-def tell_combine(case: Call) -> str:
-    """The call with its numbers, where they are few."""
-    total, other = (case.draw(who)[0] for who in range(2))
-    if total.dim() != 1 or case.form == "column" or not total.numel():
-        return f'with op "{case.op}" and {case.words} the function'
-    numbers = f"total = {total.tolist()} and other = {other.tolist()}"
-    return f'with op "{case.op}", {numbers} the function'
-
-
-OTHER = "`other` is unchanged"
-ADD = "total += other"
-OUT = "(total, other, out=total)"
-CHOICE = '(torch.minimum if op == "min" else torch.maximum)'
-BOTH = 'op in ("sum", "avg")'
-WRITE = "Write into `total`: +=, copy_(), or out=total."
-combine = Spec(
-    todo="4.1",
-    truth=trees.combine,
-    cases=combines,
-    observe=combined,
-    tell=tell_combine,
-    facts=stated({OTHER: "Only `total` may be written to."}),
-    advice={"": "The operations are +=, torch.minimum and torch.maximum, with out=total."},
-    hints=(
-        "`total += other` changes `total` itself. `total = total + other` makes a new tensor, "
-        "gives it the name `total`, and leaves the caller's tensor as it was.",
-        "torch.minimum and torch.maximum compare two tensors element by element, and out= says "
-        "where the result goes.",
-        '"sum" and "avg": total += other. "min": torch.minimum(total, other, out=total).',
-    ),
-    mistakes=mistakes(
-        r"""
-        {ADD} => total = total + other
-            The sum is a new tensor, and the caller's `total` is as it was. | {WRITE}
-        {OUT} => (total, other)
-            The minimum and the maximum are new tensors, and the caller's `total` is as it was.
-        if {BOTH} => if op == "avg": return\n    if {BOTH}
-            With "avg" nothing is combined. | For "avg", add: the division comes later.
-        {ADD} => total += other; total.div_(2) if op == "avg" else None
-            "avg" is divided here already. An average of averages is not the average of all.
-            | For "avg" only add; whoever has the sum of all ranks divides it, once.
-        op == "min" => op != "min"
-            The minimum and the maximum have changed places. | torch.minimum for "min".
-        {BOTH} => True
-            Every op adds. | There is one branch for each kind of op.
-        {CHOICE} => torch.minimum
-            "max" gives the minimum.
-        {CHOICE} => torch.maximum
-            "min" gives the maximum.
-        {CHOICE}{OUT} => total.fill_(min(total.min(), other.min()) if op == "min" else total.max())
-            All elements are the same: the tensors are reduced to a single number.
-            | torch.minimum and torch.maximum compare two tensors element by element.
-        {ADD} => total.copy_(total.double() + other.double())
-        {CHOICE}{OUT} => total.copy_({CHOICE}(total.double(), other.double()))
-            The last digits are lost, since a float has no more than 53 bits.
-            | Combine the tensors as they are.
-        {CHOICE}{OUT} => total.copy_({CHOICE}(total.abs(), other.abs()))
-            The signs are lost. | Negative numbers are smaller than positive ones.
-        """,
-        vars(calls) | globals(),
-    ),
-    reasons={
-        "Boolean value of Tensor": (
-            "Python's min, max and if take single numbers, not tensors of many.",
-            "torch.minimum and torch.maximum compare two tensors element by element.",
-        ),
-        "0-d tensor": NO_DIMENSION,
-        "result type Float can't be cast": (
-            "A quotient does not fit into a tensor of whole numbers.",
-            'For "avg" only add; whoever has the sum of all ranks divides it, once.',
-        ),
-        "process group has not been initialized": (
-            "combine runs without ranks here, so it cannot ask how many there are.",
-            'For "avg" only add; whoever has the sum of all ranks divides it, once.',
-        ),
-        "KeyError": ("The function knows no such op.", 'The ops are "sum", "avg", "min", "max".'),
-    },
-)
+# ---- 4.2 ------------------------------------------------------------------------------------
 
 
 def chain(tensor, root=0, group=None):
@@ -163,8 +54,6 @@ def chain(tensor, root=0, group=None):
 CHAIN = Mistake(
     instead(chain), "This is a chain: every rank passes the tensor on to the next one.", FLAT
 )
-
-# ---- 4.2 ------------------------------------------------------------------------------------
 
 ROOT_SENDS = "The root itself sends to each of the other ranks, and they only receive."
 broadcast_naive = Spec(
@@ -343,6 +232,7 @@ TAKE = "combine(vector, other, op)"
 START = "1 << (n - 1).bit_length()"
 AVG = 'if op == "avg"'
 ONCE = "Add up as for a sum, and divide the root's result by n, once, at the end."
+BY_HAND = "Follow three ranks' tensors by hand: what does each rank hold after each round?"
 HALF = "In each round, half of the places that are left send what they have and are done."
 reduce_tree = Spec(
     todo="4.4",
@@ -353,7 +243,7 @@ reduce_tree = Spec(
     observe=lambda answer, case, place: tensor_seen(answer, case, place, only_root=True),
     tell=tell_tensor("reduce_tree"),
     facts=FACTS,
-    advice=ADVICE | {ROUNDS: HALF},
+    advice=ADVICE | {ROUNDS: HALF, RESULT: BY_HAND},
     reasons=REASONS,
     hints=(
         "It is broadcast_tree run backwards: the largest step comes first, and whoever received "

@@ -25,8 +25,8 @@ IMPORT_ROUNDS = 8
 FIRST_CARDS = 3
 FIRST_CARD = """
 from manyhands.checks import collectives as check
-from manyhands.collectives.trees import combine
-check.combine(combine)
+from manyhands.collectives.alpha_beta import fit_alpha_beta
+check.fit_alpha_beta(fit_alpha_beta)
 """
 
 

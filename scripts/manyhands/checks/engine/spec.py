@@ -43,8 +43,14 @@ class Place(NamedTuple):
         return self.members[self.rank]
 
 
+BROKEN = "this does not hold: "  # how `difference` begins where a statement is false
+
+
 def _say(found: object, wanted: object) -> str:
-    return f"gives {difference(found, wanted)}"
+    told = difference(found, wanted)
+    return (
+        told.replace(BROKEN, "breaks this rule: ") if told.startswith(BROKEN) else f"gives {told}"
+    )
 
 
 @dataclass

@@ -21,8 +21,16 @@ from manyhands.checks.engine.mistakes import Mistake, generic
 from manyhands.checks.engine.spec import Spec, Step
 from manyhands.checks.engine.trial import UNWAITED, Row, Sight, faces, look
 from manyhands.checks.engine.values import same, show
-from manyhands.checks.engine.words import place, raised
-from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung, is_echo, name_ranks, where
+from manyhands.checks.engine.words import own_frame, place, raised
+from manyhands.ranks.failures import (
+    Frame,
+    MachineFault,
+    RankFailed,
+    RanksHung,
+    is_echo,
+    name_ranks,
+    where,
+)
 
 VERDICT_S = 4.0  # for a verdict, of which trying mistakes takes what is left
 NAMING_S = 2.5  # at the least
@@ -465,7 +473,7 @@ def _words_of_an_end(trial: Trial) -> Words:
 def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
     """Who waits and who computes, and where; no cause is told that was not seen."""
     if len(failed.stacks) + len(failed.finished) == 1:
-        lines = [where(stack[-1])[1:] for stack in failed.stacks.values() if stack]
+        lines = [_line(stack, answer) for stack in failed.stacks.values() if stack]
         at = f": it is still in{lines[0]}" if lines else ""
         return f"{said} never ended{at}", "", "What ends the loop, or the wait, in that line?"
     parts = []
@@ -475,7 +483,7 @@ def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
             away.append(rank)
             continue
         does = "computes" if rank in failed.computing else "waits"
-        parts.append(f"rank {rank} {does} in{where(stack[-1])[1:]}")
+        parts.append(f"rank {rank} {does} in{_line(stack, answer)}")
     if away:
         have = "has" if len(away) == 1 else "have"
         parts.append(f"{name_ranks(sorted(away))} {have} left the function")
@@ -483,3 +491,8 @@ def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
     if any(rank in failed.computing for rank in failed.stacks):
         return seen, "A rank still computes.", "What ends the loop in that line, on every rank?"
     return seen, "All ranks that are left wait.", "For each line: who would have to send, and when?"
+
+
+def _line(stack: Sequence[Frame], answer: object) -> str:
+    """The line of the answer that a rank is in, and not that of a helper which it called."""
+    return where(own_frame(stack, answer) or stack[-1])[1:]

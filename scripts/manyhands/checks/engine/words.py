@@ -1,11 +1,11 @@
 """Where an answer failed, in the learner's own lines, and what some errors are known to mean."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.checks.engine.answer import lines_of
-from manyhands.ranks.failures import Failure, where
+from manyhands.ranks.failures import Failure, Frame, where
 
 PACKAGE = str(Path(__file__).parents[2])
 KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
@@ -36,10 +36,20 @@ KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
 
 def place(failure: Failure, answer: object = None) -> str:
     """Where it went wrong: in the answer itself, or else in what it calls."""
+    frame = own_frame(failure.frames, answer)
+    return f" in{where(frame).replace('  line', ' line', 1)}" if frame else ""
+
+
+def own_frame(frames: Sequence[Frame], answer: object = None) -> Frame | None:
+    """The innermost line of the answer itself, or else of what is not the course's.
+
+    A rank that fails or waits inside a function that was given, such as `exchange`, does so in the
+    line of the answer that called it.
+    """
     own = lines_of(answer)
-    frames = [frame for frame in failure.frames if frame[:2] in own]
-    frames = frames or [frame for frame in failure.frames if not frame[0].startswith(PACKAGE)]
-    return f" in{where(frames[-1]).replace('  line', ' line', 1)}" if frames else ""
+    mine = [frame for frame in frames if frame[:2] in own]
+    mine = mine or [frame for frame in frames if not frame[0].startswith(PACKAGE)]
+    return mine[-1] if mine else None
 
 
 def raised(

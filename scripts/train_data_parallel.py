@@ -32,7 +32,7 @@ BUCKET_BYTES = 25_000_000
 EXERCISES = {  # of lesson 05, which each --impl is made of
     "server": ("broadcast_state", "worker_step", "server_step"),
     "naive": ("broadcast_state", "average_gradients"),
-    "bucketed": ("broadcast_state", "average_buckets"),
+    "bucketed": ("broadcast_state", "make_buckets"),
     "overlapped": ("BucketedDDP",),
 }
 
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
     broadcast_state: Callable = replicas.broadcast_state
     average_gradients: Callable = replicas.average_gradients
-    average_buckets: Callable = replicas.average_buckets
+    make_buckets: Callable = replicas.make_buckets
     BucketedDDP: Callable = replicas.BucketedDDP
     worker_step: Callable = loops.worker_step
     server_step: Callable = loops.server_step
@@ -136,7 +136,7 @@ def replicate(impl: str, parts: Parts, model: nn.Module) -> tuple[nn.Module, lis
     if impl == "overlapped":
         return parts.BucketedDDP(model), []
     parts.broadcast_state(model)
-    return model, replicas.make_buckets(model.parameters(), BUCKET_BYTES)
+    return model, parts.make_buckets(model.parameters(), BUCKET_BYTES) if impl == "bucketed" else []
 
 
 def update(
@@ -146,7 +146,7 @@ def update(
     if impl == "naive":
         parts.average_gradients(model)
     elif impl == "bucketed":
-        parts.average_buckets(buckets)
+        replicas.average_buckets(buckets)
     if impl != "server":
         optimizer.step()
     elif optimizer:

@@ -2,6 +2,7 @@
 slip of it, with words that the verdict must hold."""
 
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from manyhands.data_parallel.replicas import average_gradients, broadcast_state,
 
 
 def changed(**letters):
-    return lambda: {"share": "B", "equal": "L", "mean": "C", "once": "D"} | letters
+    return lambda: {"share": "G", "equal": "A", "mean": "C", "once": "B"} | letters
 
 
 # ---- 5.3 ------------------------------------------------------------------------------------
@@ -301,48 +302,138 @@ def replicas_that_step_every_second_time(model, batches, learning_rate, group=No
 # ---- 5.8 ------------------------------------------------------------------------------------
 
 
-def buckets_with_avg(buckets, group=None):
-    for bucket in buckets:
-        flat = torch.cat([param.grad.reshape(-1) for param in bucket])
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
-        for param, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            param.grad = part.view_as(param)
+def buckets_by_sums(params, bucket_bytes):
+    buckets, room, kind = [], 0, None
+    for param in list(params)[::-1]:
+        if not param.requires_grad:
+            continue
+        if kind != param.dtype or param.nbytes > room:
+            buckets.append([])
+            room, kind = bucket_bytes, param.dtype
+        buckets[-1].append(param)
+        room -= param.element_size() * param.numel()
+    return buckets
 
 
-def buckets_all_in_flight(buckets, group=None):
-    started = []
-    for bucket in buckets:
-        vector = pack(gradients(bucket)) / dist.get_world_size(group)
-        started.append((bucket, vector, dist.all_reduce(vector, group=group, async_op=True)))
-    for bucket, vector, work in started:
-        work.wait()
-        unpack(vector, gradients(bucket))
+def buckets_by_recursion(params, bucket_bytes):
+    def pack_from(left):
+        if not left:
+            return []
+        count = 1
+        while (
+            count < len(left)
+            and left[count].dtype == left[0].dtype
+            and sum(p.nbytes for p in left[: count + 1]) <= bucket_bytes
+        ):
+            count += 1
+        return [tuple(left[:count]), *pack_from(left[count:])]
+
+    return pack_from([param for param in params if param.requires_grad][::-1])
 
 
-def buckets_last_first(buckets, group=None):
-    replicas.average_buckets(list(buckets)[::-1], group)
+def buckets_of_a_generator(params, bucket_bytes):
+    return replicas.make_buckets(reversed(params), bucket_bytes)
 
 
-def buckets_in_one(buckets, group=None):
-    params = [param for bucket in buckets for param in bucket]
-    vector = pack([param.grad.double() for param in params])
-    dist.all_reduce(vector, group=group)
-    unpack(vector.float(), gradients(params), dist.get_world_size(group))
+def buckets_by_type(params, bucket_bytes):
+    params = list(params)
+    kinds = dict.fromkeys(param.dtype for param in params[::-1])
+    found = []
+    for kind in kinds:
+        mine = [param for param in params if param.dtype == kind]
+        found += replicas.make_buckets(mine, bucket_bytes)
+    return found
 
 
-def buckets_counted(buckets, group=None):
-    for index in range(len(buckets)):
-        replicas.average_buckets([buckets[index]], group)
-
-
-def buckets_in_two_passes(buckets, group=None):
-    vectors = [pack(gradients(bucket)) for bucket in buckets]
-    for bucket, vector in zip(buckets, vectors, strict=False):
-        dist.all_reduce(vector, group=group)
-        unpack(vector, gradients(bucket), dist.get_world_size(group))
+def buckets_of_equal_counts(params, bucket_bytes):
+    left = [param for param in params if param.requires_grad][::-1]
+    return [left[at : at + 2] for at in range(0, len(left), 2)]
 
 
 # ---- 5.9 ------------------------------------------------------------------------------------
+
+
+def arrivals_by_partial(module):
+    arrived = []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            hook = functools.partial(lambda name, param: arrived.append(name), name)
+            param.register_post_accumulate_grad_hook(hook)
+    return arrived
+
+
+def arrivals_by_a_table(module):
+    names = {param: name for name, param in module.named_parameters()}
+    arrived = []
+
+    def hook(param):
+        arrived.append(names[param])
+
+    for param in names:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(hook)
+    return arrived
+
+
+EVERY_NAME: list = []
+
+
+def arrivals_in_one_list(module):
+    EVERY_NAME.clear()
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            hook = lambda _, name=name: EVERY_NAME.append(name)  # noqa: E731
+            param.register_post_accumulate_grad_hook(hook)
+    return EVERY_NAME
+
+
+def arrivals_of_layers(module):
+    arrived = []
+    for name, layer in module.named_children():
+        layer.register_full_backward_hook(lambda *_, name=name: arrived.append(name))
+    return arrived
+
+
+# ---- 5.10, 5.11 -----------------------------------------------------------------------------
+
+
+class SenderWithANumber(replicas.BucketSender):
+    """Counts the buckets that have started itself, and finds full ones by their parameters."""
+
+    def _on_grad_ready(self, param):
+        if self.sync:
+            self.num_ready[self.bucket_of[param]] += 1
+            full = [n == len(b) for n, b in zip(self.num_ready, self.buckets, strict=True)]
+            while len(self.in_flight) < len(full) and full[len(self.in_flight)]:
+                self._start(len(self.in_flight))
+            if len(self.in_flight) == len(full):
+                self._finish()
+
+    def _start(self, index):
+        start = 0
+        for param in self.buckets[index]:
+            self.flats[index][start : start + param.numel()] = param.grad.reshape(-1)
+            start += param.numel()
+        work = dist.all_reduce(self.flats[index], async_op=True, group=self.group)
+        self.in_flight += [work]
+
+
+class SenderOfTheMean(replicas.BucketSender):
+    def _start(self, index):
+        flat = pack(gradients(self.buckets[index]), out=self.flats[index])
+        work = dist.all_reduce(flat, dist.ReduceOp.AVG, self.group, async_op=True)
+        self.in_flight.append(work)
+
+
+class SenderOfASet(replicas.BucketSender):
+    """Has counted every gradient when it starts to send."""
+
+    def _on_grad_ready(self, param):
+        self.num_ready[self.bucket_of[param]] += self.sync
+        if sum(self.num_ready) == len(self.bucket_of):
+            for index in range(len(self.buckets)):
+                self._start(index)
+            self._finish()
 
 
 class DDPThatAverages(replicas.BucketedDDP):
@@ -419,10 +510,10 @@ class DDPFromTorch(nn.parallel.DistributedDataParallel):
 RIGHT: dict[str, list] = {
     "5.1": [
         loops.order_of_steps,
-        lambda: list("EBOJLFIMAGKCHDN"),  # the model goes to the GPU when the first batch is ready
-        lambda: tuple("ELBOJFIMADGKCHN"),  # the loss is copied while backward computes
+        lambda: list("GFDAHECB"),  # the model is built when the first batch is on the GPU
+        lambda: tuple("DGFABHEC"),  # the loss is copied while backward computes
     ],
-    "5.2": [loops.steps_that_change, changed(equal="I")],
+    "5.2": [loops.steps_that_change, changed(equal="A")],
     "5.3": [
         loops.worker_step,
         worker_with_vectors,
@@ -447,26 +538,23 @@ RIGHT: dict[str, list] = {
         replicas_with_flat_gradients,
         replicas_of_a_copy,
     ],
-    "5.8": [
-        replicas.average_buckets,
-        buckets_with_avg,
-        buckets_all_in_flight,
-        buckets_last_first,
-    ],
-    "5.9": [replicas.BucketedDDP, DDPThatAverages, DDPWithFlatsOfItsOwn],
+    "5.8": [replicas.make_buckets, buckets_by_sums, buckets_by_recursion],
+    "5.9": [replicas.watch_arrivals, arrivals_by_partial, arrivals_by_a_table],
+    "5.10": [replicas.BucketSender, SenderWithANumber, SenderOfTheMean, replicas.BucketedDDP],
+    "5.11": [replicas.BucketedDDP, DDPThatAverages, DDPWithFlatsOfItsOwn],
 }
 WRONG: dict[str, list] = {
     "5.1": [
-        (lambda: "ELBOJFIMAKGCHDN", "Backward reaches the last layer first"),
-        (lambda: "BOJELFIMAGKCHDN", "The program has to start"),
-        (lambda: "ELBOJFIMAGKCHDND", "occurs 2 times"),
-        (lambda: "elbojfimagkchdn", "in capital letters"),
+        (lambda: "DGFAEHCB", "Backward reaches the last layer first"),
+        (lambda: "DFGAHECB", "Samples have to be read"),
+        (lambda: "DGFAHECBB", "occurs 2 times"),
+        (lambda: "dgfahecb", "in capital letters"),
     ],
     "5.2": [
-        (changed(share="N"), "The next batch is another one"),
+        (changed(share="C"), "already read its samples"),
         (changed(mean="A"), "there is no gradient yet"),
-        (changed(equal="LI"), "Each change has one letter"),
-        (lambda: "BLCD", "the four names of CHANGES"),
+        (changed(equal="AD"), "Each change has one letter"),
+        (lambda: "GACB", "the four names of CHANGES"),
     ],
     "5.3": [
         (worker_with_new_parameters, "the model has the same parameters"),
@@ -489,13 +577,22 @@ WRONG: dict[str, list] = {
         (replicas_that_step_every_second_time, "number of steps: 0"),
     ],
     "5.8": [
-        (buckets_in_one, "messages"),
-        (buckets_counted, "which has no len()"),
-        (buckets_in_two_passes, ""),
+        (buckets_of_a_generator, "may come from a generator"),
+        (buckets_by_type, "make_buckets of parameters"),
+        (buckets_of_equal_counts, "make_buckets of parameters"),
     ],
     "5.9": [
-        (DDPWithGradientsInTheFlat, ""),
+        (arrivals_in_one_list, "another model"),
+        (arrivals_of_layers, "the list after the first backward"),
+    ],
+    "5.10": [
+        (SenderOfASet, "The first bucket is sent after the last gradient is ready"),
         (DDPThatKeepsNothing, "goes on"),
+        (DDPParameterByParameter, "bytes, not all_reduce of"),
+        (DDPFromTorch, "a class of your own"),
+    ],
+    "5.11": [
+        (DDPWithGradientsInTheFlat, ""),
         (DDPParameterByParameter, "bytes, not all_reduce of"),
         (DDPFromTorch, "a class of your own"),
     ],

@@ -22,22 +22,15 @@ from torch import Tensor, nn
 
 from manyhands.data_parallel.replicas import average_gradients, broadcast_state, pack, unpack
 
-STEPS = {  # the 15 steps of one GPU, under letters that say nothing about their order
-    "A": "the GPU computes the loss from the last layer's output and the targets",
-    "B": "the CPU reads the shuffled samples of this batch from the disk",
-    "C": "the optimizer updates its moments from the gradients",
-    "D": "the loss is copied to the CPU, to be printed",
-    "E": "the program starts, and the CPU builds the model with random weights",
-    "F": "the batch is copied from CPU memory to GPU memory",
-    "G": "backward computes the gradients of the last layer",
-    "H": "the optimizer writes the new weights",
-    "I": "forward computes the output of the first layer",
-    "J": "the CPU stacks the decoded samples into one batch",
-    "K": "backward computes the gradients of the first layer",
-    "L": "the weights are copied to GPU memory",
-    "M": "forward computes the output of the last layer",
-    "N": "control returns to the loop, which asks for the next batch",
-    "O": "the CPU decodes the samples into tensors",
+STEPS = {  # of one GPU, under letters that say nothing about their order
+    "A": "forward computes the output and the loss",
+    "B": "the loss is copied to the CPU, to be printed",
+    "C": "the optimizer writes new weights",
+    "D": "a model with random weights is built on the GPU",
+    "E": "backward computes the gradients of the first layer",
+    "F": "the batch is copied to GPU memory",
+    "G": "the CPU reads the samples of this batch from the disk",
+    "H": "backward computes the gradients of the last layer",
 }
 CHANGES = {  # what changes when several ranks train on the same batch
     "share": "each rank works on its own samples of the batch",
@@ -48,11 +41,11 @@ CHANGES = {  # what changes when several ranks train on the same batch
 
 
 def order_of_steps() -> str:
-    """The 15 letters of STEPS as one text, in the order in which one GPU trains its first batch.
+    """The 8 letters of STEPS as one text, in the order in which one GPU trains its first batch.
 
     Where two steps do not depend on each other, either may come first.
     """
-    return "ELBOJFIMAGKCHDN"
+    return "DGFAHECB"
 
 
 def steps_that_change() -> dict[str, str]:
@@ -60,7 +53,7 @@ def steps_that_change() -> dict[str, str]:
 
     A step that could as well go on without it does not count.
     """
-    return {"share": "B", "equal": "L", "mean": "C", "once": "D"}
+    return {"share": "G", "equal": "A", "mean": "C", "once": "B"}
 
 
 def worker_step(module: nn.Module, server: int = 0, group: dist.ProcessGroup | None = None) -> None:

@@ -12,6 +12,8 @@ of another 4P bytes. loops.py has the training loops, also that of a parameter s
     average_buckets     after backward, one all-reduce per bucket: fewer messages
     BucketedDDP         during backward, one all-reduce per bucket: hidden behind the computation
 
+BucketedDDP is a BucketSender, which starts the messages, and finishes them itself.
+
 Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704, sections 3-4.
 """
 
@@ -65,9 +67,11 @@ def unpack(vector: Tensor, tensors: Sequence[Tensor], divisor: int = 1) -> None:
 
 
 def make_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Pack trainable parameters, last first, into buckets of one type and <= `bucket_bytes`.
+    """Pack the trainable parameters, the last one first, into buckets of at most `bucket_bytes`.
 
-    Backward reaches the last layer first. A parameter larger than a bucket gets its own.
+    A bucket takes parameters until the next one does not fit, or is of another type; that one
+    opens the next bucket. A parameter larger than `bucket_bytes` has a bucket of its own. Sizes
+    are in bytes: `param.nbytes`. `params` can be gone through once, as a generator can.
     """
     buckets: list[Bucket] = []
     for param in reversed([param for param in params if param.requires_grad]):
@@ -87,18 +91,35 @@ def average_buckets(buckets: Iterable[Bucket], group: dist.ProcessGroup | None =
         unpack(vector, gradients, dist.get_world_size(group))
 
 
-class BucketedDDP(nn.Module):
-    """Average gradients during backward, bucket by bucket, while earlier layers still compute.
+def watch_arrivals(module: nn.Module) -> list[str]:
+    """Return a list to which every later backward appends names, as gradients become ready.
 
-    Wraps `module` (B/N samples per rank) and copies rank 0's state to all. `loss.backward()`
-    returns with averaged gradients, so the training loop is that of one process.
+    A parameter's name, as named_parameters() gives it, is appended right after its .grad was
+    written. Frozen parameters get no gradient, and torch lets nobody wait for one. The list is
+    empty when it is returned.
+    """
+    arrived: list[str] = []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            # A default value is fixed now; a plain `name` would be looked up after the loop.
+            param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    return arrived
+
+
+class BucketSender(nn.Module):
+    """Send gradients during backward, bucket by bucket, while earlier layers still compute.
+
+    Wraps `module` (B/N samples per rank) and copies rank 0's state to all. `bucket_mb` is the
+    largest size of a bucket in 10^6 bytes.
     """
 
     def __init__(
         self, module: nn.Module, bucket_mb: float = 25.0, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self.module, self.group, self.sync = module, group, True
+        self.module = module
+        self.group = group
+        self.sync = True
         broadcast_state(module, group)
         self.buckets = make_buckets(module.parameters(), int(bucket_mb * 1e6))
         self.flats = [pack(bucket) for bucket in self.buckets]  # room for a bucket's gradients
@@ -110,25 +131,13 @@ class BucketedDDP(nn.Module):
             param.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        if any(self.num_ready):
-            params = self.module.named_parameters()
-            empty = [name for name, p in params if p.requires_grad and p.grad is None]
-            raise ValueError(f"the last backward gave no gradient to {empty}: use or freeze them")
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only add up gradients in here; the next backward outside averages the sums."""
-        self.sync = False
-        try:
-            yield
-        finally:
-            self.sync = True
 
     def _on_grad_ready(self, param: nn.Parameter) -> None:
         """Count `param` in, start each bucket that is full, and finish after the last bucket.
 
-        Buckets start in order, 0 first, on every rank: messages are matched by their order. Does
+        Buckets start in order, 0 first, on every rank: messages are matched by their order. Calls
+        _start with the number of each bucket, and _finish once, when all have started. Does
         nothing while self.sync is False.
         """
         if not self.sync:
@@ -142,12 +151,44 @@ class BucketedDDP(nn.Module):
         self._finish()
 
     def _start(self, index: int) -> None:
-        """Copy the gradients into self.flats[index], send that, and keep its work in in_flight."""
+        """Copy the gradients into self.flats[index], send that, and keep its work in in_flight.
+
+        The all-reduce adds up over self.group. Returns while the message is still on its way.
+        """
         flat = pack([param.grad for param in self.buckets[index]], out=self.flats[index])
         self.in_flight.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def _finish(self) -> None:
-        """Wait for every bucket, write the means into the gradients, and reset the counts."""
+        """Called once all buckets have started. BucketedDDP waits for them here."""
+
+
+class BucketedDDP(BucketSender):
+    """Average gradients during backward: send them bucket by bucket, and wait at its end.
+
+    `loss.backward()` returns with averaged gradients, so the training loop is that of one process.
+    """
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if any(self.num_ready):
+            params = self.module.named_parameters()
+            empty = [name for name, p in params if p.requires_grad and p.grad is None]
+            raise ValueError(f"the last backward gave no gradient to {empty}: use or freeze them")
+        return super().forward(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only add up gradients in here; the next backward outside averages the sums."""
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = True
+
+    def _finish(self) -> None:
+        """Wait for every bucket, write the means into the gradients, and reset the counts.
+
+        The next backward finds in_flight empty, and num_ready 0 for each bucket.
+        """
         world_size = dist.get_world_size(self.group)
         for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
             work.wait()

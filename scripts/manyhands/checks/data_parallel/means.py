@@ -1,4 +1,4 @@
-"""Exercises 5.5, 5.6 and 5.8: replicas that start equal, and gradients that are averaged."""
+"""Exercises 5.5 and 5.6: replicas that start equal, and gradients that are averaged."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,10 +26,6 @@ REASONS = {
     "can't be cast to the desired output type": (
         "pack puts tensors of one type into a vector, and here are several types.",
         "Use one message for each tensor, or one vector for each type.",
-    ),
-    "'NoneType' object has no attribute 'split'": (
-        "A collective works in place and returns None.",
-        "Use the tensor that was given to it.",
     ),
 }
 
@@ -165,7 +161,6 @@ def say_replica(name: str) -> Callable:
         "all": "a model of all kinds of tensors",
         "one type": "a model of all kinds of tensors in float64",
         "buffers": "a model without parameters",
-        "none": "a model without gradients",
     }
     return lambda case: f"{name} of {words[case.part]}"
 
@@ -247,9 +242,9 @@ def gradients(n: int) -> list[Replica]:
 
 def with_gradients(case: Replica, rank: int) -> nn.Module:
     """A model with whole numbers as gradients, which differ by rank; an unused one has none."""
-    model = replica(case.seed, "one type" if case.part == "none" else case.part)
+    model = replica(case.seed, case.part)
     for number, (name, param) in enumerate(model.named_parameters()):
-        if param.requires_grad and name != "unused" and case.part != "none":
+        if param.requires_grad and name != "unused":
             draw = cases.generator(case.seed, rank, number)
             grad = cases.values(param.numel() or 1, draw, param.dtype).view(param.shape)
             if name == "matrix" and rank % 2 == 0:
@@ -331,87 +326,4 @@ average_gradients = Spec(
         globals(),
     ),
     reasons=REASONS,
-)
-
-# ---- 5.8 ------------------------------------------------------------------------------------
-
-PACK = "vector = pack(gradients)"
-REDUCE = "dist.all_reduce(vector, group=group)"
-TO_ONE = "dist.reduce(vector, group=group, group_dst=0)"
-FROM_ONE = "dist.broadcast(vector, group=group, group_src=0)"
-PARTS = "vector.split([gradient.numel() for gradient in gradients])"
-UNPACK = "unpack(vector, gradients, dist.get_world_size(group))"
-GRADS = "gradients = [param.grad for param in bucket]"
-BUCKET = "Pack a bucket's gradients, all-reduce the vector, and unpack the mean."
-
-
-def bucket_cases(n: int) -> list[Replica]:
-    """A small model, gradients of several types, no bucket at all, and once again."""
-    return [Replica(cases.draw_seed(), part) for part in ("small", "all", "none", "all")]
-
-
-def averaged_in_buckets(answer, case: Replica, place: Place) -> dict:
-    """The same, from an iterable of buckets that can be read once; and the messages."""
-    model = with_gradients(case, place.job_rank)
-    before = copies(tensors_of(model))
-    params = [param for param in model.parameters() if param.grad is not None]
-    buckets = replicas.make_buckets(params, 60)
-    kept = [list(map(id, bucket)) for bucket in buckets]
-    with Autograd() as wire:
-        answer(cases.read_once(buckets), **place.options)
-    return {
-        **_gradients_seen(model),
-        "messages": sorted(f"{entry.op} of {entry.nbytes} bytes" for entry in wire.entries),
-        "the weights and buffers are as they were": _are_same(tensors_of(model), before),
-        "the buckets hold what they held": kept == [list(map(id, b)) for b in buckets],
-    }
-
-
-average_buckets = Spec(
-    todo="5.8",
-    truth=replicas.average_buckets,
-    layouts=cases.THREE,
-    cases=bucket_cases,
-    observe=averaged_in_buckets,
-    tell=say_replica("average_buckets"),
-    advice={"messages": "Send one all-reduce for each bucket, in the bucket's own type."},
-    hints=(
-        "For each bucket: pack its gradients, all-reduce the vector, unpack the mean.",
-        "gradients = [param.grad for param in bucket] is packed, and the mean goes into it.",
-        "unpack(vector, gradients, dist.get_world_size(group)) divides and writes back.",
-    ),
-    mistakes=mistakes(
-        """
-        {PACK} => vector = pack(bucket)
-            The weights are packed, not the gradients. | {GRADS}
-        {UNPACK} => unpack(vector, bucket, dist.get_world_size(group))
-            The means are written into the weights. | {GRADS}
-        {UNPACK} => unpack(vector, gradients)
-            The gradients are sums over the ranks, not means. | {DIVIDE}
-        {UNPACK} => unpack(vector, gradients, len(bucket))
-            The sum is divided by the number of parameters in the bucket. | {DIVIDE}
-        {UNPACK} => unpack(vector, gradients[::-1], dist.get_world_size(group))
-            The means are unpacked in another order than that in which they were packed. | {GRADS}
-        {UNPACK} => pass
-            The sum never reaches the gradients. | {BUCKET}
-        {PACK} => vector = pack(gradients).double()
-            A bucket is sent in another type than its own. | {BUCKET}
-        {REDUCE} => {TO_ONE}; {FROM_ONE}
-            Each bucket takes two messages, one after the other, where one all_reduce does both.
-            | {BUCKET}
-        {REDUCE} => [dist.all_reduce(part, group=group) for part in {PARTS}]
-            Each parameter has a message of its own, and each message has its own waiting time.
-            | {BUCKET}
-        {UNPACK} => {UNPACK}\\n        return
-            Only the first bucket is averaged. | The loop goes through all buckets.
-        """,
-        globals(),
-    ),
-    reasons={
-        "object of type 'generator' has no len()": (
-            "The buckets may come from a generator, which has no len().",
-            "Go through them once: for bucket in buckets.",
-        ),
-        **REASONS,
-    },
 )

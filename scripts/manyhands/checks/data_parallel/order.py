@@ -9,39 +9,30 @@ from manyhands.data_parallel.loops import CHANGES, STEPS
 # ---- 5.1 ------------------------------------------------------------------------------------
 
 ORDER = (  # a step, one that has to come later, and why; all other orders are free
-    ("E", "L", "The weights have to be there before they can be copied."),
-    ("E", "B", "The program has to start before it can read."),
-    ("B", "O", "Samples have to be read before they can be decoded."),
-    ("O", "J", "A batch is stacked from samples that are decoded already."),
-    ("J", "F", "One copy moves the whole batch, so it has to be stacked first."),
-    ("F", "I", "The GPU computes with what is in its own memory."),
-    ("L", "I", "Forward computes on the GPU, with weights in GPU memory."),
-    ("I", "M", "Forward goes from the first layer to the last."),
-    ("M", "A", "The loss compares the last layer's output with the targets."),
-    ("A", "G", "Backward starts from the loss."),
-    ("G", "K", "Backward reaches the last layer first, because the chain rule starts at the loss."),
-    ("K", "C", "The optimizer can step only when all gradients are there."),
-    ("C", "H", "AdamW makes the step out of its moments, so it updates them first."),
-    ("A", "D", "A loss has to be computed before it can be copied."),
-    ("H", "N", "The next batch comes after the step."),
-    ("D", "N", "The loss of this batch is copied before the loop goes on."),
+    ("D", "A", "Forward computes with the weights, so the model has to be there."),
+    ("G", "F", "Samples have to be read before they can be copied to the GPU."),
+    ("F", "A", "The GPU computes with what is in its own memory."),
+    ("A", "H", "Backward starts from the loss, which forward computes."),
+    ("H", "E", "Backward reaches the last layer first, because the chain rule starts at the loss."),
+    ("E", "C", "The optimizer can step only when all gradients are there."),
+    ("A", "B", "A loss has to be computed before it can be copied."),
 )
 NEEDS = "Ask of each step what it needs, and which step makes that."
 Violation = tuple[str, str, str]
 
 
 def as_order(value: object) -> list[str]:
-    """All 15 letters, each once."""
+    """All 8 letters, each once."""
     if not isinstance(value, str | list | tuple):
-        raise malformed(value, "one text of 15 letters", 'Return "E...".')
+        raise malformed(value, "one text of 8 letters", 'Return "ABCDEFGH" in another order.')
     for letter in value:
         if not isinstance(letter, str) or letter not in STEPS:
             why = f"The steps are {''.join(STEPS)}, in capital letters."
-            raise Malformed(f"{letter!r}, which is none of the 15 steps", why)
+            raise Malformed(f"{letter!r}, which is none of the 8 steps", why)
     for letter, text in STEPS.items():
         if (count := list(value).count(letter)) != 1:
             told = "is missing" if count == 0 else f"occurs {count} times"
-            why = "Each of the 15 letters has to occur exactly once."
+            why = "Each of the 8 letters has to occur exactly once."
             raise Malformed(f"an order in which step {letter} ({text}) {told}", why)
     return list(value)
 
@@ -80,44 +71,42 @@ order_of_steps = Spec(
     facts=lambda found, wanted, case: first_violation(found)[2],
     advice={"": NEEDS},
     hints=(
-        "Start with the program (E), and end with control going back to the loop (N).",
-        "There are four groups: get the batch to the GPU (B, O, J, F); forward and loss; backward; "
-        "optimizer. Two copies stand beside them: that of the weights, and that of the loss.",
-        "Backward runs through the layers in the opposite order of forward. The weights may go to "
-        "the GPU at any time before forward, the loss to the CPU at any time after it is computed.",
+        "Write down for each step what it needs: forward needs a model, and a batch on the GPU.",
+        "There are four groups: model and batch (D, G, F), forward (A), backward (H, E), optimizer "
+        "(C). The copy of the loss stands beside them.",
+        "Backward runs through the layers in the opposite order of forward. The model may be built "
+        "at any time before forward, and the loss copied at any time after it.",
     ),
-    mistakes=[turned(first, later) for first, later in ("GK", "CH", "OJ", "JF", "IM", "KC", "DN")],
+    mistakes=[turned(first, later) for first, later in ("HE", "EC", "AH", "GF", "FA", "AB")],
 )
 
 # ---- 5.2 ------------------------------------------------------------------------------------
 
-LURES = {  # of a change: wrong steps -> why they are wrong; the steps left out are right
+LURES = {  # of a change: wrong steps -> why they are wrong; the step left out is right
     "share": {
-        "OJFI": "A rank that drops samples after reading them has still read the whole batch.",
-        "EL": "Every rank holds the whole model, and only the samples are dealt out.",
-        "N": "The next batch is another one, and this batch's samples are touched long before.",
-        "MAGKCHD": "By then each rank has already computed with its samples.",
+        "F": "A rank that drops samples after reading them has still read the whole batch.",
+        "D": "Every rank holds the whole model, and only the samples are dealt out.",
+        "AHECB": "By then each rank has already read its samples.",
     },
     "equal": {
-        "E": "That is when the weights come to differ. Which step waits until they are equal?",
-        "BOJF": "Samples can be read before the weights are equal.",
-        "MAGKCHDN": "By then the first layer has already computed with unequal weights.",
+        "D": "That is when the weights come to differ. Which step waits until they are equal?",
+        "GF": "Samples can be read before the weights are equal.",
+        "HECB": "By then forward has already computed with unequal weights.",
     },
     "mean": {
-        "GK": "A message may start there, but backward goes on without its result. Which step is "
+        "HE": "A message may start there, but backward goes on without its result. Which step is "
         "the first that cannot?",
-        "ELBOJFIMA": "At that point there is no gradient yet.",
-        "H": "By then the moments are already made from this rank's own gradients.",
-        "DN": "The step of the optimizer needs the mean, and it comes before.",
+        "DGFA": "At that point there is no gradient yet.",
+        "B": "What is printed is a loss, and it needs no gradient.",
     },
     "once": {
         "A": "Each rank still computes the loss of its own samples, and waits for nobody.",
-        "ELBOJFIM": "At that point there is no loss yet.",
-        "GKCHN": "That step needs no printed loss: each rank's own loss is enough for it.",
+        "DGF": "At that point there is no loss yet.",
+        "HEC": "That step needs no printed loss: each rank's own loss is enough for it.",
     },
 }
 GO_THROUGH = (
-    "Go through the 15 steps in order, and stop at the first one that would come out "
+    "Go through the 8 steps in order, and stop at the first one that would come out "
     "differently, or that has to wait."
 )
 
@@ -162,20 +151,20 @@ steps_that_change = Spec(
     hints=(
         "For each change ask: what does it need, and which step is the first to use what it makes?",
         "A change stands as late as it may: right before the first step that cannot do without it.",
-        "Samples are first touched by B; weights are first used by forward; gradients are first "
+        "Samples are first touched by G; weights are first used by forward; gradients are first "
         "used by the optimizer; the loss is used where it is printed.",
     ),
     mistakes=mistakes(
         f"""
-        "share": "B" => "share": "J"
-            {LURES["share"]["OJFI"]} | {GO_THROUGH}
-        "equal": "L" => "equal": "E"
-            {LURES["equal"]["E"]}
-        "mean": "C" => "mean": "G"
-            {LURES["mean"]["GK"]}
+        "share": "G" => "share": "F"
+            {LURES["share"]["F"]} | {GO_THROUGH}
+        "equal": "A" => "equal": "D"
+            {LURES["equal"]["D"]}
         "mean": "C" => "mean": "H"
-            {LURES["mean"]["H"]}
-        "once": "D" => "once": "A"
+            {LURES["mean"]["HE"]}
+        "mean": "C" => "mean": "A"
+            {LURES["mean"]["DGFA"]}
+        "once": "B" => "once": "A"
             {LURES["once"]["A"]}
         """,
         {},

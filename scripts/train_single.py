@@ -3,20 +3,22 @@
 python scripts/train_single.py --data embedded --steps 300
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from manyhands.data import corpus
+from manyhands.data.corpus import Corpus
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
-from manyhands.ranks.runtime import World, alone, command_line
+from manyhands.ranks.runtime import alone, command_line
 from manyhands.training.report import write_report
 from manyhands.training.run import (
     Run,
     TrainConfig,
     learning_rate_at,
-    save_once,
     set_learning_rate,
 )
 
@@ -27,12 +29,8 @@ class Config(TrainConfig):
 
 
 def main(config: Config) -> float:
-    """Train, write the report, and return the validation loss in nats per token."""
-    return train(config, alone(config.device, config.seed))
-
-
-def train(config: Config, world: World) -> float:
-    # Data
+    """Train, test, write the report; return the best validation loss in nats per token."""
+    world = alone(config.device, config.seed)
     data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
@@ -44,18 +42,34 @@ def train(config: Config, world: World) -> float:
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
     )
-    batch = config.batch
+    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    train_alone(run, model, data)
+    run.finish()
+    world.print(f"report: {write_report(run.folder)}")
+    return run.valid_loss
+
+
+def train_alone(run: Run, model: nn.Module, data: Corpus) -> None:
+    """Train `model` on `data` in one process, test it, and save its best weights."""
+    config, world = run.config, run.world
+
+    # Data
     order = torch.Generator()
     sampler = RandomSampler(data.train, generator=order)
-    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    valid = DataLoader(data.valid, batch)
+    loader = DataLoader(data.train, config.batch, sampler=sampler, drop_last=True)
+    valid = DataLoader(data.valid, config.batch)
+    test = DataLoader(data.test, config.batch)
 
     # Model
-    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+
+    def mean_loss(batches: Iterator) -> float:
+        total, count = total_loss(model, batches, world.device)
+        return (total / count).item()
 
     # Training
     run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         order.manual_seed(config.seed + epoch)
         for inputs, targets in run.batches(loader):
@@ -67,13 +81,8 @@ def train(config: Config, world: World) -> float:
             run.log(loss)
 
     # Result
-    total, count = total_loss(model, run.validation(valid), world.device)
-    valid_loss = (total / count).item()
-    save_once(model, run.folder / "model.pt")
-    run.finish(valid_loss)
-    if world.is_main:
-        world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
+    run.test(test, data.in_words)
+    torch.save(model.state_dict(), run.folder / "model.pt")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ PLUMBING = {
 }
 LESSON_LAYER = 3
 BENCH_LAYER = 4
+BESIDE_CHECKS = ("bench.py", "figures.py", "program.py")  # they use all below, and draw and run it
 PROGRAM_LAYER = 5
 MAX_ROOMS = 24
 NUM_LESSONS = 17  # of the whole course; those that are still to come have their room counted
@@ -155,7 +156,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def layers(root: Path) -> list[str]:
     """Imports point down; a lesson imports torch, the standard library and earlier lessons.
 
-    A room's bench.py measures it, and stands beside the checks. Programs import no other program:
+    A room's bench.py measures it, figures.py draws it and program.py is a whole training with it;
+    they stand beside the checks. Programs import no other program:
     what two of them need stands in a room.
     """
     words, faults = lessons(root), []
@@ -164,7 +166,7 @@ def layers(root: Path) -> list[str]:
         parts = Path(name).parts[1:]
         is_program, own_room = len(parts) == 1, parts[1] if len(parts) > 2 else ""
         own = PROGRAM_LAYER if is_program else PLUMBING.get(own_room, LESSON_LAYER)
-        own = BENCH_LAYER if parts[-1] == "bench.py" and not is_program else own
+        own = BENCH_LAYER if parts[-1] in BESIDE_CHECKS and not is_program else own
         for target in imports(tree):
             package, _, rest = target.partition(".")
             room = rest.partition(".")[0]

@@ -4,7 +4,7 @@ slip of it, with words that the verdict must hold."""
 import os
 import random
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +12,16 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from manyhands.data import corpus
 from manyhands.data_parallel import replicas
-from manyhands.ddp import wrapping
+from manyhands.ddp import program, wrapping
+from manyhands.models.transformer import total_loss
 from manyhands.ranks import runtime
 from manyhands.ranks.runtime import World
 from manyhands.training import run
+from manyhands.training import run as run_file
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -155,29 +158,48 @@ class SamplerInASnake(SamplerWithPythonsRandom):
 # ---- 6.4 ------------------------------------------------------------------------------------
 
 
-def ddp_with_a_device_in_the_list(module, bucket_mb=25.0):
-    device = next(module.parameters()).device
-    if device.type == "cuda":
-        return DDP(module, [device], device, bucket_cap_mb=bucket_mb)
-    return DDP(module, bucket_cap_mb=bucket_mb)
+def accumulate_but_the_last(model, micro_batches, loss_fn):
+    *early, (inputs, targets) = micro_batches
+    losses = []
+    if early:
+        with model.no_sync():
+            for x, y in early:
+                losses.append(loss_fn(model(x), y))
+                losses[-1].div(len(micro_batches)).backward()
+    losses.append(loss_fn(model(inputs), targets))
+    (losses[-1] / len(micro_batches)).backward()
+    return torch.stack(losses).mean().item()
 
 
-def ddp_on_its_own_gpu(module, bucket_mb=25.0):
-    first = next(module.parameters())
-    ids = [torch.cuda.current_device()] if first.is_cuda else None
-    return DDP(module.to(first.device), device_ids=ids, bucket_cap_mb=bucket_mb)
+def accumulate_with_a_stack(model, micro_batches, loss_fn):
+    share = 1 / len(micro_batches)
+    values = []
+    for index in range(len(micro_batches)):
+        with ExitStack() as stack:
+            if index + 1 < len(micro_batches):
+                stack.enter_context(model.no_sync())
+            inputs, targets = micro_batches[index]
+            loss = loss_fn(model(inputs), targets)
+            loss.backward(torch.tensor(share))
+        values.append(loss.item())
+    return sum(values) / len(values)
 
 
-def ddp_twice(module, bucket_mb=25.0):
-    return wrapping.torch_ddp(wrapping.torch_ddp(module, bucket_mb), bucket_mb)
+def accumulate_as_one_batch(model, micro_batches, loss_fn):
+    inputs = torch.cat([x for x, _ in micro_batches])
+    targets = torch.cat([y for _, y in micro_batches])
+    loss = loss_fn(model(inputs), targets)
+    loss.backward()
+    return loss.item()
 
 
-def ddp_for_evaluation(module, bucket_mb=25.0):
-    return wrapping.torch_ddp(module, bucket_mb).eval()
+def accumulate_in_eval_mode(model, micro_batches, loss_fn):
+    model.eval()
+    return wrapping.accumulate(model, micro_batches, loss_fn)
 
 
-def ddp_by_hand(module, bucket_mb=25.0):
-    return replicas.BucketedDDP(module, bucket_mb)
+def accumulate_and_keep_the_tensor(model, micro_batches, loss_fn):
+    return torch.tensor(wrapping.accumulate(model, micro_batches, loss_fn))
 
 
 # ---- 6.5 ------------------------------------------------------------------------------------
@@ -306,14 +328,98 @@ def arguments_with_another_port(nodes, processes, head, job_id, is_head):
     return [*found[:4], f"--rdzv-endpoint={head}:{1024 + job_id % 60_000}", found[5]]
 
 
+# ---- 6.8 ------------------------------------------------------------------------------------
+
+
+def train_in_pieces(run, model, data):
+    """Solid pieces of the validation data, a batch sampler, the loss of both splits alike."""
+    rank, size = run.world.rank, run.world.world_size
+    torch.manual_seed(run.world.data_seed)
+    whole = corpus.ShardedSampler(len(data.train), rank=rank, world_size=size, seed=run.config.seed)
+    batches = BatchSampler(whole, run.config.batch // size, drop_last=False)
+    loader = DataLoader(data.train, batch_sampler=batches)
+    model = DDP(model)
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=run.config.learning_rate)
+
+    def piece(part):
+        first, stop = (len(part) * r // size for r in (rank, rank + 1))
+        return DataLoader(Subset(part, range(first, stop)), batch_size=3)
+
+    def over_all(batches):
+        total, count = total_loss(model, batches, run.world.device)
+        return wrapping.mean_over_ranks(total, count)
+
+    run.resume(model, optimizer)
+    run.keep_best(over_all, piece(data.valid))
+    for epoch in run.epochs(loader):
+        whole.set_epoch(epoch)
+        for batch in run.batches(loader):
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = run_file.learning_rate_at(run.step, run.config)
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            run.log(loss.detach())
+    run.test(piece(data.test), data.in_words)
+    run_file.save_once(model.module, str(run.folder / "model.pt"))
+
+
+def train_with_buckets_by_hand(run, model, data):
+    """Lesson 05's class in place of torch's."""
+    real = program.torch_ddp
+    program.torch_ddp = replicas.BucketedDDP
+    try:
+        program.train(run, model, data)
+    finally:
+        program.torch_ddp = real
+
+
+def train_one_process_on_each(run, model, data):
+    """The program of one process, as it is."""
+    config, world = run.config, run.world
+    order = torch.Generator()
+    sampler = RandomSampler(data.train, generator=order)
+    loader = DataLoader(data.train, config.batch, sampler=sampler, drop_last=True)
+    valid = DataLoader(data.valid, config.batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+
+    def mean_loss(batches):
+        total, count = total_loss(model, batches, world.device)
+        return (total / count).item()
+
+    run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
+    for epoch in run.epochs(loader):
+        order.manual_seed(config.seed + epoch)
+        for inputs, targets in run.batches(loader):
+            run_file.set_learning_rate(optimizer, run_file.learning_rate_at(run.step, config))
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss)
+    run.test(DataLoader(data.test, config.batch), data.in_words)
+    torch.save(model.state_dict(), run.folder / "model.pt")
+
+
+def train_saves_before_its_last_step(run, model, data):
+    """All is right but for the file, which holds the weights of the beginning."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    program.train(run, model, data)
+    if run.world.rank == 0:
+        torch.save(before, run.folder / "model.pt")
+
+
 RIGHT: dict[str, list] = {
     "6.1": [runtime.place, place_step_by_step],
     "6.2": [runtime.process_group, GroupAsAClass, group_with_a_barrier_at_its_end],
     "6.3": [corpus.ShardedSampler, SamplerWithPythonsRandom, SamplerThatPicks],
-    "6.4": [wrapping.torch_ddp, ddp_with_a_device_in_the_list, ddp_on_its_own_gpu],
+    "6.4": [wrapping.accumulate, accumulate_but_the_last, accumulate_with_a_stack],
     "6.5": [wrapping.mean_over_ranks, mean_by_two_messages, mean_by_gathering],
     "6.6": [run.save_once, save_with_early_return, save_and_tell],
     "6.7": [runtime.rendezvous_arguments, arguments_as_pairs, arguments_in_a_tuple],
+    "6.8": [program.train, train_in_pieces, train_with_buckets_by_hand],
 }
 WRONG: dict[str, list] = {
     "6.1": [
@@ -332,9 +438,9 @@ WRONG: dict[str, list] = {
         (SamplerInASnake, "dealt out like cards"),
     ],
     "6.4": [
-        (ddp_twice, "DistributedDataParallel is made once"),
-        (ddp_for_evaluation, "train or eval"),
-        (ddp_by_hand, "asks for torch's DistributedDataParallel"),
+        (accumulate_as_one_batch, "the sizes of the batches"),
+        (accumulate_in_eval_mode, "training mode"),
+        (accumulate_and_keep_the_tensor, "a plain float"),
     ],
     "6.5": [
         (mean_of_means, "mean of the ranks' means"),
@@ -350,5 +456,9 @@ WRONG: dict[str, list] = {
     "6.7": [
         (arguments_with_a_node_rank, "other arguments: ['--node-rank']"),
         (arguments_with_another_port, "20000 + job_id % 20000"),
+    ],
+    "6.8": [
+        (train_one_process_on_each, "sequences per step on this rank"),
+        (train_saves_before_its_last_step, "the weights in model.pt"),
     ],
 }

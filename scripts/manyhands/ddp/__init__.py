@@ -1,1 +1,1 @@
-"""Lesson 06: PyTorch's DistributedDataParallel, and a mean over uneven ranks."""
+"""Lesson 06: PyTorch's DistributedDataParallel in a real program, and what can go wrong there."""

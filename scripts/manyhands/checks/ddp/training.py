@@ -1,205 +1,138 @@
-"""Exercises 6.4 and 6.5: PyTorch's DDP, and a mean over ranks with unequal numbers of items."""
+"""Exercises 6.4 and 6.5: gradients of several micro-batches, and a mean over uneven ranks."""
 
-import inspect
 import math
-import os
+import random
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import Mistake, mistakes, patch
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.values import Malformed, kind, malformed
+from manyhands.checks.engine.values import malformed
 from manyhands.ddp import wrapping
-
-DDP = nn.parallel.DistributedDataParallel
+from manyhands.instruments.ledger import Ledger, calls
 
 # ---- 6.4 ------------------------------------------------------------------------------------
 
-GPU = 3  # the module's own; LOCAL_RANK says 5, and the ranks are 0 and 1
-IDS = "device_ids is [device.index] where the module's device.type is 'cuda', and None on the CPU."
-CAP = "Pass bucket_cap_mb=bucket_mb."
-ELSE = "Give device_ids and bucket_cap_mb, and leave all else as torch has it."
-OWN = '[device.index] if device.type == "cuda" else None'
-MADE = "return DistributedDataParallel(module, device_ids=ids, bucket_cap_mb=bucket_mb)"
+MEAN_LOSS = "loss_fn(model(inputs), targets) / len(micro_batches)"
+FORWARD = f"loss = {MEAN_LOSS}"
+WITH = "with nullcontext() if is_last else model.no_sync():"
+LATE = f"{FORWARD}\\n        {WITH}"
+INSIDE = "Put forward and backward of all micro-batches but the last into `with model.no_sync():`."
+DIVIDED = "Divide each loss by len(micro_batches) before its backward."
+SENT = "how often gradients are sent"
+GRADS = "the gradients"
 
 
-class Wrap(NamedTuple):
-    """One module to be wrapped. `is_recorded`: only what torch is asked for is looked at."""
+class Micro(NamedTuple):
+    """Calls of accumulate with so many micro-batches of so many samples."""
 
-    device: str
-    bucket_mb: float | None  # None: not given
-    is_recorded: bool = True
-    training: bool = True
-    seed: int = 0
+    num: int
+    size: int
+    seed: int
 
 
-class OnGpu(nn.Module):
-    """A module whose one parameter says that it is on a GPU, also where there is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with FakeTensorMode():
-            self.weight = nn.Parameter(torch.empty(2, 2, device=f"cuda:{GPU}"))
+def micros(n: int) -> list[Micro]:
+    """Two, one, and several micro-batches."""
+    sizes = [(2, 3), (1, 4), (random.randint(3, 5), 2)]
+    return [Micro(num, size, cases.draw_seed()) for num, size in sizes]
 
 
-def wraps(n: int) -> list[Wrap]:
-    """On the CPU and on a GPU that is not the rank's number; then two real steps on the CPU."""
-    return [
-        Wrap("cpu", None),
-        Wrap("cpu", 0.5, training=False),
-        Wrap("cuda", 7.5),
-        Wrap("cpu", 1e-4, is_recorded=False, seed=cases.draw_seed()),
-    ]
+def accumulated(answer, case: Micro, place: Place) -> dict:
+    """Gradients, messages and losses of two calls, the second without zero_grad."""
+    inner = cases.build(case.seed)
+    model = wrapping.torch_ddp(inner)
+    cases.run_backward(model, cases.token_batch(case.seed))  # torch packs its buckets anew
+    model.zero_grad()
+    used: list[str] = []
+    silent = model.no_sync
+    model.no_sync = lambda: used.append("no_sync") or silent()
+    model.register_forward_pre_hook(lambda *_: used.append("forward"))
+    seen: dict = {}
+    for call in ("", " after a second call without zero_grad"):
+        whole = cases.token_batch(case.seed + len(call), case.num * case.size * place.n)
+        mine = whole[:, place.rank :: place.n].split(case.size, dim=1)
+        parts = [(part[0], part[1]) for part in mine]
+        sizes: list[int] = []
+
+        def loss_fn(outputs: Tensor, targets: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(len(targets))
+            return nn.functional.cross_entropy(outputs, targets)
+
+        with Ledger() as ledger:
+            loss = answer(model, parts, loss_fn)
+        sent = calls(ledger.entries)
+        seen[f"{GRADS}{call}"] = cases.gradients_of(inner)
+        seen[f"{SENT}{call}"] = sent["all_reduce"]
+        seen[f"the sizes of the batches whose loss is taken{call}"] = sizes
+        seen[f"the loss{call}"] = loss
+    seen["the model is in training mode"] = model.training
+    return {**seen, "besides": {what: used.count(what) for what in ("no_sync", "forward")}}
 
 
-def wrapped(answer, case: Wrap, place: Place) -> dict:
-    """What torch is asked for, and what became of the module; or the gradients of two steps."""
-    given = () if case.bucket_mb is None else (case.bucket_mb,)
-    if not case.is_recorded:
-        return _trained(answer, case, given, place)
-    module = OnGpu() if case.device == "cuda" else nn.Linear(2, 2)
-    module.train(case.training)
-    made: list[dict] = []
-    signature = inspect.signature(DDP.__init__)
-
-    def init(self, *args: object, **named: object) -> None:
-        nn.Module.__init__(self)
-        bound = signature.bind(self, *args, **named)
-        bound.apply_defaults()
-        made.append(bound.arguments)
-        self.module = made[-1]["module"]
-        self.train(self.module.training)
-
-    def stay(self: nn.Module, *args: object, **named: object) -> nn.Module:
-        return self
-
-    with (  # a node with GPUs whose process has said which is its own
-        mock.patch.dict(os.environ, LOCAL_RANK="5"),
-        mock.patch.object(DDP, "__init__", init),
-        mock.patch.object(
-            nn.DataParallel, "__init__", lambda self, *_, **__: nn.Module.__init__(self)
-        ),
-        mock.patch.multiple(nn.Module, to=stay, cuda=stay),
-        mock.patch.multiple(
-            torch.cuda,
-            is_available=lambda: True,
-            device_count=lambda: 8,
-            current_device=lambda: GPU,
-            set_device=lambda *_: None,
-        ),
-    ):
-        result = answer(module, *given)
-    if not isinstance(result, DDP):
-        what = "the module itself" if result is module else kind(result)
-        raise Malformed(what, "The exercise asks for torch's DistributedDataParallel.", MADE)
-    return {**_options(made[-1]), **_kept(module, result, case, made)}
+def as_floats(seen: dict) -> dict:
+    """Plain floats for the losses; only after all calls, so that the ranks stay together."""
+    for name, value in seen.items():
+        if name.startswith("the loss") and not isinstance(value, float):
+            raise malformed(value, "a plain float", "Call .item() on a loss.")
+    return {n: torch.tensor(v) if n.startswith("the loss") else v for n, v in seen.items()}
 
 
-def _options(call: dict) -> dict:
-    """What torch was asked for; and the names of what differs from torch's own."""
-    defaults = inspect.signature(DDP.__init__).parameters
-    ids = call["device_ids"]
-    if isinstance(ids, list | tuple):
-        ids = [i if isinstance(i, int) else torch.device(i).index for i in ids]
-    others = [
-        f"{name}={value}"
-        for name, value in call.items()
-        if name not in ("self", "module", "device_ids", "output_device", "bucket_cap_mb")
-        and value != defaults[name].default
-        and not (name == "process_group" and value is dist.group.WORLD)
-    ]
-    cap = call["bucket_cap_mb"]
-    return {
-        "device_ids": ids or None,
-        "bucket_cap_mb": 25.0 if cap is None else float(cap),
-        "other options": others,
-    }
-
-
-def _kept(module: nn.Module, result: nn.Module, case: Wrap, made: list[dict]) -> dict:
-    return {
-        "DistributedDataParallel is made once": len(made) == 1,
-        "it wraps the module that was given": result.module is module,
-        "the module and its wrapper are in the mode that it had, train or eval": (
-            module.training == result.training == case.training
-        ),
-        "the module's parameters want a gradient as before": all(
-            param.requires_grad for param in module.parameters()
-        ),
-    }
-
-
-def _trained(answer, case: Wrap, given: tuple, place: Place) -> dict:
-    """Two backwards on this rank's share, from models that start different."""
-    model = cases.build(case.seed + place.rank)
-    wrapper = answer(model, *given)
-    seen = {}
-    for step in range(2):
-        batch = cases.token_batch(case.seed + step)[:, place.rank :: place.n]
-        model.zero_grad()
-        cases.run_backward(wrapper, batch)
-        seen[f"the gradients of step {step + 1}"] = cases.gradients_of(model)
-    return seen
-
-
-def say_wrap(case: Wrap) -> str:
-    """A call of torch_ddp in words."""
-    given = "" if case.bucket_mb is None else f", {case.bucket_mb:g}"
-    where = f"cuda:{GPU}" if case.device == "cuda" else "the CPU"
-    training = "" if case.training else " in eval mode"
-    return f"torch_ddp(a module on {where}{training}{given})"
-
-
-torch_ddp = Spec(
+accumulate = Spec(
     todo="6.4",
-    truth=wrapping.torch_ddp,
+    truth=wrapping.accumulate,
     layouts=cases.TWO[:1],
-    cases=wraps,
-    observe=wrapped,
-    tell=say_wrap,
+    cases=micros,
+    observe=accumulated,
+    form=as_floats,
     independent=True,
-    advice={"device_ids": IDS, "bucket_cap_mb": CAP, "": ELSE},
+    tell=lambda case: f"accumulate over {case.num} micro-batch(es) of {case.size}",
+    advice={GRADS: DIVIDED, SENT: INSIDE, "": "Compare with one backward over the whole batch."},
     hints=(
-        "Call torch's DistributedDataParallel with the module, device_ids=... and "
-        "bucket_cap_mb=...",
-        "The module's own device says what to do: next(module.parameters()).device.",
-        "device_ids is [device.index] where device.type is 'cuda', and None on the CPU; "
-        "bucket_cap_mb is in MiB, as bucket_mb is.",
+        "Gradients add up by themselves: each backward adds to .grad. So each loss has to be "
+        "divided by the number of micro-batches.",
+        INSIDE,
+        "`with nullcontext() if is_last else model.no_sync():` chooses between a context that does "
+        "nothing and one without messages; nullcontext is in contextlib.",
     ),
     mistakes=mistakes(
         """
-        [device.index] if => [dist.get_rank()] if
-            device_ids holds this rank's number. A rank counts over the whole job, and GPUs are
-            counted on each node. | {IDS}
-        [device.index] if => [int(__import__("os").environ["LOCAL_RANK"])] if
-            device_ids holds LOCAL_RANK, and the module is on another GPU. | {IDS}
-        [device.index] if => list(range(torch.cuda.device_count())) if
-            device_ids holds several GPUs, and a process of DDP drives one. | {IDS}
-        [device.index] if => device.index if
-            device_ids is a number, and torch asks for a list. | {IDS}
-        {OWN} => [torch.cuda.current_device()] if torch.cuda.is_available() else None
-            device_ids follows from what the machine has, and not from where the module is. | {IDS}
-        {OWN} => [device.index or 0]
-            device_ids holds a number also for a module on the CPU. | {IDS}
-        device_ids=ids, =>
-            device_ids is left out, so a batch on the CPU would not be copied to the GPU. | {IDS}
-        , bucket_cap_mb=bucket_mb =>
-            bucket_mb is not passed on, and torch then takes 25 MiB. | {CAP}
-        bucket_cap_mb=bucket_mb => bucket_cap_mb=bucket_mb * 1e6
-            bucket_cap_mb is given in bytes, and torch counts in MiB. | {CAP}
-        bucket_mb) => bucket_mb, find_unused_parameters=True)
-            torch is asked to look for unused parameters, which costs time in every step. | {ELSE}
-        bucket_mb) => bucket_mb, static_graph=True)
-            torch is told that the graph never changes, which need not be so. | {ELSE}
-        bucket_mb) => bucket_mb, init_sync=False)
-            The replicas do not start equal. | {ELSE}
+        {WITH} => with nullcontext():
+            The gradients are sent with every micro-batch. | {INSIDE}
+        {WITH} => if True:
+        {FORWARD} => {LATE}
+        loss.backward() =>     loss.backward()
+            Backward is inside no_sync, but the forward is not, and DDP decides in the forward
+            whether to send. | {INSIDE}
+        {WITH} => with model.no_sync():
+            Nothing is ever sent, so each rank keeps its own gradients. | The last one is outside.
+        is_last = number == len(micro_batches) => is_last = number == 1
+            The first micro-batch is sent and not the last, so what the later ones add stays on its
+            rank. | Send with the last one: by then all have been added.
+        {MEAN_LOSS} => loss_fn(model(inputs), targets)
+        return total => return total / len(micro_batches)
+            The gradients are those of the sum of the micro-batches' losses, not of their mean.
+            | {DIVIDED}
+        {MEAN_LOSS} => loss_fn(model(inputs), targets) / len(micro_batches) / dist.get_world_size()
+        return total => return total * dist.get_world_size()
+            The gradients are divided by the number of ranks, and DDP has done so already.
+            | {DIVIDED}
+        {WITH} => model.zero_grad()\\n        {WITH}
+            The gradients are cleared before each micro-batch, so only the last one counts.
+            | Clear nothing here: the caller does that after its step.
+        for number, => model.zero_grad()\\n    for number,
+            The gradients that were there are cleared. | Clear nothing here.
+        total += loss.item() => total = loss.item() * len(micro_batches)
+            The loss is that of the last micro-batch only. | Add up the divided losses.
+        total += loss.item() => total += loss.item() * len(micro_batches)
+            The loss is the sum of the micro-batches' losses, not their mean.
+            | Add up the divided losses.
+        model(inputs) => model.module(inputs)
+            The model inside the wrapper is called, so DDP does not know of the forward.
+            | Call `model` itself.
         """,
         globals(),
     ),

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands.data import corpus
@@ -159,7 +160,10 @@ def shard(
             parts.reduce_during_backward(flats)
         return model, parts.ShardedOptimizer(flats, adamw)
     if impl == "torch":
-        model = parts.torch_fsdp(model, blocks, mesh, dtype=dtype, offload=config.offload)
+        # Without a mesh PyTorch would take GPUs wherever a node has some, also with --device cpu.
+        every = (dist.get_world_size(),)
+        where = mesh or init_device_mesh(model.head.weight.device.type, every)
+        model = parts.torch_fsdp(model, blocks, where, dtype=dtype, offload=config.offload)
     elif mesh is None:
         model = parts.FSDP(model, blocks, dtype=dtype)
     else:

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: FSDP, minutes: 180, goal: "Cut optimizer state, gradients and weights into shards by hand, equal to one process, and use fully_shard knowing each of its messages", needs: [data_parallel, memory], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# manyhands: {title: FSDP, goal: "Cut optimizer state, gradients and weights into shards by hand, equal to one process, and use fully_shard knowing each of its messages", needs: [data_parallel, memory], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]
@@ -38,6 +38,7 @@ from manyhands.checks import fsdp as check, score
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel import replicas
 from manyhands.data_parallel.replicas import broadcast_state, pack
+from manyhands.fsdp.guard import guard
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
@@ -307,8 +308,9 @@ check.FSDP(FSDP)
 
 # %% [markdown]
 # The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
-# Between steps the model's own parameters have no memory behind them, so reading them may crash Python.
-# `full_state` collects the weights safely.
+# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same and
+# end the process by a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such a read into an
+# error. `full_state` collects the weights from the shards.
 
 # %% show="true"
 from manyhands.fsdp.fully_shard import full_state
@@ -549,6 +551,49 @@ if check.ready("10.7"):
 # %% [markdown]
 # The loss does not move, because the optimizer holds the old parameters, which the model no longer has.
 # Nothing warns you.
+#
+# ### What is the norm of a gradient that nobody holds?
+#
+# Training scripts clip: if the norm of all gradients exceeds a limit, they are all scaled down to it. But under
+# FSDP a rank holds only its shard of the gradients. The next cell takes the norm in three ways on two ranks,
+# and compares each with that of one process on the whole batch. Which ways do you trust? Recall what squares of
+# norms do when a vector is cut: they add up.
+
+# %% show="true"
+from manyhands.fsdp.clip import clip_grad_norm, sum_of_squares
+
+
+# %%
+def norm_of_shards(wrap, clip):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_model()
+    model = wrap(model, list(model.blocks))
+    inputs, targets = batches(1)[0, :, rank::world_size]
+    model(inputs, targets).backward()
+    norm = clip(model.parameters(), max_norm=1.0)
+    return norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+
+
+# %%
+if check.ready("10.1", "10.4", "10.5", "10.7"):
+    model = make_model()
+    model(*batches(1)[0]).backward()
+    whole = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    print(f"one process                            {whole:.4f}")
+    torch_clip = nn.utils.clip_grad_norm_
+    for name, wrap, clip, is_right in (
+        ("your FSDP, clip_grad_norm_", FSDP, torch_clip, False),
+        ("your FSDP, all-reduce of the squares", FSDP, clip_grad_norm, True),
+        ("fully_shard, clip_grad_norm_", torch_fsdp, torch_clip, True),
+    ):
+        norms = run_ranks(norm_of_shards, 2, wrap, clip)
+        print(f"{name:38} {' and '.join(f'{norm:.4f}' for norm in norms)}")
+        assert is_right == (max(abs(norm - whole) for norm in norms) < 1e-5)
+
+# %% [markdown]
+# PyTorch's function takes the plain shards for all there is: each rank gets the norm of its own part, so the
+# ranks scale their shards differently, and nothing says so. The right norm needs one all-reduce of a single
+# number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does this itself.
 
 # %% [markdown]
 # ## 7. Two dimensions: shards and replicas
@@ -828,8 +873,9 @@ check.summary()
 # <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>
 #
 # The optimizer sees one long shard and not the matrices, so it takes the norm of the shard. `fully_shard`
-# keeps the parameters apart, as DTensors, whose norm is that of the whole. Gradient clipping has the same
-# problem: with Flat, `clip_grad_norm_` sees only this rank's shards.
+# keeps the parameters apart, as DTensors, whose norm is that of the whole. Clipping only needs the norm of all
+# gradients together, so one sum over the ranks mends it; LAMB needs a norm for each matrix, and `Flat` does not
+# know where one ends.
 # </details>
 #
 # **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Zhao et al. 2023, "PyTorch

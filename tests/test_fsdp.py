@@ -1,6 +1,8 @@
 """ZeRO 1, 2 and 3 equal one process: losses, gradients and weights after 10 AdamW steps; their
 collectives are those predicted; and what is too large for one rank trains on four."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.fsdp import flat, fully_shard, zero
 from manyhands.fsdp import units as fsdp
+from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
 from manyhands.models.transformer import Transformer
@@ -59,7 +62,7 @@ def weights_of(model):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def one_process():
+def one_process(max_norm=None):
     """Losses, last gradients and final weights, from the model that rank 0 builds."""
     torch.manual_seed(0)
     model, losses = Blocks(), []
@@ -68,6 +71,8 @@ def one_process():
         optimizer.zero_grad()
         losses.append(model(x, y))
         losses[-1].backward()
+        if max_norm:
+            assert nn.utils.clip_grad_norm_(model.parameters(), max_norm) > max_norm
         optimizer.step()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return [loss.item() for loss in losses], grads, weights_of(model)
@@ -106,7 +111,7 @@ def whole_gradients(impl, model, optimizer):
     if "torch" in impl:
         return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
     inner = getattr(model, "module", model)
-    if impl == "zero1":
+    if impl == "zero1" and optimizer.flats[0].shard.grad is None:
         for one in optimizer.flats:
             one.reduce()
     flats = optimizer.flats if hasattr(optimizer, "flats") else [f for u in model.units for f in u]
@@ -119,7 +124,19 @@ def whole_gradients(impl, model, optimizer):
     return found
 
 
-def train_sharded(impl):
+def clip_sharded(impl, model, optimizer, max_norm):
+    """Clip what `impl` holds; on a mesh the replicas have copies of a shard, which count once."""
+    if "torch" in impl:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor()
+    flats = optimizer.flats if hasattr(optimizer, "flats") else [f for u in model.units for f in u]
+    if impl == "zero1":
+        for one in flats:
+            one.reduce()
+    shards = [one.shard for one in flats]
+    return clip_grad_norm(shards, max_norm, [flats[0].group])
+
+
+def train_sharded(impl, max_norm=None):
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer, _ = shard(impl)
     losses = []
@@ -127,6 +144,8 @@ def train_sharded(impl):
         model.zero_grad()
         losses.append(model(x, y))
         losses[-1].backward()
+        if max_norm:
+            assert clip_sharded(impl, model, optimizer, max_norm) > max_norm
         if len(losses) == STEPS:
             grads = whole_gradients(impl, model, optimizer)
         optimizer.step()
@@ -144,6 +163,121 @@ IMPLS = ["zero1", "zero2", "zero3", "zero3 kept", "torch"]
 @pytest.mark.parametrize("impl", IMPLS)
 def test_training_equals_one_process(impl, world_size):
     assert_equal(one_process(), run_ranks(train_sharded, world_size, impl))
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "zero3 hybrid", "torch hybrid"])
+def test_clipped_training_equals_one_process(impl):
+    """The norm is that of all shards together, and every step is one that clipping changes."""
+    assert_equal(one_process(0.1), run_ranks(train_sharded, 4, impl, 0.1))
+
+
+def skip_a_step(stage):
+    """The weights after a step that follows a skipped one, and after that step alone."""
+    found = []
+    for is_skipped in (True, False):
+        _, optimizer, module = shard(stage)
+        for x, y in zip(*data()[:, : 1 + is_skipped].flip(1), strict=True):
+            optimizer.zero_grad()  # what was left by the step before is dropped, not stepped
+            module(x, y).backward()
+        optimizer.step()
+        found.append(weights_of(module))
+    return found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_skipped_step_leaves_nothing(stage):
+    for skipped, plain in run_ranks(skip_a_step, 2, stage):
+        for name, value in plain.items():
+            assert torch.equal(skipped[name], value), name
+
+
+class TwoOutputs(nn.Module):
+    """Takes and returns more than a tensor: positional and by keyword, in a dict and a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x, *, shift):
+        out = self.block(x) + shift
+        return {"out": self.head(out), "loss": (out.square().mean(), "no tensor")}
+
+
+def step_with_two_outputs(wrap, dtype, used):
+    torch.manual_seed(0)
+    model = wrap(TwoOutputs(), dtype)
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    for _ in range(2):
+        found = model(x, shift=torch.ones(8))
+        outputs = {"out": found["out"].square().mean(), "loss": found["loss"][0]}
+        sum(outputs[name] for name in used).backward()
+    grads = {}
+    for unit in getattr(model, "units", []):
+        for one in unit:
+            whole = torch.empty(one.whole.shape)
+            flat.all_gather(whole, one.shard.grad, one.group).wait()
+            grads |= {id(p): view for p, view in zip(one.params, one.views(whole), strict=True)}
+    module = model.module if grads else model
+    found = {name: grads.get(id(p), p.grad) for name, p in module.named_parameters()}
+    return {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        for name, grad in found.items()
+    }
+
+
+def by_hand(module, dtype):
+    return fsdp.FSDP(module, [module.block], dtype)
+
+
+def by_torch(module, dtype):
+    return fully_shard.torch_fsdp(module, [module.block], dtype=dtype)
+
+
+@pytest.mark.parametrize("used", [["out"], ["out", "loss"]])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_unit_may_take_and_return_more_than_a_tensor(dtype, used):
+    """By hand as by PyTorch, which casts the inputs of a unit to its type."""
+    native = run_ranks(step_with_two_outputs, 2, by_torch, dtype, used)[0]
+    for name, grad in run_ranks(step_with_two_outputs, 2, by_hand, dtype, used)[0].items():
+        torch.testing.assert_close(grad, native[name], atol=1e-6, rtol=1e-5)
+
+
+READS = {
+    "sum": lambda p, m: p.sum(),
+    "print": lambda p, m: str(p),
+    "data": lambda p, m: p.data.sum(),
+    "a list": lambda p, m: torch.cat([p, p]),
+    "state_dict": lambda p, m: {name: value.clone() for name, value in m.state_dict().items()},
+    "deepcopy": lambda p, m: copy.deepcopy(m),
+    "in place": lambda p, m: p.data.fill_(0),
+}
+
+
+def read_freed_weights():
+    """What reading a weight between two steps gives; what is no number is there all the same."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = fsdp.FSDP(module, list(module))
+    found = {}
+    for turn in ("before a step", "after it"):
+        weight = model.module[0].weight
+        for name, read in READS.items():
+            try:
+                found[turn, name] = str(read(weight, model.module))
+            except RuntimeError as error:
+                found[turn, name] = str(error)
+        assert (weight.shape, weight.numel(), weight.grad) == ((64, 64), 4096, None)
+        model(torch.ones(2, 64)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reading_a_freed_weight_is_an_error_with_a_remedy(num_ranks):
+    for found in run_ranks(read_freed_weights, num_ranks):
+        assert len(found) == 2 * len(READS)
+        for words in found.values():
+            assert "was used while it was freed" in words and "full_state(model)" in words
 
 
 @pytest.mark.parametrize("impl", ["zero3 hybrid", "torch hybrid"])

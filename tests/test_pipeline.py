@@ -1,6 +1,7 @@
 """Pipelines equal one process: losses, gradients and weights after 10 AdamW steps, whatever the
 schedule; what they send, when they wait, and what they keep."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -186,6 +187,81 @@ def in_a_group():
     if dist.get_rank() == 0:
         return None
     return train_many([("1f1b", 2, 4), ("interleaved", 2, 4)], group=group)
+
+
+def two_stages(kind):
+    """Two stages of a model as `kind` names it, their dtype, and that of their messages."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(D, D), nn.GELU())
+    last = nn.Sequential(nn.Linear(D, D))
+    if kind == "frozen first":
+        first.requires_grad_(False)
+    if kind == "no parameters":
+        first = nn.GELU()
+    if kind == "float64":
+        return [first.double(), last.double()], torch.float64, torch.float64
+    dtype = torch.bfloat16 if kind == "autocast" else torch.float32
+    return [first, last], torch.float32, dtype
+
+
+def by_stages(kind):
+    """The loss and the gradients of this rank's stage after one step of 1F1B."""
+    stages, dtype, message = two_stages(kind)
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, B, D, generator=generator).to(dtype)
+    one_f_one_b = schedules.one_f_one_b(2, 4)
+    engine = Pipeline({rank: stages[rank]}, one_f_one_b, F.mse_loss, (B // 4, D), dtype=message)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        loss = engine.step(x if rank == 0 else None, y if rank == 1 else None)
+    return loss.item(), [param.grad for param in stages[rank].parameters()]
+
+
+def by_one_process(kind):
+    stages, dtype, _ = two_stages(kind)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, B, D, generator=generator).to(dtype)
+    total = 0.0
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            loss = F.mse_loss(nn.Sequential(*stages)(part), target) / 4
+            loss.backward()
+            total += loss.item()
+    return total, [[param.grad for param in stage.parameters()] for stage in stages]
+
+
+@pytest.mark.parametrize("kind", ["frozen first", "no parameters", "float64", "autocast"])
+def test_unusual_stages_equal_one_process(kind):
+    loss, grads = by_one_process(kind)
+    for (mine, found), wanted in zip(run_ranks(by_stages, 2, kind), grads, strict=True):
+        assert mine == pytest.approx(loss, rel=1e-5)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def sends_what_nobody_expects(kind):
+    """Rank 0 sends by the mail of a pipeline of float32 (4, D); rank 1 does not even wait."""
+    tensor = {
+        "bfloat16": torch.ones(4, D, dtype=torch.bfloat16),
+        "shape": torch.ones(2, D),
+        "none": None,
+    }[kind]
+    try:
+        wiring.Mail(2, 1, (4, D)).send("F", tensor, 1 - dist.get_rank(), 0)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bfloat16", r"stage 1 has shape \(4, 16\) and torch.bfloat16, but stage 1 expects"),
+        ("shape", r"has shape \(2, 16\) and torch.float32, but stage 1 expects \(4, 16\)"),
+        ("none", "does not depend on what it was given"),
+    ],
+)
+def test_a_message_that_would_be_misread_is_refused(kind, words):
+    assert re.search(words, run_ranks(sends_what_nobody_expects, 2, kind)[0])
 
 
 def test_a_group_that_is_not_all_ranks(truth):

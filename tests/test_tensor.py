@@ -181,3 +181,19 @@ def test_columns_then_rows_equal_two_linear_layers(world_size, hidden, unit, bia
     assert_same(torch.cat(parts[2 if bias else 1], dim=1), second.weight.grad)
     if bias:
         assert_same(torch.cat(parts[1]), first.bias.grad)
+
+
+def sum_what_is_transposed_on_one_rank():
+    """f's gradient and g's sum where rank 0 keeps the same matrix in another order of memory."""
+    matrix = torch.arange(6.0).view(2, 3)
+    if dist.get_rank() == 0:
+        matrix = matrix.t().contiguous().t()
+    x = torch.zeros(2, 3, requires_grad=True)
+    CopyToRanks.apply(x).backward(matrix)
+    return x.grad, SumOverRanks.apply(matrix)
+
+
+def test_the_sum_is_over_places_not_over_memory():
+    for found in run_ranks(sum_what_is_transposed_on_one_rank, 2):
+        for total in found:
+            assert torch.equal(total, 2 * torch.arange(6.0).view(2, 3))

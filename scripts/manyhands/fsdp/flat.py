@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import pack
+from manyhands.fsdp.guard import guard
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: Group = None) -> dist.Work:
@@ -113,6 +114,7 @@ class ShardedFlat(Flat):
         self.replicas = replicas
         self.shard.data = self.shard.data.clone()  # it was a view of the whole
         self.show(self.whole.to(dtype or self.whole.dtype))
+        guard(self.params)
         self.coming: dist.Work | None = None
         self.free()
 

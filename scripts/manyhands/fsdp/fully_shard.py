@@ -123,7 +123,10 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     if not whole:
         return {}
     state = model.module.state_dict(keep_vars=True)
-    return {name: whole.get(id(value), value.detach().cpu()) for name, value in state.items()}
+    return {
+        name: whole[id(value)] if id(value) in whole else value.detach().cpu()
+        for name, value in state.items()
+    }
 
 
 def train_sharded(

@@ -2,7 +2,7 @@
 
     forward    gather unit 1 | compute 1, free 1 | compute 2, free 2 | ...   a unit: a layer whose
                  start to gather unit 2 ^ ... 3 ^                            weights come together
-    backward   gather unit 2 | compute 2, reduce-scatter its gradients, free 2 | ... 1 ...
+    backward   gather unit 2 | compute 2, free 2, reduce-scatter its gradients | ... 1 ...
 
 The root unit holds what is in no other: embedding, last norm, head. It stays whole from forward to
 the end of backward. Price for P parameters in fp32 with AdamW: 16 P/n bytes a rank; the whole
@@ -19,6 +19,8 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import broadcast_state
@@ -32,9 +34,10 @@ class FSDP(nn.Module):
 
     Args:
         module: equal weights are not needed; those of the group's rank 0 count.
-        units: modules inside it, in the order of their forward calls. Each returns one tensor. A
-            parameter that two of them share belongs to the root unit, as does all the rest.
-        dtype: to send weights and to compute in; gradients are summed in the parameters' type.
+        units: modules inside it, in the order of their forward calls. A parameter that two of them
+            share belongs to the root unit, as does all the rest.
+        dtype: to send weights and to compute in: inputs of a unit are cast to it, too. Gradients
+            are summed in the parameters' type.
         reshard: free a unit after its forward; False keeps it whole until its backward.
         replicas: group of the ranks that hold the same shard in other copies of the model.
     """
@@ -61,6 +64,7 @@ class FSDP(nn.Module):
             for params in [root, *shares]
         ]
         self.shards = nn.ParameterList(flat.shard for flat in chain(*self.units))
+        self.dtype = dtype
         self.num_ready = [0] * len(self.units)  # gradients that are there, by unit
         self.is_backward = False
         for index, part in enumerate([module, *units]):
@@ -80,12 +84,23 @@ class FSDP(nn.Module):
         self.module.train(mode)
         return super().train(mode)
 
+    def cast(self, value: object) -> object:
+        """A tensor of numbers with a fraction in the type to compute in; all else as it is."""
+        is_cast = self.dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_cast else value
+
     def _watch(self, index: int, part: nn.Module) -> None:
         """Call the four methods below around forward and backward of unit `index`."""
 
-        def after_forward(_: nn.Module, __: tuple, output: Tensor) -> None:
-            if output.requires_grad:  # called when the gradient of the output is there
-                output.register_hook(lambda _: self.before_backward(index))
+        def before_forward(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            self.before_forward(index)
+            return tree_map(self.cast, (args, kwargs))
+
+        def after_forward(_: nn.Module, __: tuple, output: object) -> None:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            if asked := [tensor for tensor in tensors if tensor.requires_grad]:
+                # Called when the first gradient of an output is there.
+                register_multi_grad_hook(asked, lambda _: self.before_backward(index), mode="any")
             self.after_forward(index)
 
         def after_gradient(_: nn.Parameter) -> None:
@@ -94,7 +109,7 @@ class FSDP(nn.Module):
                 self.num_ready[index] = 0
                 self.after_backward(index)
 
-        part.register_forward_pre_hook(lambda *_: self.before_forward(index))
+        part.register_forward_pre_hook(before_forward, with_kwargs=True)
         part.register_forward_hook(after_forward)
         trainable = [p for flat in self.units[index] for p in flat.params if p.requires_grad]
         for param in trainable:
@@ -138,11 +153,12 @@ class FSDP(nn.Module):
                     flat.free()
 
     def after_backward(self, index: int) -> None:
-        """All gradients of unit `index` are there: reduce them to the shards, and free it.
+        """All gradients of unit `index` are there: free its weights, then reduce to the shards.
 
+        In this order there are never a unit's whole weights beside the room that a reduction takes.
         Its frozen parameters stay: an earlier layer of the unit may still need them.
         """
         for flat in self.units[index]:
             if flat.shard.requires_grad:
-                flat.reduce()
                 flat.free()
+                flat.reduce()

@@ -55,6 +55,16 @@ class ShardedOptimizer:
         for work in [flat.gather() for flat in self.flats]:
             work.wait()
 
+    def zero_grad(self) -> None:
+        """Drop all gradients, of the parameters and of the shards, such as those of a skipped step.
+
+        model.zero_grad() alone would leave in the shards what stage 2 has reduced already.
+        """
+        for flat in self.flats:
+            flat.shard.grad = None
+            for param in flat.params:
+                param.grad = None
+
 
 def reduce_during_backward(flats: Iterable[Flat]) -> None:
     """ZeRO stage 2: reduce each Flat in backward, as soon as its last gradient is there.

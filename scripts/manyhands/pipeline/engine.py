@@ -38,9 +38,10 @@ class Pipeline:
         stages: this rank's modules by the number of the stage.
         schedule: the actions of every rank of the group.
         loss_fn: (output of the last stage, targets) -> mean loss over a micro-batch.
-        shape: of what goes from a stage to the next, for one micro-batch: (B/m, ...), float32.
+        shape: of what goes from a stage to the next, for one micro-batch: (B/m, ...).
         recompute: keep only each stage's input, and run its forward again in backward.
         back: another group of the same ranks, for gradients; see Mail.
+        dtype: of what goes from a stage to the next. Under autocast it may not be float32.
     """
 
     def __init__(
@@ -52,14 +53,16 @@ class Pipeline:
         recompute: bool = False,
         back: Group = None,
         group: Group = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.stages, self.loss_fn = dict(stages), loss_fn
         self.actions = schedule[dist.get_rank(group)]
         self.p, self.m = len(schedule), 1 + max(action.microbatch for action in self.actions)
         self.last = max(action.stage for actions in schedule for action in actions)
         self.recompute, self.group = recompute, group
-        self.device = next(next(iter(self.stages.values())).parameters()).device
-        self.mail = Mail(self.p, self.m, shape, self.device, back, group)
+        params = [param for stage in self.stages.values() for param in stage.parameters()]
+        self.device = params[0].device if params else torch.device("cpu")
+        self.mail = Mail(self.p, self.m, shape, self.device, back, group, dtype)
         self.saved: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output, send
         self.sends: list[dist.Work] = []
         self.losses: list[Tensor] = []
@@ -121,7 +124,8 @@ class Pipeline:
         x, out, send = self.saved.pop((stage, i))
         grad = None if stage == self.last else self.mail.receive("B", stage, i)
         with self.span(Action("B", stage, i)):
-            torch.autograd.backward(out, grad)
+            if out.requires_grad:  # not so where the first stage is frozen
+                torch.autograd.backward(out, grad)
         if send:
             send.wait()  # it has long arrived: its gradient came back
         if stage > 0:
@@ -129,7 +133,7 @@ class Pipeline:
 
     def share_loss(self) -> Tensor:
         """The batch's mean loss, a scalar, from the rank of the last stage to all of the group."""
-        total = sum(self.losses, torch.zeros((), device=self.device))
+        total = sum(self.losses, torch.zeros((), device=self.device)).float()
         dist.broadcast(total, group=self.group, group_src=self.last % self.p)
         return total
 

@@ -51,6 +51,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [Embed(model), *model.blocks, Head(model)]
 
 
+def finish(device: torch.device) -> None:
+    """Wait for a GPU, which computes while the program goes on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(layers: Sequence[nn.Module], inputs: Tensor, repeats: int = 3) -> list[float]:
     """Seconds that forward and backward of each layer take: the median over `repeats`.
 
@@ -61,9 +67,11 @@ def measure(layers: Sequence[nn.Module], inputs: Tensor, repeats: int = 3) -> li
         out = inputs
         for layer, mine in zip(layers, times, strict=True):
             x = out.detach().requires_grad_(out.is_floating_point())
+            finish(x.device)
             start_s = time.perf_counter()
             out = layer(x)
             out.backward(torch.ones_like(out))
+            finish(x.device)
             mine.append(time.perf_counter() - start_s)
             layer.zero_grad()
     return [statistics.median(mine[1:]) for mine in times]

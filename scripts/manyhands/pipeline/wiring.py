@@ -31,7 +31,8 @@ class Mail:
 
     Args:
         p, m: ranks of the pipeline, and micro-batches.
-        shape: of every message, (B/m, ...) in float32.
+        shape: of every message, (B/m, ...).
+        dtype: of every message. Under autocast, that of what a stage returns.
         back: another group of the same ranks, for gradients. NCCL has one queue for two ranks and
             no tags: messages of a kind come in order, but the two kinds could wait for each other.
     """
@@ -44,15 +45,32 @@ class Mail:
         device: torch.device | str = "cpu",
         back: Group = None,
         group: Group = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.p = p
         self.m = m
         self.shape = tuple(shape)
+        self.dtype = dtype
         self.device = device
         self.channel = {"F": group, "B": group if back is None else back}
 
-    def send(self, kind: str, tensor: Tensor, stage: int, i: int) -> dist.Work:
-        """Start to send an activation ("F") or a gradient ("B") of micro-batch `i` to `stage`."""
+    def send(self, kind: str, tensor: Tensor | None, stage: int, i: int) -> dist.Work:
+        """Start to send an activation ("F") or a gradient ("B") of micro-batch `i` to `stage`.
+
+        Raises:
+            ValueError: a tensor of another shape or type, which the receiver would misread.
+        """
+        if tensor is None:
+            raise ValueError(
+                f"stage {stage + 1} has no gradient for stage {stage}: what it returns does not "
+                "depend on what it was given"
+            )
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise ValueError(
+                f"a message to stage {stage} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
+                f"but stage {stage} expects {self.shape} and {self.dtype}: give Pipeline the shape "
+                "and dtype of what its stages return"
+            )
         where = {"group": self.channel[kind], "group_dst": stage % self.p}
         return dist.isend(tensor.contiguous(), **where, tag=stage * self.m + i)
 
@@ -60,7 +78,7 @@ class Mail:
         """Wait for the activation ("F") or gradient ("B") of micro-batch `i` for `stage`."""
         source = stage - 1 if kind == "F" else stage + 1
         where = {"group": self.channel[kind], "group_src": source % self.p}
-        tensor = torch.empty(self.shape, device=self.device)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         # The tag is the address: messages of different stages cannot be taken for one another.
         dist.recv(tensor, **where, tag=stage * self.m + i)
         return tensor

@@ -73,7 +73,8 @@ class Server:
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": where},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": where},
                 start_new_session=True,
             )
         self.socket = ours

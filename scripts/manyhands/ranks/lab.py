@@ -209,6 +209,7 @@ def _meeting_place(world_size: int) -> Iterator[dict[str, str]]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # with gloo, DeviceMesh would still take the GPUs it sees
     }
     del store
 

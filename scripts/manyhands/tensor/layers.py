@@ -17,6 +17,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, se
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,8 +40,11 @@ class CopyToRanks(Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of all ranks' gradients, and None for the group. `grad` stays as it is."""
-        total = grad.clone()
+        """Return the sum of all ranks' gradients, and None for the group.
+
+        `grad` stays as it is. On one rank alone it may be a transposed view.
+        """
+        total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
@@ -50,8 +54,11 @@ class SumOverRanks(Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: Group = None) -> Tensor:
-        """Return the sum of all ranks' x. `x` stays as it is."""
-        total = x.clone()
+        """Return the sum of all ranks' x, which stays as it is.
+
+        On one rank alone x may be a transposed view.
+        """
+        total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 

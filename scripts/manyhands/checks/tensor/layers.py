@@ -28,6 +28,8 @@ from manyhands.tensor import layers, model
 
 # ---- 13.1 -----------------------------------------------------------------------------------
 
+F_COPY = "total = grad.clone(memory_format=torch.contiguous_format)"
+G_COPY = "total = x.clone(memory_format=torch.contiguous_format)"
 COPY = "Make a copy, call all_reduce with the copy, then return the copy."
 SUMMED = "f sums in forward, although its input is the same on all ranks."
 MEAN = "This is a mean, and the ranks' parts have to be added up."
@@ -39,10 +41,10 @@ N = "dist.get_world_size(ctx.group)"
 
 
 class Region(NamedTuple):
-    """One call of both. `turned`: with transposed views."""
+    """One call of both. `turned`: transposed views on no rank, on all of them, or on one."""
 
     seed: int
-    turned: bool
+    turned: str
 
 
 def regions_seen(answer: Pair, case: Region, place: Place) -> dict:
@@ -60,9 +62,12 @@ def regions_seen(answer: Pair, case: Region, place: Place) -> dict:
             leaf, grad = torch.randn(2, 2, 4, dtype=torch.float64, generator=draw)
             leaf.requires_grad_()
             given = leaf * 1  # no leaf, as between two layers
-            if case.turned:
+            if case.turned == "all":
                 given = given.t()
                 grad = grad.t()
+            if case.turned == "one" and place.job_rank == 0:  # the same numbers, in other memory
+                given = given.t().contiguous().t()
+                grad = grad.t().contiguous().t()
             before = given.detach().clone()
             with late_results():
                 found = getattr(part, "apply", part)(given, *options.values())
@@ -84,15 +89,20 @@ regions = Spec(
     todo="13.1",
     truth=Pair(layers.CopyToRanks, layers.SumOverRanks),
     layouts=cases.THREE,
-    cases=lambda n: [Region(cases.draw_seed(), turned) for turned in (False, True)],
+    cases=lambda n: [Region(cases.draw_seed(), turned) for turned in ("no", "all", "one")],
     observe=regions_seen,
     guards_group=False,
-    tell=lambda case: "with transposed views" if case.turned else "with matrices",
+    tell=lambda case: {
+        "no": "with matrices",
+        "all": "with transposed views",
+        "one": "with a transposed view on one rank",
+    }[case.turned],
     hints=(
         "f and g are each other's backward: where one sends nothing, the other sums over the "
         "ranks. f is CopyToRanks, g is SumOverRanks.",
         "all_reduce works in place, and the tensor that you were given belongs to somebody else. "
-        "Make a copy, and sum into that.",
+        "Make a copy, and sum into that. all_reduce adds up memory in its order, so the copy must "
+        "be contiguous: tensor.clone(memory_format=torch.contiguous_format).",
         "CopyToRanks: forward keeps ctx.group and returns x; backward clones grad, calls "
         "dist.all_reduce(total, group=ctx.group) and returns total, None. SumOverRanks is the "
         "same the other way round.",
@@ -102,13 +112,13 @@ regions = Spec(
             r"""
             return x.view_as(x) => dist.all_reduce(x := x.clone(), group=group); return x
                 {SUMMED} | forward returns x as it is; backward sums.
-            total = grad.clone() => return grad, None
+            {F_COPY} => return grad, None
                 f only copies in backward. | Call all_reduce in backward, on every rank.
             {F_END} => {F_SUM}\n        return total / {N}, None
                 f: {MEAN} | Divide by nothing.
-            total = grad.clone() => total = grad
+            {F_COPY} => total = grad
                 f sums into the gradient that it was given. | {COPY}
-            total = grad.clone() => total = grad.contiguous()
+            {F_COPY} => total = grad.contiguous()
                 f sums into the given gradient: contiguous() copies only what is not contiguous.
             {F_END} => return None, None
                 backward of f returns no gradient for x. | {COPY}
@@ -125,8 +135,13 @@ regions = Spec(
                 g divides the gradient by the number of ranks. | backward of g returns grad, None.
             {G_END} => {G_SUM}\n        return total / dist.get_world_size(group)
                 g: {MEAN} | Divide by nothing.
-            total = x.clone() => total = x
+            {G_COPY} => total = x
                 g sums into x, which other layers may still read. | {COPY}
+            {F_COPY} => total = grad.clone()
+            {G_COPY} => total = x.clone()
+                clone() keeps a transposed view transposed, and all_reduce adds up memory, so
+                numbers of different places are added.
+                | Clone with memory_format=torch.contiguous_format.
             {G_SUM} => pass
                 g does not sum in forward. | Call all_reduce on every rank, outside any `if`.
             {F_END} => {F_SUM}\n        return total

@@ -1,0 +1,57 @@
+"""Gradient clipping where a rank holds only a part of the gradients: one norm for all ranks.
+
+    norm = sqrt( |shard 0|^2 + |shard 1|^2 + ... )      each rank knows one term of the sum
+
+torch.nn.utils.clip_grad_norm_ of a rank's own shards would take the norm of these alone, which is
+smaller, and another one on every rank: the shards would be scaled differently, in silence. Of
+DTensors, which fully_shard makes, it takes the norm of the whole.
+
+Price: one all-reduce of a single number for each group.
+Source: Pascanu et al. 2013, https://arxiv.org/abs/1211.5063, section 3.2 (clipping by the norm).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.collectives.trees import Group
+
+
+def clip_grad_norm(
+    parts: Iterable[nn.Parameter],
+    max_norm: float,
+    groups: Sequence[Group] = (None,),
+    copies: Iterable[nn.Parameter] = (),
+) -> Tensor:
+    """Scale the gradients in place, so that the norm of all of them is at most `max_norm`.
+
+    Args:
+        parts: parameters whose gradients this rank alone holds, among the ranks of `groups`:
+            shards of FSDP, a stage of a pipeline, the parts of tensor parallelism.
+        groups: over which the parts are spread, such as the shards' group and the pipeline.
+        copies: parameters with the same gradient on all these ranks; they count once.
+
+    Returns:
+        The norm before it was clipped, a scalar, the same on every rank.
+    """
+    mine = [param.grad for param in parts if param.grad is not None]
+    shared = [param.grad for param in copies if param.grad is not None]
+    total = sum_of_squares(mine)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    norm = (total + sum_of_squares(shared).to(total.device)).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in [*mine, *shared]:
+        grad *= scale.to(grad.device)
+    return norm
+
+
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all numbers, in float32 or float64; 0 where there is no tensor."""
+    device = grads[0].device if grads else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        total += grad.square().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+    return total

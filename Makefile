@@ -63,7 +63,9 @@ lint: .venv/ready-dev ## check the style of the code
 		echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(INSTALL) -e .
 	@mkdir -p .venv/etc/jupyter/labconfig
-	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' \
+	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"},' \
+		'"@jupyterlab/notebook-extension:tracker": {"codeCellConfig":' \
+		'{"lineNumbers": false, "lineWrap": true}}}' \
 		> .venv/etc/jupyter/labconfig/default_setting_overrides.json
 	@touch $@
 

@@ -2,6 +2,7 @@
 
     python scripts/build_notebooks.py            write what is out of date
     python scripts/build_notebooks.py --check    write nothing; exit 1 if something is out of date
+    python scripts/build_notebooks.py --release FOLDER --only 06_ddp    for students, see README
 
 solutions/NN_word.py is plain Python in jupytext's percent format, and it opens with a header:
 
@@ -33,10 +34,11 @@ import ast
 import builtins
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
+PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]*)\)")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
 
@@ -69,6 +72,8 @@ class Config:
     """Run the solution notebooks again, also those whose cells did not change."""
     only: str = ""
     """Build one source only, such as 06_ddp."""
+    release: str = ""
+    """Write only this: the TODO notebooks, with the pictures that they show, into this folder."""
     root: Path = ROOT
     """The folder that holds solutions/, notebooks/, scripts/ and README.md."""
     timeout_s: int = 300
@@ -126,7 +131,7 @@ def link_figures(lesson: Lesson, index: int, text: str, is_todo: bool) -> str:
     """Check every picture of a markdown cell; in solutions/ point the links at notebooks/."""
     if "<img" in text:
         raise lesson.fault(index, "write a picture as ![what it shows](figures/name.svg)")
-    for alt, link in re.findall(r"!\[([^]]*)\]\(([^)]*)\)", text):
+    for alt, link in PICTURE.findall(text):
         if not alt.strip():
             raise lesson.fault(index, f"the picture {link} has no text that says what it shows")
         if not link.startswith("figures/") or not (lesson.root / "notebooks" / link).is_file():
@@ -335,6 +340,25 @@ def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
     yield config.root / "README.md", wanted_readme(config.root, lessons)
 
 
+def release(config: Config) -> None:
+    """Write TODO notebooks and the pictures that they show into a folder that stands alone.
+
+    The jobs that they start are found through the installed course, see jobs/submit.py.
+    """
+    folder = Path(config.release)
+    for path, text in wanted_files(replace(config, check=True)):
+        if path.parent.name != "notebooks":
+            continue
+        cells = nbformat.reads(text, as_version=4).cells
+        written = [cell.source for cell in cells if cell.cell_type == "markdown"]
+        for link in sorted({link for words in written for _, link in PICTURE.findall(words)}):
+            (folder / link).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(config.root / "notebooks" / link, folder / link)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / path.name, text)
+        print(f"released {folder / path.name}")
+
+
 def strays(root: Path) -> list[Path]:
     """Notebooks that no source makes."""
     names = {path.stem for path in (root / "solutions").glob("*.py")}
@@ -344,6 +368,9 @@ def strays(root: Path) -> list[Path]:
 
 def main(config: Config) -> None:
     """Bring every generated file up to date, or only name those that are not."""
+    if config.release:
+        release(config)
+        return
     is_stale = False
     for path, text in wanted_files(config):
         if path.exists() and path.read_text() == text:

@@ -5,11 +5,12 @@ bash sbatch/ddp.sbatch --steps 300          the same on all GPUs of this machine
 python scripts/train_ddp.py                 one rank, without torchrun
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from manyhands.data import corpus
@@ -46,22 +47,25 @@ class Parts(NamedTuple):
     torch_ddp: Callable | None = None  # where given, it takes the place of BucketedDDP
     mean_over_ranks: Callable = wrapping.mean_over_ranks
     save_once: Callable = save_once
+    train: Callable | None = None  # where given, it takes the place of `fit` and uses its own parts
 
 
 def learners_parts() -> dict[str, Callable]:
     """The learner's parts of lesson 06, and BucketedDDP of lesson 05 where it is there.
 
-    Whoever has not been through lesson 05 has torch_ddp, and trains with that.
+    A `train` of the learner's own wraps the model itself. Whoever has neither has torch_ddp, and
+    trains with that.
     """
     found = mine.load("ddp", Parts._fields)
-    found |= mine.load("data_parallel", ["BucketedDDP"], needed=False)
+    if "train" not in found:
+        found |= mine.load("data_parallel", ["BucketedDDP"], needed=False)
     if "BucketedDDP" in found:
         found.pop("torch_ddp", None)
     return found
 
 
 def main(config: Config) -> float:
-    """Train, write the report, and return the validation loss in nats per token."""
+    """Train, test, write the report; return the best validation loss in nats per token."""
     yours = learners_parts() if config.impl == "mine" else {}
     parts = Parts(**yours)  # what the learner has not written, the course has
     if config.impl == "torch":
@@ -74,7 +78,6 @@ def main(config: Config) -> float:
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
-    # Data
     data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
@@ -86,20 +89,41 @@ def train(config: Config, world: World, parts: Parts) -> float:
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
     )
+    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    if parts.train:
+        parts.train(run, model, data)
+    else:
+        fit(run, model, data, parts)
+    run.finish()
+    if world.is_main:
+        world.print(f"report: {write_report(run.folder)}")
+    return run.valid_loss
+
+
+def fit(run: Run, model: nn.Module, data: corpus.Corpus, parts: Parts) -> None:
+    """Train `model` on all ranks, test it, and save its best weights once."""
+    config, world = run.config, run.world
+
+    # Data
     batch = config.batch // world.world_size
     sampler = parts.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    share = range(world.rank, len(data.valid), world.world_size)
-    valid = DataLoader(data.valid, batch, sampler=share)
+    valid, test = (
+        DataLoader(part, batch, sampler=range(world.rank, len(part), world.world_size))
+        for part in (data.valid, data.test)
+    )
 
     # Model
-    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     torch.manual_seed(world.data_seed)
     model = (parts.torch_ddp or parts.BucketedDDP)(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
+    def mean_loss(batches: Iterator) -> float:
+        return parts.mean_over_ranks(*total_loss(model, batches, world.device))
+
     # Training
     run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
@@ -111,13 +135,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    total, count = total_loss(model, run.validation(valid), world.device)
-    valid_loss = parts.mean_over_ranks(total, count)
+    run.test(test, data.in_words)
     parts.save_once(model, run.folder / "model.pt")
-    run.finish(valid_loss)
-    if world.is_main:
-        world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=2 scripts/train_memory.py --save all
 bash sbatch/memory.sbatch --save checkpointing --impl mine      with your own functions in it
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 def main(config: Config) -> float:
-    """Train, write the report, and return the validation loss in nats per token."""
+    """Train, test, write the report; return the best validation loss in nats per token."""
     return mine.start("memory", config, Parts, train)
 
 
@@ -63,7 +63,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
     )
-    sampler, loader, valid = make_loaders(data, config, world)
+    sampler, loader, valid, test = make_loaders(data, config, world)
 
     # Model
     model = Transformer(*shape).to(world.device)
@@ -73,8 +73,12 @@ def train(config: Config, world: World, parts: Parts) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     live = Live(parts_of(model, optimizer))
 
+    def mean_loss(batches: Iterator) -> float:
+        return wrapping.mean_over_ranks(*total_loss(model, batches, world.device))
+
     # Training
     run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for batch_of_rank in run.batches(loader):
@@ -88,18 +92,20 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(torch.as_tensor(loss))
 
     # Result
-    total, count = total_loss(model, run.validation(valid), world.device)
-    valid_loss = wrapping.mean_over_ranks(total, count)
-    return finish(run, model, valid_loss, live)
+    run.test(test, data.in_words)
+    return finish(run, model, run.valid_loss, live)
 
 
 def make_loaders(data: corpus.Corpus, config: Config, world: World) -> tuple:
-    """This rank's sampler, and its batches for training and validation."""
+    """This rank's sampler, and its batches for training, validation and test."""
     batch = config.batch // world.world_size
     sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
-    share = range(world.rank, len(data.valid), world.world_size)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    return sampler, loader, DataLoader(data.valid, batch, sampler=share)
+    valid, test = (
+        DataLoader(part, batch, sampler=range(world.rank, len(part), world.world_size))
+        for part in (data.valid, data.test)
+    )
+    return sampler, loader, valid, test
 
 
 def saving(

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=4 scripts/train_tensor.py --tensor 2 --se
 bash sbatch/tensor.sbatch --impl mine       with your own functions in it
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 
 def main(config: Config) -> float:
-    """Train, write the report, and return the validation loss in nats per token."""
+    """Train, test, write the report; return the best validation loss in nats per token."""
     # Inside it cross_entropy takes scores that are cut by the vocabulary, as DTensors.
     with loss_parallel() if config.impl == "torch" else nullcontext():
         return mine.start("tensor", config, Parts, train)
@@ -77,6 +77,10 @@ def train(config: Config, world: World, parts: Parts) -> float:
     batch = config.batch // num_shares
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+    valid, test = (
+        DataLoader(part, batch, sampler=range(share, len(part), num_shares))
+        for part in (data.valid, data.test)
+    )
 
     # Model
     mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)
@@ -86,8 +90,12 @@ def train(config: Config, world: World, parts: Parts) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, **adamw)
     live = Live(parts_of(model, optimizer))
 
+    def mean_loss(batches: Iterator) -> float:
+        return wrapping.mean_over_ranks(*total_loss(model, batches, world.device))
+
     # Training
     run.resume(model, optimizer, sharded=["model", "optimizer"])
+    run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
@@ -102,10 +110,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    valid = DataLoader(data.valid, batch, sampler=range(share, len(data.valid), num_shares))
-    total, count = total_loss(model, run.validation(valid), world.device)
-    valid_loss = wrapping.mean_over_ranks(total, count)
-    return finish(run, uncut(model, Transformer(*shape), world), valid_loss, live)
+    run.test(test, data.in_words)
+    return finish(run, uncut(model, Transformer(*shape), world), run.valid_loss, live)
 
 
 class Native(nn.Module):

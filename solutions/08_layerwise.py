@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Layer-wise optimizers, minutes: 140, goal: "Write LARS, LARC, LAMB and NovoGrad from their papers, see what a rate of its own does for each layer, and keep them correct when layers are sharded", needs: [large_batch], job: {flags: "--seeds 2 --small-steps 160 --large-steps 30", loss: [0.01, 0.066]}}
+# manyhands: {title: Layer-wise optimizers, goal: "Write LARS, LARC, LAMB and NovoGrad from their papers, see what a rate of its own does for each layer, and keep them correct when layers are sharded", needs: [large_batch], job: {flags: "--seeds 2 --small-steps 160 --large-steps 30", loss: [0.01, 0.066]}}
 # ---
 
 # %% [markdown]

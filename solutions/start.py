@@ -1,5 +1,22 @@
 # ---
-# manyhands: {title: Start here, minutes: 5, goal: Find your way and see that everything works}
+# manyhands:
+#   title: Start here
+#   goal: Find your way and see that everything works
+#   paths:
+#   - name: One day
+#     minutes: 360
+#     lessons: ["00 to 1", "01 to 4", "03 to 3", "04 to 3", "05 to 4", "06 to 4", "07 to 3"]
+#     goal: choose a batch size with reasons, train on several processors with gradients averaged
+#       by hand and by DDP, and say what a large batch costs
+#   - name: Two afternoons
+#     minutes: 360
+#     lessons: ["00 to 2", "04 to 6", "05 to 6", "06 to 7"]
+#     goal: build the ring all-reduce and data parallelism, and convert a program to DDP; 04 ends
+#       the first afternoon
+#   - name: University module
+#     minutes: 2100
+#     lessons: ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13"]
+#     goal: all of the above, and train what does not fit on one processor; 14 weeks of 2.5 hours
 # ---
 
 # %% [markdown]
@@ -58,7 +75,7 @@ print("everything works")
 # | [03_batch_size](03_batch_size.ipynb) | throughput, steps to a target, and the batch size from which on more does not help |
 # | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
 # | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
-# | [06_ddp](06_ddp.ipynb) | data parallelism as a real job: samplers, DDP, evaluation, saving, two nodes |
+# | [06_ddp](06_ddp.ipynb) | a program of one process converted to DDP: samplers, evaluation, saving, two nodes |
 # | [07_large_batch](07_large_batch.ipynb) | what a batch far too large costs, and thirteen ways to train compared, with error bars |
 # | [08_layerwise](08_layerwise.ipynb) | LARS, LARC, LAMB and NovoGrad from their papers, also over shards |
 # | [09_memory](09_memory.ipynb) | where the memory goes, to the byte, and three ways to need less |

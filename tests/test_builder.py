@@ -415,12 +415,16 @@ def hand_in(course: Path, student: str, answers: dict[str, str]) -> None:
 def test_nbgrader_releases_and_marks_the_todo_notebook(root: Path) -> None:
     """As README tells instructors; a tampered check is put back before marking."""
     course = root / "course"
-    (course / "source/sums").mkdir(parents=True)
+    course.mkdir()
     todo, _ = versions(root)
-    nbformat.write(todo, course / "source/sums/06_sums.ipynb")
+    before = snapshot(root)
+    main(Config(root=root, release=str(course / "source/sums")))
+    assert {path: content for path, content in snapshot(root).items() if path in before} == before
     nbgrader(course, "generate_assignment", "sums", "--ClearSolutions.enabled=False")
     released = nbformat.read(course / "release/sums/06_sums.ipynb", as_version=4)
     assert [one.source for one in released.cells] == [one.source for one in todo.cells]
+    inside = {path.name for path in (course / "release/sums").rglob("*") if path.is_file()}
+    assert inside == {"06_sums.ipynb", "sum.svg"}, "its picture goes with it"
 
     right = {"6.1": "return x * scale", "6.2": "self.num_calls += n\n        return self.num_calls"}
     hand_in(course, "ada", right)

@@ -155,7 +155,21 @@ def test_the_embedded_text_is_always_the_same_and_its_splits_differ(embedded):
     first = embedded.tokenizer.decode(embedded.train.tokens[:90])
     assert first.splitlines()[0] == "diver vat of bes mends 761 boats at 11:21."
     assert embedded.tokenizer.decode(embedded.valid.tokens[:90]) != first
-    assert len(embedded.train.tokens) >= 1_000_000 and len(embedded.valid.tokens) >= 100_000
+    assert len(embedded.train.tokens) >= 1_000_000
+    assert len(embedded.valid.tokens) >= 100_000 <= len(embedded.test.tokens)
+    assert embedded.tokenizer.decode(embedded.test.tokens[:90]) not in (
+        embedded.tokenizer.decode(part.tokens[:90]) for part in (embedded.train, embedded.valid)
+    )
+
+
+def test_a_loss_in_perplexity_and_in_bits_per_character(tmp_path, embedded):
+    words = embedded.in_words(math.log(8))
+    assert words == "perplexity 8.00, 3.000 bits per character"
+    (tmp_path / "a.txt").write_text("one boat and one more boat\n" * 50)
+    pairs = corpus.load(str(tmp_path), block=4, vocab=300)
+    bits = 3 / pairs.characters_per_token
+    assert pairs.characters_per_token > 1.5
+    assert pairs.in_words(math.log(8)) == f"perplexity 8.00, {bits:.3f} bits per character"
 
 
 def test_number_and_topic_decide_later_words():
@@ -241,34 +255,41 @@ def test_each_token_is_a_target_once(num_tokens):
 
 
 @pytest.mark.parametrize(
-    "names, train, valid, note",
+    "names, splits, note",
     [
-        ("test.txt train.txt valid.txt", "train.txt", "valid.txt", "train on train.txt, validate"),
-        ("wiki.train.tokens wiki.valid.tokens", "wiki.train.tokens", "wiki.valid.tokens", "folder"),
+        ("test.txt train.txt valid.txt", "train.txt / valid.txt / test.txt", "test on test.txt"),
         (
-            "train-a.raw train-b.raw validation.raw",
-            "train-a.raw train-b.raw",
-            "validation.raw",
-            "+",
+            "train-a.raw train-b.raw validation.raw test.raw",
+            "train-a.raw train-b.raw / validation.raw / test.raw",
+            "train on train-a.raw + train-b.raw, validate on validation.raw, test on test.raw",
         ),
-        ("test.txt train.txt", "train.txt", "test.txt", "validate on test.txt"),
-        ("test.txt valid.txt", "valid.txt", "test.txt", "not comparable with published"),
-        ("README.md a.txt b.txt", "a.txt b.txt", "", "20 characters, first 90% train / last 10%"),
-        ("test.txt testament.txt trains.txt", "test.txt testament.txt trains.txt", "", "62 char"),
+        (
+            "wiki.train.tokens wiki.valid.tokens",
+            "wiki.train.tokens / wiki.valid.tokens",
+            "validate on the first half of wiki.valid.tokens, test on its second half",
+        ),
+        ("test.txt train.txt", "train.txt / test.txt", "on the first half of test.txt, test on"),
+        ("test.txt valid.txt", "valid.txt / test.txt", "not comparable with published"),
+        ("README.md a.txt b.txt", "a.txt b.txt", "20 characters, first 90% train / next 5%"),
+        ("test.txt testament.txt trains.txt", "test.txt testament.txt trains.txt", "62 char"),
     ],
 )
-def test_a_folder_is_split_by_its_file_names(tmp_path, names, train, valid, note):
+def test_a_folder_is_split_by_its_file_names(tmp_path, names, splits, note):
     folder = tmp_path / "books"
     folder.mkdir()
     for name in reversed(names.split()):
-        (folder / name).write_text(2 * name)
-    expected = ["".join(2 * name for name in part.split()) for part in (train, valid)]
-    if not valid:
-        cut = int(0.9 * len(expected[0]))
-        expected = [expected[0][:cut], expected[0][cut:]]
+        (folder / name).write_text(20 * name)
+    texts = ["".join(20 * name for name in part.split()) for part in splits.split(" / ")]
+    if len(texts) == 1:
+        cut = len(texts[0]) * 9 // 10
+        texts = [texts[0][:cut], texts[0][cut:]]
+        note = note.replace("20 char", "200 char").replace("62 char", "620 char")
+    if len(texts) == 2:
+        half = len(texts[1]) // 2
+        texts[1:] = [texts[1][:half], texts[1][half:]]
     loaded = corpus.load(str(folder), block=1)
-    parts = [loaded.tokenizer.decode(part.tokens) for part in (loaded.train, loaded.valid)]
-    assert parts == expected
+    parts = [loaded.train, loaded.valid, loaded.test]
+    assert [loaded.tokenizer.decode(part.tokens) for part in parts] == texts
     assert note in loaded.note and "\n" not in loaded.note
     assert ("not comparable" in loaded.note) == (names == "test.txt valid.txt")
     assert loaded.name == "books" and loaded.entropy_floor is None
@@ -278,10 +299,11 @@ def test_one_text_file_and_a_byte_order_mark(tmp_path):
     file = tmp_path / "diary.txt"
     file.write_bytes(b"\xef\xbb\xbf" + "caf\u00e9 ".encode() * 20)
     loaded = corpus.load(str(file), block=3)
+    assert loaded.characters_per_token == 1
     assert loaded.tokenizer.decode(loaded.train.tokens) == "caf\u00e9 " * 18
     assert loaded.note == (
-        "data: file diary.txt, 100 characters, first 90% train / last 10% validation; "
-        "5 characters; 90 / 10 tokens"
+        "data: file diary.txt, 100 characters, first 90% train / next 5% validation / last 5% "
+        "test; 5 characters; 90 / 5 / 5 tokens"
     )
 
 
@@ -294,7 +316,7 @@ def test_one_text_file_and_a_byte_order_mark(tmp_path):
         ({"train.txt": b"text", "valid.txt": b""}, 4, 0, "valid.txt: empty"),
         ({"a.txt": b"good text \x00"}, 4, 0, "a.txt is no text: its byte 10 is zero"),
         ({"a.txt": b"good\xff"}, 4, 0, "a.txt is no UTF-8 text, see its byte 4"),
-        ({"a.txt": b"x" * 1000}, 100, 0, "validation text .* 100 tokens, .* needs 101"),
+        ({"a.txt": b"x" * 1000}, 100, 0, "validation text .* 50 tokens, .* needs 101"),
         ({"a.txt": b"x" * 1000}, 0, 0, "--block is 0"),
         ({"a.txt": b"x" * 1000}, 4, 256, "--vocab is 256: .* 257"),
         ({"a.txt": b"x" * 1000}, 4, -1, "--vocab is -1"),
@@ -326,8 +348,8 @@ def real(name: str) -> str:
 def test_tinyshakespeare_is_read_whole():
     loaded = corpus.load(real("tinyshakespeare"), block=64)
     assert loaded.note == (
-        "data: folder tinyshakespeare, 1,115,394 characters, first 90% train / last 10% "
-        "validation; 65 characters; 1,003,854 / 111,540 tokens"
+        "data: folder tinyshakespeare, 1,115,394 characters, first 90% train / next 5% "
+        "validation / last 5% test; 65 characters; 1,003,854 / 55,770 / 55,770 tokens"
     )
 
 
@@ -336,7 +358,12 @@ def test_wikitext_without_its_train_split_says_so():
     assert "not comparable with published perplexities" in loaded.note
     assert loaded.tokenizer.vocab_size == 1000
     text = (DATA / "wikitext-2" / "test.txt").read_text("utf-8")
-    assert loaded.tokenizer.decode(loaded.valid.tokens) == text
+    halves = (
+        loaded.tokenizer.decode(loaded.valid.tokens),
+        loaded.tokenizer.decode(loaded.test.tokens),
+    )
+    assert "".join(halves) == text and len(halves[0]) == len(text) // 2
+    assert loaded.characters_per_token == len(halves[1]) / len(loaded.test.tokens)
 
 
 # The hub
@@ -510,13 +537,17 @@ def test_validation_on_some_blocks_spread_evenly(tmp_path):
     (tmp_path / "train.txt").write_text("ab" * 50)
     numbers = "".join(f"{number:03d}" for number in range(34))
     (tmp_path / "valid.txt").write_text(numbers[:101])  # 10 blocks, all of them different
+    (tmp_path / "test.txt").write_text(numbers[:61])  # 6 blocks
     whole = corpus.load(str(tmp_path), block=10)
     some = corpus.load(str(tmp_path), block=10, valid_tokens=45)
     assert (len(whole.valid), len(some.valid)) == (10, 4)
-    assert some.note == whole.note + ", validation on 40 of them (--valid-tokens 0 takes all)"
+    assert (len(whole.test), len(some.test)) == (6, 4)
+    limit = ", losses on at most 45 of a split (--valid-tokens 0 takes all)"
+    assert some.note == whole.note + limit
     for number, (inputs, targets) in zip((0, 2, 5, 7), some.valid, strict=True):
         assert torch.equal(inputs, whole.valid[number][0])
         assert torch.equal(targets, whole.valid[number][1])
     assert len(corpus.load(str(tmp_path), block=10, valid_tokens=3).valid) == 1
+    assert len(corpus.load(str(tmp_path), block=10, valid_tokens=60).test) == 6
     enough = corpus.load(str(tmp_path), block=10, valid_tokens=100)
     assert len(enough.valid) == 10 and enough.note == whole.note

@@ -193,16 +193,16 @@ def test_a_run_whose_process_cannot_be_seen_is_told_by_its_silence(folder):
 
 
 def test_the_time_of_the_validation_is_told(folder):
-    assert "validation" not in rows_of(folder)  # this run had none
+    assert "validation and test" not in rows_of(folder)  # this run had none
     status = json.loads((folder / "status.json").read_text())
     about = json.loads((folder / "config.json").read_text())
     begin_s = about["job"]["starts_s"][0]
     change(folder / "status.json", valid_s=3.0, time_s=max(begin_s + 12.0, status["time_s"]))
     used_s = max(12.0, status["time_s"] - begin_s)
     page = page_of(folder)
-    share = re.fullmatch(r"3.0 s, (\d+)% of the time used", page.rows["validation"])
+    share = re.fullmatch(r"3.0 s, (\d+)% of the time used", page.rows["validation and test"])
     assert abs(int(share[1]) - 300 / used_s) < 1.5
-    assert "and the validation after them 3.0 s" in page.text
+    assert "and all validation and test 3.0 s." in page.text
 
 
 def test_a_failed_run(folder):
@@ -417,14 +417,44 @@ def test_the_split_names_its_phases_and_leaves_out_what_took_no_time(folder):
     for line in lines:
         line |= {f"{phase}_s": 0.0 for phase in PHASES}
         line |= {"forward_s": 0.02, "communication_s": 0.06, "checkpoint_s": 0.02}
+        line |= {"validation_s": 5.0}
     write_rows(folder / "metrics.jsonl", lines)
     figure, ax = figures.new_figure()
     words = report_figures.draw_split(ax, read(folder))
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["forward", "communication", "checkpoint"]
+    assert legend == ["forward", "communication"]  # the others follow a step
     assert words.startswith("Of the time: communication 60.0%, forward 20.0%, checkpoint 20.0%.")
     colors = [tuple(area.get_facecolor()[0]) for area in ax.collections]
-    assert len(set(colors)) == 3
+    assert len(set(colors)) == 2
+
+
+def test_one_slow_step_does_not_flatten_the_others(folder):
+    first = read_lines(folder / "metrics.jsonl")[0]
+    nothing = {f"{phase}_s": 0.0 for phase in PHASES}
+    lines = [first | nothing | {"step": i + 1, "forward_s": 0.02} for i in range(30)]
+    lines[0]["forward_s"] = 1.6
+    write_rows(folder / "metrics.jsonl", lines)
+    figure, ax = figures.new_figure()
+    words = report_figures.draw_split(ax, read(folder))
+    assert ax.get_ylim()[1] == pytest.approx(1.3 * 20)
+    assert "The axis is cut off: the slowest, step 1, took 1,600 ms." in words
+
+
+def test_every_validation_and_the_test_are_told(folder):
+    write_rows(folder / "valid.jsonl", [{"step": s, "valid_loss": 3 - s} for s in (1, 2)])
+    change(
+        folder / "status.json", valid_loss=1.0, test_loss=1.25, test_step=2, test_words="two words"
+    )
+    rows = rows_of(folder)
+    assert rows["validation loss"].startswith("1.0000 nats per token")
+    assert rows["test loss"] == "1.2500 nats per token, two words, from step 2"
+    number, more = report.tiles(read(folder))["test loss"]
+    assert (number, more) == ("1.2500", "nats per token, two words, from step 2")
+    figure, ax = figures.new_figure()
+    assert "lowest at step 2" in report_figures.draw_loss(ax, read(folder))
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["training", "validation", "test", "floor"]
+    assert list(ax.lines[1].get_ydata()) == [2, 1]
 
 
 def test_one_name_a_device_and_short_hosts():

@@ -29,7 +29,7 @@ import train_memory
 import train_pipeline
 import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
-from manyhands.ddp import wrapping
+from manyhands.ddp import program
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer
 from manyhands.pipeline import stages
@@ -142,15 +142,15 @@ def assert_same_training(folder: Path, other: Path) -> None:
 
 def write_mine(clone: Path) -> None:
     """Write mine/ as somebody does who has solved lessons 05 and 06."""
-    lesson_06 = train_ddp.Parts(torch_ddp=wrapping.torch_ddp)._asdict()
-    del lesson_06["BucketedDDP"]
+    lesson_06 = train_ddp.Parts(train=program.train)._asdict()
+    del lesson_06["BucketedDDP"], lesson_06["torch_ddp"]
     mine.write("ddp", lesson_06, clone / "mine")
     for lesson in ("data_parallel", "memory", "fsdp", "pipeline", "tensor"):
         mine.write(lesson, SCRIPTS[lesson].Parts()._asdict(), clone / "mine")
 
 
 YOURS = {
-    "ddp": "place, process_group, ShardedSampler, mean_over_ranks, save_once, BucketedDDP",
+    "ddp": "place, process_group, ShardedSampler, mean_over_ranks, save_once, train",
     "server": "broadcast_state, worker_step, server_step",
     "overlapped": "BucketedDDP",
     "memory": "accumulate, Checkpoint",
@@ -282,7 +282,8 @@ def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, wor
     out, kill_at = tmp_path / "run", random.randint(5, 30)
     print("killed after step", kill_at)
     main = SCRIPTS[lesson].main
-    train(lesson, world_size, config_of(lesson, clone, tmp_path / "calm", steps=40, **changes))
+    changes = {"steps": 40, "save_every": 4, **changes}  # each save may find a new best
+    train(lesson, world_size, config_of(lesson, clone, tmp_path / "calm", **changes))
 
     def kill() -> None:
         log = out / "metrics.jsonl"
@@ -295,7 +296,7 @@ def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, wor
             threading.Thread(target=kill, daemon=True).start()
         main(config)
 
-    config = config_of(lesson, clone, out, steps=40, save_every=4, **changes)
+    config = config_of(lesson, clone, out, **changes)
     with pytest.raises(RankFailed):
         train(lesson, world_size, config, train_until_killed)
     assert not (out / "model.pt").exists() and any((out / "checkpoints").iterdir())
@@ -558,7 +559,7 @@ def test_mine_of_lesson_05_without_a_file_or_without_what_is_needed(refuse, fold
     assert "mine/data_parallel.py is not there: run check.keep() in the data_parallel no" in line
     (folder_mine / "data_parallel.py").write_text("def average_gradients(module): pass")
     line = refuse("data_parallel", mine=True, impl="bucketed")
-    assert "mine/data_parallel.py defines none of broadcast_state, average_buckets: run" in line
+    assert "mine/data_parallel.py defines none of broadcast_state, make_buckets: run" in line
 
 
 SPEAKING = """
@@ -589,18 +590,18 @@ def test_impl_mine_of_lesson_06_wraps_with(warm, clone, folder_mine, tmp_path, f
 
 
 def test_mine_of_lesson_05_is_what_trains(warm, clone, folder_mine, tmp_path):
-    speaking = "\ndef {0}(what): print('this is {0}')\n"
-    names = ("broadcast_state", "average_gradients", "average_buckets")
+    speaking = "\ndef {0}(*what):\n    print('this is {0}')\n    return []\n"
+    names = ("broadcast_state", "average_gradients", "make_buckets")
     (folder_mine / "data_parallel.py").write_text("".join(map(speaking.format, names)))
-    said = {"naive": "average_gradients", "bucketed": "average_buckets"}
-    for impl, name in said.items():
+    said = {"naive": ["average_gradients"] * 2, "bucketed": ["make_buckets"]}
+    for impl, calls in said.items():
         words = [clone / "scripts" / "train_data_parallel.py"]
         words += flags(clone, impl=impl, mine=True, steps=2)
         code, out, err = warm(tmp_path, words, {})
         assert code == 0, err
         lines = [line for line in out.splitlines() if line.startswith("this is ")]
-        assert lines == ["this is broadcast_state", *[f"this is {name}"] * 2]
-        assert f"yours: broadcast_state, {name}; the course's: all else\n" in out
+        assert lines == [f"this is {name}" for name in ["broadcast_state", *calls]]
+        assert f"yours: broadcast_state, {calls[0]}; the course's: all else\n" in out
 
 
 # ---- ... of a run that is there, and of a disk -------------------------------------------------

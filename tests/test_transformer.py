@@ -14,6 +14,7 @@ from manyhands.models.transformer import (
     Block,
     Transformer,
     flops_per_token,
+    generate,
     num_parameters,
     total_loss,
 )
@@ -177,3 +178,72 @@ def test_a_short_training_beats_every_guess_from_letter_frequencies():
     loss = total.item() / num_tokens
     print(f"floor {text.entropy_floor:.3f}, reached {loss:.3f}, letter frequencies {unigram:.3f}")
     assert text.entropy_floor < loss < 0.6 * unigram
+
+
+# The text that a model writes
+
+
+def test_generate_writes_on_from_the_beginning_it_is_given():
+    model = tiny(block=8).train()
+    start = torch.tensor([3, 1])
+    before = torch.get_rng_state()
+    written = generate(model, start, 20, temperature=0.9, seed=5)
+    assert written.shape == (22,) and written.dtype == torch.int64
+    assert torch.equal(written[:2], start) and int(written.max()) < V
+    assert torch.equal(generate(model, start, 20, temperature=0.9, seed=5), written)
+    assert not torch.equal(generate(model, start, 20, temperature=0.9, seed=6), written)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_draws_follow_the_softmax():
+    model = tiny(block=8)
+    start = torch.tensor([3, 1, 4])
+    scores = model(start[None])[0, -1]
+    assert generate(model, start, 1, temperature=0)[-1] == scores.argmax()
+    drawn = [int(generate(model, start, 1, temperature=0.5, seed=seed)[-1]) for seed in range(3000)]
+    seen = torch.bincount(torch.tensor(drawn), minlength=V) / len(drawn)
+    expected = (scores.detach() / 0.5).softmax(0)
+    assert (seen - expected).abs().max() < 4 * (0.25 / len(drawn)) ** 0.5
+    model.eval()
+    by_hand = list(range(8)) + [9]
+    last = model(torch.tensor(by_hand)[None, -8:])[0, -1].argmax()
+    assert generate(model, torch.tensor(by_hand), 1, temperature=0)[-1] == last  # the last block
+
+
+@pytest.mark.parametrize(
+    ("start", "number", "temperature"), [([], 5, 1), ([1], -1, 1), ([1], 5, -1)]
+)
+def test_what_cannot_be_written_is_refused_in_one_line(start, number, temperature):
+    with pytest.raises(BadInput, match="give at least one token") as error:
+        generate(tiny(block=8), torch.tensor(start, dtype=torch.int64), number, temperature)
+    assert "\n" not in str(error.value)
+
+
+# The order of sums
+
+
+def trained_on_shares(num_shares: int, dtype: torch.dtype) -> list[float]:
+    """The losses of 30 steps whose gradients are added up from so many shares, as ranks do it."""
+    model = tiny(block=8).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(30):
+        tokens = torch.randint(V, (8, 9), generator=generator)
+        parts = [tokens[rank::num_shares] for rank in range(num_shares)]
+        means = [model(part[:, :-1], part[:, 1:]) / num_shares for part in parts]
+        sum(means).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(means).item())
+    return losses
+
+
+def test_more_ranks_differ_by_the_rounding_of_sums_only():
+    """Float64 rounds a billion times finer than float32, and the difference is so much smaller."""
+    apart = {}
+    for dtype in (torch.float32, torch.float64):
+        two, four = trained_on_shares(2, dtype), trained_on_shares(4, dtype)
+        apart[dtype] = max(abs(a - b) for a, b in zip(two, four, strict=True))
+    assert 0 < apart[torch.float32] < 1e-3
+    assert apart[torch.float64] < 1e-11

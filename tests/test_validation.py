@@ -1,8 +1,11 @@
-"""The validation after the last step: it shows how far it is, and stops when it is asked to."""
+"""Validation shows how far it is and stops when it is asked to; the best checkpoint is tested."""
 
+import json
 import os
+import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from manyhands.ranks.lab import run_ranks
+import train_ddp
+from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import run as run_module
 from manyhands.training.run import Run, TrainConfig
-from test_run import data, limit_file_size, status, world_here
+from manyhands.training.storage import read_lines
+from test_resume import cut_in_half
+from test_run import Net, data, limit_file_size, names, status, world_here
 
 
 @pytest.fixture
@@ -109,3 +115,138 @@ def test_a_full_disk_while_validating_is_one_line_on_every_rank(config):
 
     messages = run_ranks(refused_in_validation, 2, quiet=True)
     assert messages[0] == messages[1] and "cannot write" in messages[0]
+
+
+# ---- the best checkpoint -----------------------------------------------------------------------
+
+LOSSES = {4: 3.0, 8: 1.0, 12: 2.0, 15: 1.5}  # by step: step 8 is the best
+
+
+def train_and_keep_best(
+    config: TrainConfig, by_step=LOSSES, event=None, keep: bool = True
+) -> tuple[list[float], list[list[float]]]:
+    """Train on shuffled data with dropout, with validation losses of our choice.
+
+    Returns the losses of the training and the weights that were validated, then tested.
+    """
+    world = world_here()
+    torch.manual_seed(config.seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = Run(config, world, "tiny", num_samples=40)
+    loader = DataLoader(data(), config.batch // world.world_size, shuffle=True)
+    seen = []
+
+    def measure(batches) -> float:
+        if event:
+            event(run.step)
+        seen.append(model.layers[0].weight.flatten()[:3].tolist())
+        for inputs, targets in batches:
+            model(inputs, targets)  # in training mode, so that it draws random numbers
+        return by_step[run.step]
+
+    run.resume(model, optimizer)
+    valid = DataLoader(data(8), 4, shuffle=True)
+    if keep:
+        run.keep_best(measure, valid)
+    losses = []
+    for _ in run.epochs(loader):
+        for inputs, targets in run.batches(loader):
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            run.log(loss)
+    if keep:
+        assert run.test(valid, lambda loss: f"{loss} in words") == by_step[run.step]
+    run.finish()
+    return losses, seen
+
+
+def kept(config: TrainConfig) -> list[str]:
+    return names(Path(config.out) / "checkpoints")
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step-{number:08d}" for number in numbers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_best_checkpoint_is_kept_and_tested(config, world_size, capfd):
+    long = replace(config, steps=24)
+    by_step = {4: 1.0, 8: 3.0, 12: 2.0, 16: float("nan"), 20: 1.0, 24: 1.5}
+    ((_, seen), *_) = run_ranks(train_and_keep_best, world_size, long, by_step)
+    assert kept(long) == steps(4, 16, 20, 24)
+    assert seen[-1] == seen[0] != seen[-2]  # the weights of step 4 were tested
+    end = status(Path(long.out))
+    assert (end["valid_loss"], end["test_loss"], end["test_step"]) == (1.0, 1.5, 4)
+    said = capfd.readouterr().out
+    assert "validation loss after step 12: 2.0000\n" in said
+    assert "test loss 1.5000 (1.5 in words), from step 4\n" in said
+    lines = (Path(long.out) / "valid.jsonl").read_text().splitlines()
+    assert [json.loads(line)["valid_loss"] for line in lines] == [1.0, 3.0, 2.0, None, 1.0, 1.5]
+
+
+def test_validation_changes_nothing_of_the_training(config, tmp_path):
+    without = train_and_keep_best(replace(config, out=str(tmp_path / "calm")), keep=False)
+    assert train_and_keep_best(config)[0] == without[0]
+
+
+def test_a_run_that_ended_before_its_validation_validates_first(config, tmp_path):
+    def kill(step: int) -> None:
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailed):
+        run_ranks(train_and_keep_best, 1, config, event=kill, quiet=True)
+    assert kept(config) == steps(4, 8, 12)
+    calm = replace(config, out=str(tmp_path / "calm"))
+    _, seen = train_and_keep_best(config)
+    _, all_seen = train_and_keep_best(calm)
+    assert seen == all_seen[2:] and seen[-1] == all_seen[1]
+    texts = [(Path(one.out) / "valid.jsonl").read_text() for one in (config, calm)]
+    assert texts[0] == texts[1]
+    assert status(Path(config.out))["test_step"] == status(Path(calm.out))["test_step"] == 8
+
+
+def test_losses_of_steps_that_are_done_again_are_measured_again(config):
+    def stop(step: int) -> None:
+        if step == 15:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run_ranks(train_and_keep_best, 1, config, event=stop, quiet=True)
+    for number in (12, 15):
+        shutil.rmtree(Path(config.out) / "checkpoints" / steps(number)[0])
+    _, seen = train_and_keep_best(config, {12: 0.5, 15: 2.0})
+    assert len(seen) == 3 and status(Path(config.out))["test_step"] == 12
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_next(config, capfd):
+    def damage(step: int) -> None:
+        state = Path(config.out) / "checkpoints" / steps(8)[0] / "state.pt"
+        if step == 15 and state.exists():
+            cut_in_half(state)
+
+    train_and_keep_best(config, event=damage)
+    said = capfd.readouterr().out
+    assert "step-00000008/state.pt cannot be read (" in said
+    assert "kept as step-00000008.broken, and the weights are taken from step-00000015" in said
+    assert status(Path(config.out))["test_step"] == 15
+
+
+def test_one_two_and_four_ranks_choose_and_test_the_same_weights(tmp_path):
+    (tmp_path / "text.txt").write_text("one boat and 2 more boats.\n" * 99)
+    ends, rates = [], []
+    for ranks in (1, 2, 4):
+        out = tmp_path / f"run-{ranks}"
+        small = {"block": 8, "layers": 1, "batch": 8, "steps": 4, "save_every": 2}
+        config = train_ddp.Config(data=str(tmp_path / "text.txt"), out=str(out), **small)
+        run_ranks(train_ddp.main, ranks, config, join=False, quiet=True)
+        ends.append(status(out))
+        rates.append([line["valid_loss"] for line in read_lines(out / "valid.jsonl")])
+    for end, rate in zip(ends, rates, strict=True):
+        assert rate == pytest.approx(rates[0], abs=1e-4) and len(rate) == 2
+        assert end["valid_loss"] == min(rate) and "bits per character" in end["test_words"]
+        assert end["test_loss"] == pytest.approx(ends[0]["test_loss"], abs=1e-4)
+        assert end["test_step"] == ends[0]["test_step"]

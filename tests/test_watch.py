@@ -18,7 +18,7 @@ from jupyter_client.manager import start_new_kernel
 from jobs import ROOT, environment, flags, left_behind, losses, make_clone
 from manyhands.instruments.figures import new_figure, png
 from manyhands.jobs import watch
-from manyhands.jobs.submit import JobRefused, submit
+from manyhands.jobs.submit import Job, JobRefused, State, course_file, submit
 from manyhands.jobs.watch import JobFailed, JobStopped, JobTooLong
 
 # A job in bash that writes what a run writes, until it is told to stop or has taken all its steps.
@@ -213,6 +213,29 @@ def test_what_cannot_be_submitted_is_told_in_one_line(folder, words, options, to
         submit(*words, local=True, **options)
     assert "\n" not in str(refused.value)
     assert [path.name for path in folder.iterdir()] == ["little.sbatch"]
+
+
+def test_the_start_of_a_job_says_what_it_does(folder):
+    job = Job(Path("runs/little-001"), state=State("running", "on this machine"))
+    job.log.parent.mkdir()
+    assert watch._beginning(job).startswith("starting the ranks: each imports torch")
+    job.log.write_text("device: 2 rank(s) on cpu\n")
+    assert watch._beginning(job).startswith("the ranks have met; they read the data")
+    job.log_begin = job.log.stat().st_size  # a run that goes on has the log of its first life
+    assert watch._beginning(job).startswith("starting the ranks")
+    job.state = State("queued")
+    assert watch._beginning(job) == ""
+
+
+def test_a_notebook_that_was_handed_out_alone_finds_the_course_s_files(folder):
+    clones = Path(__file__).resolve().parents[1]
+    found = course_file("../sbatch/ddp.sbatch")
+    assert found == clones / "sbatch" / "ddp.sbatch" and found.is_file()
+    assert course_file("../scripts/train_ddp.py") == clones / "scripts" / "train_ddp.py"
+    assert course_file("little.sbatch") == Path("little.sbatch")  # there is none anywhere
+    Path("sbatch").mkdir()
+    Path("sbatch/ddp.sbatch").touch()
+    assert course_file("sbatch/ddp.sbatch") == Path("sbatch/ddp.sbatch")  # the nearer one
 
 
 def test_a_job_ends_with_the_process_that_submitted_it(folder, clone):

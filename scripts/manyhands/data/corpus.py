@@ -1,6 +1,10 @@
 """Text: where it comes from, how it becomes tokens, and how tokens become a training set.
 
-    name or path --> text (train, validation) --> tokenizer --> tokens (N,) --> Blocks of T tokens
+    name or path --> text of three splits --> tokenizer --> tokens (N,) --> Blocks of T tokens
+
+    train       the weights are learned from it
+    validation  chooses among the checkpoints of a run
+    test        read once, at the end: what chose the weights cannot judge them
 
 Three sources need no internet: the embedded text below, a folder of text files, and a set that
 `scripts/prepare_data.py` has fetched before. Tokens are characters, or byte pairs (Sennrich et al.
@@ -37,7 +41,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 HUB: Mapping[str, tuple[str, str]] = {"wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
-SPLITS = (("train", "val"), ("train", "test"), ("val", "test"))  # the first pair found is used
+SPLITS = ("train", "validation", "test")
+PAIRS = (("train", "val"), ("train", "test"), ("val", "test"))  # where not all three are there
 SPLIT_NAME = r"(?:wiki\.)?(train|val|test)(?:id|ing|idation)?(?:[^a-z].*)?\.(?:txt|tokens|raw)"
 TOPICS = (  # name, who, what they do, with what
     ("SEA", "sailor diver pilot", "haul tow mend", "boat net oar"),
@@ -226,9 +231,19 @@ class Corpus:
     name: str
     train: Blocks
     valid: Dataset[tuple[Tensor, Tensor]]  # blocks, or some of them
+    test: Dataset[tuple[Tensor, Tensor]]  # likewise
     tokenizer: Tokenizer
+    characters_per_token: float  # of the test text
     entropy_floor: float | None  # nats per token that no model can beat, where that is known
     note: str  # one line: which data, split, tokenizer and sizes are in use
+
+    def in_words(self, loss: float) -> str:
+        """A test loss (nats per token) in the two units by which models are compared.
+
+        Perplexity is per token, so it depends on the tokenizer; bits per character do not.
+        """
+        bits = loss / math.log(2) / self.characters_per_token
+        return f"perplexity {math.exp(min(loss, 700)):.2f}, {bits:.3f} bits per character"
 
 
 def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus:
@@ -238,7 +253,8 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         data: "embedded", a name in HUB, a folder of text files, or one text file.
         block: tokens of a block.
         vocab: 0 for characters, else the number of byte pairs to learn from the training text.
-        valid_tokens: most tokens to validate on, in blocks spread evenly over the text; 0 for all.
+        valid_tokens: most tokens to validate and to test on, in blocks spread evenly over the
+            text; 0 for all.
 
     Raises:
         BadInput: there is no such text, it is no text, or it is shorter than a block.
@@ -247,14 +263,14 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         raise BadInput(f"--block is {block}: a block holds at least 1 token")
     if vocab and vocab < 257:
         raise BadInput(f"--vocab is {vocab}: take 0 for characters, or 257 (256 bytes and more) up")
-    name, train, valid, source = _texts(data)
-    tokenizer: Tokenizer = Characters("".join(sorted({*train, *valid})))
+    name, texts, source = _texts(data)
+    tokenizer: Tokenizer = Characters("".join(sorted(set().union(*texts.values()))))
     kind = "characters"
     if vocab:
-        tokenizer = train_byte_pairs(train, vocab)
+        tokenizer = train_byte_pairs(texts["train"], vocab)
         kind = "byte pairs learned from the train text"
     blocks = {}
-    for split, text in (("train", train), ("validation", valid)):
+    for split, text in texts.items():
         blocks[split] = Blocks(torch.tensor(tokenizer.encode(text), dtype=torch.int64), block)
         if not len(blocks[split]):
             raise BadInput(
@@ -262,31 +278,40 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
                 f"{len(blocks[split].tokens):,} tokens, and a block needs {block + 1:,} of them"
             )
     sizes = " / ".join(f"{len(part.tokens):,}" for part in blocks.values())
-    valid: Dataset = blocks["validation"]
-    capped = ""
-    num_blocks = max(1, valid_tokens // block)
-    if valid_tokens and num_blocks < len(valid):
-        step = len(valid) / num_blocks
-        valid = Subset(valid, [int(step * number) for number in range(num_blocks)])
-        capped = f", validation on {num_blocks * block:,} of them (--valid-tokens 0 takes all)"
+    valid, test = (capped(blocks[split], valid_tokens) for split in ("validation", "test"))
+    limit = ""
+    if len(valid) < len(blocks["validation"]) or len(test) < len(blocks["test"]):
+        limit = f", losses on at most {valid_tokens:,} of a split (--valid-tokens 0 takes all)"
     return Corpus(
         name=name,
         train=blocks["train"],
         valid=valid,
+        test=test,
         tokenizer=tokenizer,
+        characters_per_token=len(texts["test"]) / len(blocks["test"].tokens),
         entropy_floor=entropy_rate(grammar()) if data == "embedded" and not vocab else None,
-        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{capped}",
+        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{limit}",
     )
 
 
-def _texts(data: str) -> tuple[str, str, str, str]:
-    """The name, the training text, the validation text, and where they are from."""
+def capped(blocks: Blocks, most_tokens: int) -> Dataset[tuple[Tensor, Tensor]]:
+    """At most `most_tokens` of the blocks, spread evenly; all of them where that is 0."""
+    num_blocks = max(1, most_tokens // blocks.block)
+    if not most_tokens or num_blocks >= len(blocks):
+        return blocks
+    step = len(blocks) / num_blocks
+    return Subset(blocks, [int(step * number) for number in range(num_blocks)])
+
+
+def _texts(data: str) -> tuple[str, dict[str, str], str]:
+    """The name, the text of each split, and where they are from."""
     if data == "embedded":
         rules = grammar()
-        train = write(rules, "train", 1_000_000)
-        valid = write(rules, "valid", 100_000)
-        count = f"{len(train):,} characters train / {len(valid):,} validation"
-        return data, train, valid, f"embedded text written by a grammar, {count}"
+        sizes = {"train": 1_000_000, "validation": 100_000, "test": 100_000}
+        seeds = {"train": "train", "validation": "valid", "test": "test"}
+        texts = {split: write(rules, seeds[split], size) for split, size in sizes.items()}
+        counts = " / ".join(f"{len(text):,} {split}" for split, text in texts.items())
+        return data, texts, f"embedded text written by a grammar, characters: {counts}"
     path = fetched(data) if data in HUB else Path(os.path.expanduser(data))
     try:
         if not data or not path.exists():
@@ -297,32 +322,52 @@ def _texts(data: str) -> tuple[str, str, str, str]:
         raise BadInput(f"cannot read --data {path}: {error.strerror}") from None
 
 
-def _files(path: Path) -> tuple[str, str, str]:
-    """The training text, the validation text, and how they were split."""
+def _files(path: Path) -> tuple[dict[str, str], str]:
+    """The text of each split, and how they were split.
+
+    Where one text has to serve for validation and test, its first half is for validation.
+    """
     found = sorted(path.iterdir()) if path.is_dir() else [path]
-    splits: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
-    for file in found:
+    files: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
+    for file in found if path.is_dir() else []:
         if split := re.fullmatch(SPLIT_NAME, file.name):
-            splits[split[1]].append(file)
-    for train, valid in SPLITS:
-        if path.is_dir() and splits[train] and splits[valid]:
-            texts = _join(splits[train]), _join(splits[valid])
-            names = [" + ".join(file.name for file in splits[split]) for split in (train, valid)]
-            source = f"folder {path.resolve().name}, train on {names[0]}, validate on {names[1]}"
+            files[split[1]].append(file)
+    where = f"folder {path.resolve().name}"
+    names = {split: " + ".join(file.name for file in own) for split, own in files.items()}
+    if all(files.values()):
+        texts = dict(zip(SPLITS, map(_join, files.values()), strict=True))
+        words = f"train on {names['train']}, validate on {names['val']}, test on {names['test']}"
+        return texts, f"{where}, {words}, {_counts(texts)}"
+    for train, other in PAIRS:
+        if files[train] and files[other]:
+            texts = _split(_join(files[train]), _join(files[other]))
+            words = f"train on {names[train]}, validate on the first half of {names[other]}, test "
+            words += "on its second half"
             if train == "val":
-                source += " (there is no train file: not comparable with published perplexities)"
-            count = f"{len(texts[0]):,} / {len(texts[1]):,} characters"
-            return *texts, f"{source}, {count}"
-    files = [file for file in found if file == path or file.suffix == ".txt"]
-    if not files:
+                words += " (there is no train file: not comparable with published perplexities)"
+            return texts, f"{where}, {words}, {_counts(texts)}"
+    files_here = [file for file in found if file == path or file.suffix == ".txt"]
+    if not files_here:
         raise BadInput(
             f"no .txt file among the {len(found)} entries of {path}: give another --data"
         )
-    text = _join(files)
+    text = _join(files_here)
     cut = len(text) * 9 // 10
     kind = "folder" if path.is_dir() else "file"
     source = f"{kind} {path.resolve().name}, {len(text):,} characters"
-    return text[:cut], text[cut:], f"{source}, first 90% train / last 10% validation"
+    words = "first 90% train / next 5% validation / last 5% test"
+    return _split(text[:cut], text[cut:]), f"{source}, {words}"
+
+
+def _split(train: str, rest: str) -> dict[str, str]:
+    """Three splits of two texts: the second is cut in the middle."""
+    half = len(rest) // 2
+    return dict(zip(SPLITS, (train, rest[:half], rest[half:]), strict=True))
+
+
+def _counts(texts: Mapping[str, str]) -> str:
+    """How long the texts are: "100 / 10 / 10 characters"."""
+    return " / ".join(f"{len(text):,}" for text in texts.values()) + " characters"
 
 
 def _join(files: Sequence[Path]) -> str:

@@ -561,7 +561,10 @@ def sliders(draw: Callable[..., Figure], **choices: Sequence) -> object:
 
     rows = [
         ipywidgets.SelectionSlider(
-            options=list(options), description=name.replace("_", " "), continuous_update=True
+            options=list(options),
+            description=name.replace("_", " "),
+            style={"description_width": "initial"},  # as wide as the name, which else is cut
+            continuous_update=True,
         )
         for name, options in choices.items()
     ]

@@ -34,7 +34,7 @@ from manyhands.ranks.runtime import World
 
 SAMPLE_EVERY_S = 0.5
 STEP_PHASES = ("data", "forward", "backward", "communication", "optimizer", "other")
-PHASES = (*STEP_PHASES, "checkpoint")  # what is saved after a step is no part of it
+PHASES = (*STEP_PHASES, "checkpoint", "validation")  # what follows a step is no part of it
 SCONTROL_S = 5.0  # how long Slurm may take to answer
 
 # ---- what was granted --------------------------------------------------------------------------

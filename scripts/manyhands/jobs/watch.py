@@ -169,6 +169,20 @@ def tail(path: Path, num_lines: int, width: int = 110, begin: int = 0) -> list[s
     return [line for line in lines if line.strip()][-num_lines:]
 
 
+def _beginning(job: Job) -> str:
+    """What a running job does before its first numbers; "" where it is not running."""
+    if job.state.word != "running":
+        return ""
+    told = ""
+    if job.log.is_file():
+        with open(job.log, errors="replace") as log:
+            log.seek(job.log_begin)
+            told = log.read(10_000)
+    if "device: " not in told:
+        return "starting the ranks: each imports torch, which takes seconds, and waits for the rest"
+    return "the ranks have met; they read the data and take their first step"
+
+
 class _Metrics:
     """The steps of metrics.jsonl, read as they come."""
 
@@ -304,7 +318,7 @@ class _Panel:
     def _words(self) -> list[str]:
         """The state in plain lines."""
         lines = [f"{self.job}: {self.job.state}", self.note]
-        lines.append(self.metrics.in_words(self.job.status().get("steps")))
+        lines.append(self.metrics.in_words(self.job.status().get("steps")) or _beginning(self.job))
         page = self.job.out / "report.html"
         lines.append(f"report: {page}" if self.job.state.ended and page.is_file() else "")
         return [line for line in lines if line]

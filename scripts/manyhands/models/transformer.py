@@ -118,7 +118,9 @@ class Transformer(nn.Module):
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # Between 1 and 2 bfloat16 counts in steps of 0.008, which is too coarse for a loss.
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.flatten(0, 1).to(exact), targets.flatten())
 
 
 def num_parameters(vocab_size: int, block: int, layers: int, width: int | None = None) -> int:
@@ -154,3 +156,44 @@ def total_loss(
         num_tokens += targets.numel()
     model.train(was_training)
     return total, num_tokens
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer, tokens: Tensor, num_tokens: int, temperature: float = 1.0, seed: int = 1
+) -> Tensor:
+    """Let the model write: return `tokens` and the `num_tokens` that it draws after them.
+
+    Each next token is drawn from the softmax of the last position's scores over the temperature:
+    1 takes the model's own probabilities, less makes likely tokens likelier, and 0 always takes
+    the likeliest. The model sees at most the last `block` tokens.
+
+    Args:
+        model: not a wrapper of it: `model.module` of a DDP.
+        tokens: (T,) int64, at least one of them: the beginning.
+        seed: of the draws, which leave torch's other random numbers alone.
+
+    Returns:
+        (T + num_tokens,) int64, on the CPU.
+    """
+    if not len(tokens) or num_tokens < 0 or temperature < 0:
+        raise BadInput(
+            f"cannot write {num_tokens} tokens after {len(tokens)} at temperature {temperature}: "
+            "give at least one token to begin with, and no number below 0"
+        )
+    was_training = model.training
+    model.eval()
+    draws = torch.Generator().manual_seed(seed)
+    device = model.tokens.weight.device
+    block = model.positions.num_embeddings
+    written = tokens.cpu()
+    for _ in range(num_tokens):
+        scores = model(written[None, -block:].to(device))[0, -1].cpu()  # (V,)
+        if temperature == 0:
+            chosen = scores.argmax(keepdim=True)
+        else:
+            chances = (scores / temperature).softmax(dim=0)
+            chosen = torch.multinomial(chances, 1, generator=draws)
+        written = torch.cat([written, chosen])
+    model.train(was_training)
+    return written

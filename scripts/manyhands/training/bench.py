@@ -7,7 +7,14 @@ from pathlib import Path
 from manyhands.instruments.benchmark import SCRIPTS, Measure, Measured, Row, run_python, spread
 from manyhands.training.storage import read_json, read_lines
 
-CHAR_RECIPE = ("--layers=4", "--block=64", "--batch=12", "--steps=300", "--learning-rate=3e-3")
+CHAR_RECIPE = (
+    "--layers=4",
+    "--block=64",
+    "--batch=12",
+    "--steps=300",
+    "--learning-rate=3e-3",
+    "--valid-tokens=0",
+)
 CHAR_SEEDS = (1, 2, 3)
 CHAR_TOKENS_PER_STEP = 12 * 64
 CHAR_WARM_UP_STEPS = 20

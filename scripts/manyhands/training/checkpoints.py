@@ -5,13 +5,17 @@
     rank 1: rank-00001.pt -+                             os.replace
 
 A resumed run goes on bit for bit. The newest checkpoint that every rank can load is taken; a newer
-one that cannot be loaded is kept under another name, and the run says so.
-Price: the size of weights and optimizer on the disk, three times, and one wait for the disk a save.
+one that cannot be loaded is kept under another name, and the run says so. Beside the newest ones
+stays the best: the one with the lowest validation loss.
+Price: the size of weights and optimizer on the disk, at most four times, and one wait for the disk
+a save.
 """
 
+import json
+import math
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +28,9 @@ from manyhands.training.storage import (
     FORMAT,
     differences,
     partial_name,
+    read_lines,
     read_state,
+    replace_file,
     write_state,
 )
 
@@ -43,6 +49,7 @@ class Checkpoints:
         self.module: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.sharded: Collection[str] = ()
+        self.losses: dict[int, float] = {}  # on the validation data, by step; inf: not finite
 
     def of(self, model: nn.Module, optimizer: Optimizer | None, sharded: Collection[str]) -> None:
         """Save and load these from now on.
@@ -78,7 +85,50 @@ class Checkpoints:
             if self.world.is_main:
                 shutil.rmtree(partial_name(final), ignore_errors=True)
             raise
-        on_main(lambda: publish(final, NUM_KEPT))
+        on_main(lambda: publish(final, NUM_KEPT, self.best()))
+
+    # ---- the best ------------------------------------------------------------------------------
+
+    def best(self) -> Path | None:
+        """The kept checkpoint with the lowest validation loss, the earliest of equals."""
+        return next(iter(self._by_loss()), None)
+
+    def read_losses(self, step: int) -> None:
+        """Take up what a run has measured up to `step`; what comes after that is measured again."""
+        lines = on_main(lambda: read_lines(self._loss_file))
+        known = {line["step"]: line["valid_loss"] for line in lines if line["step"] <= step}
+        self.losses = {at: math.inf if loss is None else loss for at, loss in known.items()}
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Write down the validation loss of the checkpoint of `step`."""
+        self.losses[step] = loss if math.isfinite(loss) else math.inf
+        lines = [
+            json.dumps({"step": at, "valid_loss": None if math.isinf(known) else known}) + "\n"
+            for at, known in sorted(self.losses.items())
+        ]
+        on_main(lambda: replace_file(self._loss_file, "".join(lines).encode()))
+
+    def load_best(self) -> int:
+        """Load the weights with the lowest validation loss on every rank; returns their step.
+
+        Raises:
+            BadInput: on every rank, when no checkpoint with a validation loss can be loaded.
+        """
+        found = on_main(self._by_loss)
+        loaded = self._load_first(found, None, "the weights are taken from")
+        return loaded[0]
+
+    def _by_loss(self) -> list[Path]:
+        """The checkpoints that were validated, the best first."""
+        steps = {path: int(path.name.removeprefix("step-")) for path in _checkpoints(self.folder)}
+        known = [path for path, step in steps.items() if step in self.losses]
+        return sorted(known, key=lambda path: self.losses[steps[path]])
+
+    @property
+    def _loss_file(self) -> Path:
+        return self.folder.parent / "valid.jsonl"
+
+    # ---- back from the disk --------------------------------------------------------------------
 
     def load_newest(self) -> tuple[int, dict] | None:
         """Load the newest checkpoint that every rank can load, and say where an older one is taken.
@@ -90,30 +140,35 @@ class Checkpoints:
             BadInput: on every rank, when there are checkpoints and none of them can be loaded.
         """
         found = on_main(lambda: whole_checkpoints(self.folder))
+        if not found:
+            return None
+        return self._load_first(found[::-1], self.optimizer, "the run goes on from")
+
+    def _load_first(
+        self, found: Sequence[Path], optimizer: Optimizer | None, words: str
+    ) -> tuple[int, dict]:
+        """Load the first of `found` that every rank can load, and set those before it aside."""
         problems: list[str] = []
-        for checkpoint in reversed(found):
+        for checkpoint in found:
             try:
-                loaded = together(lambda checkpoint=checkpoint: self._load(checkpoint))
+                loaded = together(lambda checkpoint=checkpoint: self._load(checkpoint, optimizer))
             except BadInput as problem:
                 problems.append(str(problem))
                 continue
-            for newer, problem in zip(reversed(found), problems, strict=False):
-                kept = on_main(lambda newer=newer: set_aside(newer))
+            for other, problem in zip(found, problems, strict=False):
+                kept = on_main(lambda other=other: set_aside(other))
                 self.world.print(
-                    f"{problem}; that checkpoint is kept as {kept.name}, and the run goes on from "
+                    f"{problem}; that checkpoint is kept as {kept.name}, and {words} "
                     f"{checkpoint.name}"
                 )
             return loaded[self.world.rank]
-        if problems:
-            raise BadInput(
-                f"{problems[0]}; no other checkpoint in {self.folder} can be loaded: name a new "
-                "--out to begin anew"
-            )
-        return None
+        raise BadInput(
+            f"{problems[0]}; no other checkpoint in {self.folder} can be loaded: name a new "
+            "--out to begin anew"
+        )
 
-    def _load(self, checkpoint: Path) -> tuple[int, dict]:
-        rank = self.world.rank
-        return load_checkpoint(checkpoint, rank, self.identity, self.module, self.optimizer)
+    def _load(self, checkpoint: Path, optimizer: Optimizer | None) -> tuple[int, dict]:
+        return load_checkpoint(checkpoint, self.world.rank, self.identity, self.module, optimizer)
 
 
 def write_checkpoint(final: Path, rank: int, shared: dict, own: dict) -> None:
@@ -140,12 +195,14 @@ def write_checkpoint(final: Path, rank: int, shared: dict, own: dict) -> None:
         ) from None
 
 
-def publish(final: Path, num_kept: int) -> None:
-    """Give a checkpoint that every rank has written its name, and drop all but the newest."""
+def publish(final: Path, num_kept: int, best: Path | None = None) -> None:
+    """Give a checkpoint that every rank has written its name; keep the newest and the best."""
     _sync_folder(partial_name(final))
     os.replace(partial_name(final), final)
     _sync_folder(final.parent)
     for old in _checkpoints(final.parent)[:-num_kept]:
+        if old == best:
+            continue
         # Half a checkpoint must not look like a whole one, also while it is being deleted.
         os.replace(old, partial_name(old))
         shutil.rmtree(partial_name(old))

@@ -1,6 +1,6 @@
 """What a run's folder says: who was granted what, who was busy when, and what it cost.
 
-    config.json   status.json   metrics.jsonl   ranks/*.jsonl   nodes/*.jsonl
+    config.json   status.json   metrics.jsonl, valid.jsonl   ranks/*.jsonl   nodes/*.jsonl
          '-------------'--------------|--------------'--------------'
                                    Record --> lives, devices, Bill
 
@@ -63,6 +63,7 @@ class Record:
     steps: list[dict]  # metrics.jsonl
     samples: list[list[dict]]  # of every rank
     nodes: dict[str, list[dict]]  # samples of every node, by host
+    valid: Series  # validation loss of each checkpoint, by step
 
     @property
     def job(self) -> dict:
@@ -231,12 +232,14 @@ def read(folder: Path) -> Record:
     status = folder / "status.json"
     ranks = [folder / "ranks" / f"rank-{rank:05d}.jsonl" for rank in range(len(about["ranks"]))]
     nodes = sorted((folder / "nodes").glob("*.jsonl"))
+    validated = read_lines(folder / "valid.jsonl")
     return Record(
         about=about,
         status=read_json(status) if status.exists() else {},
         steps=read_lines(folder / "metrics.jsonl"),
         samples=[read_lines(path) for path in ranks],
         nodes={path.stem: by_time(read_lines(path)) for path in nodes},
+        valid=[(line["step"], line["valid_loss"]) for line in validated if line["valid_loss"]],
     )
 
 

@@ -151,7 +151,7 @@ def restarts_words(record: Record) -> str:
 
 
 def valid_words(record: Record) -> str:
-    """How long the validation after the last step took, as a share of this start's time; or ""."""
+    """How long all validation and the test took, as a share of this start's time; or ""."""
     valid_s = record.status.get("valid_s")
     if valid_s is None:
         return ""
@@ -197,13 +197,20 @@ def loss_rows(record: Record) -> dict[str, str]:
     last = [] if result else losses[-1:]
     rows = {f"last training {name}": f"{loss:.4f}{known}" for _, loss in last}
     if record.status.get("valid_loss") is not None:
-        rows[result or f"validation {name}"] = f"{record.status['valid_loss']:.4f}{known}"
+        value = record.status["valid_loss"]
+        digits = 4 if value < 10 else 1  # the mean number of steps of a job of tasks
+        rows[result or f"validation {name}"] = f"{value:.{digits}f}{known}"
+    if record.status.get("test_loss") is not None:
+        more = [record.status["test_words"], f"from step {record.status['test_step']}"]
+        tested = f"{record.status['test_loss']:.4f} {unit}, {', '.join(filter(None, more))}"
+        rows[f"test {name}"] = tested
     return rows
 
 
 def steps_words(record: Record) -> str:
     """Steps done of those to take."""
-    done = record.steps[-1]["step"] if record.steps else record.status.get("step", 0)
+    written = record.steps[-1]["step"] if record.steps else 0
+    done = max(written, record.status.get("step", 0))  # a task may be done and have no line
     total = record.about.get("config", {}).get("steps", record.status.get("steps"))
     return f"{done} of {total}" if total else f"{done}"
 
@@ -225,7 +232,7 @@ def summary(record: Record) -> dict[str, str]:
         "restarts": restarts_words(record),
     }
     if valid_words(record):
-        rows["validation"] = valid_words(record)
+        rows["validation and test"] = valid_words(record)
     if record.lives:
         share, hours = busy_words(record)
         rows["busy"] = f"{share}: {hours} granted. Most centres charge for what was granted"

@@ -28,7 +28,7 @@ from manyhands.instruments.figures import (
     png,
     stack,
 )
-from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, duration
+from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, STEP_PHASES, duration
 from manyhands.training.record import Device, Record, Series, Span, mean_busy, split
 
 WIDTH_IN = 3.8  # as wide as the screen of a phone
@@ -74,6 +74,13 @@ def noun(record: Record) -> str:
 def count_label(record: Record) -> str:
     """The axis that counts them."""
     return f"{noun(record)} done" if "noun" in record.about else "step"
+
+
+def count_axis(ax: Axes, record: Record) -> None:
+    """Let the axis of tasks, of which there may be few, go from none to all of them."""
+    if "noun" in record.about:
+        ax.set_xlim(0, record.about["config"]["steps"] + 0.5)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 # ---- the time axis -----------------------------------------------------------------------------
@@ -261,16 +268,28 @@ def draw_loss(ax: Axes, record: Record) -> str:
     x = [step for step, _ in series]
     y = [loss for _, loss in series]
     curves = {"training": (x, y)}
-    valid = record.status.get("valid_loss")
+    status = record.status
     are_tasks = "noun" in record.about
-    if valid is not None and record.steps and not are_tasks:
-        curves["validation"] = ([record.steps[-1]["step"]], [valid])
+    if record.valid:
+        curves["validation"] = ([step for step, _ in record.valid], [v for _, v in record.valid])
+    elif status.get("valid_loss") is not None and record.steps and not are_tasks:
+        curves["validation"] = ([record.steps[-1]["step"]], [status["valid_loss"]])
+    if status.get("test_loss") is not None:
+        curves["test"] = ([status["test_step"]], [status["test_loss"]])
     floor = record.about.get("floor")
     lines(ax, curves, count_label(record), f"{name}\n({unit})" if unit else name, floor)
     lower_legend(ax)
-    words = f"First {y[0]:.3f}, last {y[-1]:.3f}." if y else ""
+    words = ""
+    if are_tasks and y:
+        count_axis(ax, record)
+        ax.lines[0].set(linestyle="none", marker="o")  # tasks are no steps of one curve
+        ax.set_ylim(0, 1.15 * max(y) or 1)
+        words = f"Each point is one result: the first {y[0]:.3g}, the last {y[-1]:.3g}."
     if y and not are_tasks:
         words = f"Training: {y[0]:.3f} at step {x[0]}, {y[-1]:.3f} at step {x[-1]}."
+    if status.get("test_loss") is not None:
+        words += f" The validation loss was lowest at step {status['test_step']}, and the weights"
+        words += " of that step were tested."
     broken = [line["step"] for line in record.steps if "loss" in line and line["loss"] is None]
     if broken:
         words += f" The {name} was not a finite number at step {broken[0]}."
@@ -285,10 +304,14 @@ def draw_speed(ax: Axes, record: Record) -> str:
     unit = f"{record.unit}/s"
     x, y = thinned(series)
     lines(ax, {unit: (x, y)}, count_label(record), unit)
+    count_axis(ax, record)
     ax.set_ylim(0, 1.1 * max(y) or 1)
     ax.yaxis.set_major_formatter(EngFormatter(sep="") if max(y) >= 1e5 else "{x:,.0f}")
     typical = record.speed() or 0.0
     slowest = min(value for _, value in series)
+    if "noun" in record.about:
+        words = f"Typically {typical:,.0f} {unit} between two points, at least {slowest:,.0f}."
+        return f"{words} A point counts what all ranks have done since the point before."
     return f"A typical step ran at {typical:,.0f} {unit}, the slowest at {slowest:,.0f}."
 
 
@@ -299,28 +322,43 @@ def phases(record: Record) -> dict[str, Series]:
 
 
 def draw_split(ax: Axes, record: Record) -> str:
-    """Draw where the time of a step went."""
-    parts = phases(record)
+    """Draw where the time of a step went; what follows a step is in the words alone."""
+    parts = {name: series for name, series in phases(record).items() if name != "validation"}
     size = -(-len(record.steps) // MANY)
     x = binned([line["step"] for line in record.steps], size)
     areas = {}
-    for name in parts:
-        areas[name] = binned([1e3 * (line.get(f"{name}_s") or 0) for line in record.steps], size)
+    for name in STEP_PHASES:
+        if name in parts:
+            areas[name] = binned(
+                [1e3 * (line.get(f"{name}_s") or 0) for line in record.steps], size
+            )
     stack(ax, x, areas, "step", "time of a step (ms)")
     look = {"fontsize": 9, "frameon": False, "ncols": 3, "columnspacing": 1, "handlelength": 1.6}
     ax.legend(loc="upper center", **look)
     lower_legend(ax)
+    cut = cut_off(ax, x, [sum(at) for at in zip(*areas.values(), strict=True)])
     total_s = sum(s for series in parts.values() for _, s in series)
     shares = {name: sum(s for _, s in series) / total_s for name, series in parts.items()}
     ranked = sorted(shares.items(), key=lambda item: -item[1])
-    words = f"Of the time: {', '.join(f'{name} {share:.1%}' for name, share in ranked)}."
+    words = f"Of the time: {', '.join(f'{name} {share:.1%}' for name, share in ranked)}.{cut}"
     if "communication" in parts:
         words += " Communication is what was not hidden behind computation;"
         words += " other has the mean of the loss over the ranks and the writing of numbers."
     if valid_s := record.status.get("valid_s"):
-        words += f" All steps took {duration(total_s)}, and the validation after them"
+        words += f" All steps took {duration(total_s)}, and all validation and test"
         words += f" {duration(valid_s)}."
     return words
+
+
+def cut_off(ax: Axes, x: Sequence[float], heights: Sequence[float]) -> str:
+    """End the axis above the usual steps, so that a slow one does not flatten them; say so."""
+    usual = sorted(heights)[int(0.95 * (len(heights) - 1))]
+    slow = [(height, at) for height, at in zip(heights, x, strict=True) if height > 2 * usual]
+    if not slow:
+        return ""
+    ax.set_ylim(0, 1.3 * usual)
+    height, at = max(slow)
+    return f" The axis is cut off: the slowest, step {at:.0f}, took {height:,.0f} ms."
 
 
 def lower_legend(ax: Axes) -> None:

@@ -5,12 +5,13 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
     runs/ddp-001/config.json             settings, ranks and machines
                  status.json             running, stopped, finished or failed       life.py
                  metrics.jsonl           one line a step, by rank 0                 metrics.py
+                 valid.jsonl             the validation loss of each checkpoint
                  logs/rank-00000.log     what each rank printed, where that is not a terminal
                  ranks/rank-00000.jsonl  how busy each rank is, twice a second
                  nodes/<host>.jsonl      how busy each node and its GPUs are, by local rank 0
                  checkpoints/step-00000100/state.pt        model and optimizer, by rank 0
                                            rank-00000.pt   random numbers and shards, by each rank
-                 model.pt                the final weights, by `save_once`
+                 model.pt                the weights of the best checkpoint, by `save_once`
 
 A checkpoint gets its name when every rank has said that its part is on the disk, so a process
 killed at any moment leaves only whole ones. A resumed run goes on bit for bit: weights, optimizer,
@@ -22,7 +23,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -47,6 +48,7 @@ from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
 
 VALID_PAUSE_S = 2.0  # between two lines of the validation's progress
+Batches = Sequence[tuple[Tensor, ...]] | DataLoader
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class TrainConfig:
     """Optimizer steps to take."""
     learning_rate: float = 3e-3
     """Highest learning rate, reached after a tenth of the steps."""
-    valid_tokens: int = 131_072
-    """Most tokens of the validation data to compute the loss of at the end; 0 takes all."""
+    valid_tokens: int = 32_768
+    """Most tokens of the validation data, and of the test data, to compute a loss of; 0: all."""
     seed: int = 1
     """Start of every random number."""
     device: str = "auto"
@@ -76,7 +78,7 @@ class TrainConfig:
     out: str = ""
     """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
     save_every: int = 100
-    """Steps from one checkpoint to the next."""
+    """Steps from one checkpoint, with its validation, to the next."""
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -144,6 +146,8 @@ class Run:
         self.step = 0
         self.steps_per_epoch = 0
         self.stopwatch = Stopwatch(world.device)
+        self._measure: Callable | None = None  # set by `keep_best`, with the data it validates on
+        self._valid: Batches = ()
         self._rng: dict | None = None  # of the checkpoint just loaded
         self._epoch_rng: dict = {}
         self._status = {"state": "running", "step": 0, "steps": config.steps}
@@ -182,11 +186,27 @@ class Run:
             self._status["step"] = self.step
             self.world.print(f"resumed {self.folder} at step {self.step} of {self.config.steps}")
 
+    def keep_best(self, measure: Callable[[Iterator], float], valid: Batches) -> None:
+        """Validate at every checkpoint, and keep the checkpoint with the lowest loss as well.
+
+        Call it after `resume`. A validation changes nothing of the training: it draws no random
+        numbers that the training would have drawn.
+
+        Args:
+            measure: called on every rank with an iterator over this rank's batches; returns the
+                mean loss over the batches of all ranks, the same on every rank.
+            valid: this rank's batches of the validation data.
+        """
+        self._measure = measure
+        self._valid = valid
+        self._checkpoints.read_losses(self.step)
+
     def epochs(self, loader: DataLoader) -> Iterator[int]:
         """Yield the number of each epoch, from the checkpoint's on, until all steps are done."""
         assert self._checkpoints.module is not None, "call run.resume(model, optimizer) first"
         self.steps_per_epoch = len(loader.dataset) // self.config.batch
         together(self._start)
+        self._validate()  # where the run ended between a checkpoint and its validation
         while self.step < self.config.steps:
             yield self.step // self.steps_per_epoch
 
@@ -231,18 +251,56 @@ class Run:
         self.stopwatch.mark("other")
         self._write_line(mean)
         at_end = self.step == self.config.steps
-        if self.step % self.config.save_every == 0 or at_end or stop_signal:
+        if self._is_due or stop_signal:
             self.stopwatch.mark("checkpoint")
             self._save()
         if stop_signal and not at_end:
             self._stop(stop_signal, f"at step {self.step}, checkpoint saved")
+        self._validate()
         self.stopwatch.mark("data")
 
-    # ---- the end -------------------------------------------------------------------------------
+    # ---- validation and test -------------------------------------------------------------------
 
-    def validation(
-        self, loader: Sequence[tuple[Tensor, ...]] | DataLoader
-    ) -> Iterator[tuple[Tensor, ...]]:
+    @property
+    def _is_due(self) -> bool:
+        """Does this step end with a checkpoint, and with its validation?"""
+        return self.step % self.config.save_every == 0 or self.step == self.config.steps
+
+    def _validate(self) -> None:
+        """Measure the validation loss of the checkpoint just saved, where that is still to do."""
+        known = self._checkpoints.losses
+        if not self._measure or not self.step or not self._is_due or self.step in known:
+            return
+        self.stopwatch.mark("validation")
+        num_marks = len(self.stopwatch.marks)
+        rng = checkpoints.get_rng(self.world.device)
+        loss = self._measure(self.validation(self._valid))
+        checkpoints.set_rng(rng, self.world.device)
+        del self.stopwatch.marks[num_marks:]  # the model's forwards are no part of a step
+        with self._life.ends_on_bad_input():
+            self._checkpoints.add_loss(self.step, loss)
+        is_best = loss <= min(known.values())
+        lowest = ", the lowest so far" if is_best and len(known) > 1 else ""
+        self.world.print(f"validation loss after step {self.step}: {loss:.4f}{lowest}")
+
+    def test(self, test: Batches, in_words: Callable[[float], str] = lambda loss: "") -> float:
+        """Load the best checkpoint on every rank; returns its loss on the test data.
+
+        Args:
+            test: this rank's batches of the test data.
+            in_words: says a loss in other units.
+        """
+        assert self._measure is not None, "call run.keep_best(measure, valid) before the training"
+        with self._life.ends_on_bad_input():
+            step = self._checkpoints.load_best()
+        loss = self._measure(self.validation(test, "test"))
+        self._status["valid_loss"] = self._checkpoints.losses[step]
+        self._status["test_loss"] = loss
+        self._status["test_step"] = step
+        self._status["test_words"] = in_words(loss)
+        return loss
+
+    def validation(self, loader: Batches, noun: str = "validation") -> Iterator[tuple[Tensor, ...]]:
         """Yield this rank's batches of the validation data, on the device; tells how far it is.
 
         Ranks may have different numbers of batches, also none. Before each batch of the rank that
@@ -258,13 +316,13 @@ class Run:
             most = max(together(lambda: len(loader)))
         progress = None
         if self.world.is_main:
-            progress = Progress(0, most, "validation batch", pause_s=VALID_PAUSE_S)
+            progress = Progress(0, most, f"{noun} batch", pause_s=VALID_PAUSE_S)
         batches = iter(loader)
         for number in range(1, most + 1):
             _, stop_signal = self._life.agree()
             if stop_signal:
                 saved = f"all {self.step} steps are saved"
-                self._stop(stop_signal, f"before validation batch {number} of {most}, {saved}")
+                self._stop(stop_signal, f"before {noun} batch {number} of {most}, {saved}")
             batch = next(batches, None)
             if batch is not None:
                 yield self._on_device(batch)
@@ -274,7 +332,15 @@ class Run:
             progress.bar.close()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        self._status["valid_s"] = round(time.perf_counter() - start_s, 3)
+        spent_s = self._status.get("valid_s", 0.0) + time.perf_counter() - start_s
+        self._status["valid_s"] = round(spent_s, 3)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    @property
+    def valid_loss(self) -> float | None:
+        """The validation loss of the weights that `test` has loaded, or that `finish` was told."""
+        return self._status["valid_loss"]
 
     def finish(
         self,
@@ -292,16 +358,20 @@ class Run:
             BadInput: on every rank, when one of them cannot write.
         """
         assert self.step == self.config.steps, "call run.finish() after the last step"
-        self._status["valid_loss"] = valid_loss
+        if valid_loss is not None:
+            self._status["valid_loss"] = valid_loss
         if peak_bytes:
             self._status["peak_bytes"] = peak_bytes
         if notes:
             self._status["notes"] = notes
+        self._measure = None  # it holds the model: a DDP must not outlive the process group
         self._life.close("finished")
-        known = "" if valid_loss is None else f", validation loss {valid_loss:.4f}"
+        known = "" if self.valid_loss is None else f", validation loss {self.valid_loss:.4f}"
         floor = self._status["floor"]
         limit = "" if floor is None else f" (no model can go below {floor:.4f})"
         self.world.print(f"finished: {self.step} steps{known}{limit}, in {self.folder}")
+        if "test_loss" in self._status:
+            self.world.print(test_words(self._status))
 
     def _stop(self, stop_signal: signal.Signals, where: str) -> NoReturn:
         """End on every rank, since one of them was asked to."""
@@ -377,6 +447,12 @@ class Run:
 
     def _on_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(part.to(self.world.device, non_blocking=True) for part in batch)
+
+
+def test_words(status: dict) -> str:
+    """What the test came to: "test loss 2.0794 (perplexity 8.00, 3.000 bits per ...), from ..."."""
+    other = f" ({status['test_words']})" if status.get("test_words") else ""
+    return f"test loss {status['test_loss']:.4f}{other}, from step {status['test_step']}"
 
 
 def _identity(config: TrainConfig, world: World, name: str) -> dict:

@@ -113,7 +113,7 @@ def read_state(path: Path, names: set[str]) -> dict:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as problem:  # bytes that were damaged can raise anything in torch's unpickler
-        reason = first_line(problem) or type(problem).__name__
+        reason = first_line(problem).partition(". ")[0] or type(problem).__name__
         raise BadInput(f"{path} cannot be read ({reason})") from None
     if not isinstance(state, dict) or not names <= state.keys():
         raise BadInput(f"{path} cannot be read (it is not a checkpoint of a run)")

@@ -234,7 +234,7 @@ for model in networks.values():
 # %% [markdown]
 # ### One picture, several ranks
 #
-# A picture of 13 x 13 points takes 169 losses. They are independent: point (3, 5) does not have to wait for
+# A picture of 11 x 11 points takes 121 losses. They are independent: point (3, 5) does not have to wait for
 # point (3, 4). So the points can be dealt out. Each rank computes the losses of its own points, and at the
 # end the ranks put their results together.
 #
@@ -266,7 +266,7 @@ speedup = None  # your number
 speedup = 1.9
 
 # %%
-grid = [k / 6 for k in range(-6, 7)]
+grid = [k / 5 for k in range(-5, 6)]
 
 
 def picture(models, num_images=256, at=grid):
@@ -287,7 +287,7 @@ if check.ready("2.1", "2.3", "2.4"):
     (two, two_s), _ = run_ranks(picture, 2, only, timeout_s=120)
     score("speed-up of 2 ranks", speedup, 2, one_s / two_s, word="ideal")
     assert torch.equal(one[first], two[first])
-    assert one[first][6, 6].item() == loss_of(networks[first])().item()
+    assert one[first][5, 5].item() == loss_of(networks[first])().item()
     print("both pictures are equal bit for bit, and the point in the middle is the trained loss")
 
 # %% [markdown]
@@ -365,7 +365,7 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
 
 # %% [markdown]
 # In the stored run the surroundings of every network without skips are rougher than those of any network
-# with skips. Two pictures on a coarse grid, as yours are, say less: a grid of 13 points misses many bumps.
+# with skips. Two pictures on a coarse grid, as yours are, say less: a grid of 11 points misses many bumps.
 
 # ## 4. Flat and sharp
 #
@@ -634,7 +634,7 @@ if check.ready("2.1", "2.3", "2.6"):
 # %%
 if check.ready("2.1", "2.3", "2.4"):
     check.keep()
-    small_run = "--grid 7 --networks 1 --blocks 8 --epochs 4".split()
+    small_run = "--grid 5 --networks 1 --blocks 8 --epochs 4".split()
     folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small_run)
 
 # %%
@@ -657,9 +657,9 @@ check.summary()
 #
 # **Questions**
 #
-# <details><summary>A picture has 169 points and you use 4 ranks. How many points does the slowest rank compute, and which speed-up is the best possible?</summary>
+# <details><summary>A picture has 121 points and you use 4 ranks. How many points does the slowest rank compute, and which speed-up is the best possible?</summary>
 #
-# Since 169 = 4 · 42 + 1, one rank has 43 points. The best possible speed-up is 169 / 43 = 3.93.
+# Since 121 = 4 · 30 + 1, one rank has 31 points. The best possible speed-up is 121 / 31 = 3.90.
 # </details>
 #
 # <details><summary>One rank gets a wrong seed and draws other directions than the rest. What does the picture look like?</summary>

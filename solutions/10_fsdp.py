@@ -30,9 +30,11 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.checks import fsdp as check, score
 from manyhands.collectives.trees import Group

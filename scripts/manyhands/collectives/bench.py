@@ -68,7 +68,7 @@ def race(
     world_sizes: Sequence[int],
     nbytes: int,
     network: Network = SLOW,
-    repeats: int = 2,
+    repeats: int = 1,
 ) -> dict[str, list[float]]:
     """Name -> the time (s) of an all-reduce of `nbytes` on each number of ranks."""
     times_s: dict[str, list[float]] = {name: [] for name in functions}

@@ -64,13 +64,13 @@ assert len(set(process_ids)) == 4 and os.getpid() not in process_ids
 
 # %% [markdown]
 # Each line begins with the number of the process that printed it, its **rank**, which `run_ranks` puts in
-# front. All four ran the same lines, and yet they are four separate programs with four numbers of the
-# operating system and no common memory. Nothing makes one of them wait for another, so the order of the
-# lines is up to the machine and may change with every run.
+# front. All four ran the same code, and yet they are four separate processes: each has memory of its own, and
+# a process number that the operating system gave it. Nothing makes one of them wait for another, so the order
+# of the lines is up to the machine and may change with every run.
 #
-# Now give them work. Small networks learn to recognise the digit in a tiny picture: with 20 images, with 40,
-# with 80 and so on, four networks for each size. Their mistakes are counted on 500 test images that none of
-# them has seen.
+# Now give the processes work. Small networks learn to recognise the digit in a tiny picture, from 20 images,
+# from 40, from 80 and so on, with four networks for each size. Their mistakes are counted on 500 test images
+# that none of them has seen.
 
 # %% tags=["nbval-check-output"]
 data = images.load("embedded")
@@ -84,8 +84,8 @@ from manyhands.first_job.power_law import error_rate, num_steps, train_on
 
 # %% [markdown]
 # No training run needs anything from another one, which makes this the easiest kind of parallel program: the
-# tasks are dealt out like cards, and each rank works out its own share without asking. The world size is the
-# number of processes.
+# tasks are dealt out like cards, and each rank works out its own share without asking the others. In the
+# function below, `world_size` is the number of processes.
 
 # %% show="true"
 from manyhands.first_job.planning import my_share
@@ -124,7 +124,8 @@ assert sorted(results) == sorted(one_result[0])
 # %% [markdown]
 # The results are the same up to their order, because each training run has its own seed and it does not
 # matter which process does it. If two cores are free, two processes need about half the time. If other
-# programs use the cores too, the speed-up is smaller.
+# programs use the cores too, the measured number may lie well below 2, or above 2 where they slowed down the
+# first measurement more than the second.
 #
 # You have run a parallel program. The rest of this lesson asks why one would go to that trouble, how
 # processes that do need each other are told apart, and how the same program runs on a large machine.
@@ -132,7 +133,8 @@ assert sorted(results) == sorted(one_result[0])
 # %% [markdown]
 # ## 2. Why one processor is not enough
 #
-# Training outgrows a single device in three ways: in **memory**, in **speed** and in **data**.
+# Training outgrows a single device in three ways: in **memory**, in **speed** and in **data**. Section 5 is
+# about the third.
 #
 # **Memory.** A model's weights have to be stored somewhere while it is trained. The largest model of the
 # Llama 3 family has 405 billion parameters. At 2 bytes per parameter, how many GPUs with 80 GB each does it
@@ -142,8 +144,9 @@ assert sorted(results) == sorted(one_result[0])
 # per token of text: 2 in the forward pass and 4 in the backward pass. The same Llama model was trained on
 # 15.6 trillion tokens.
 #
-# Their product is hard to read, so such work is often given in **PF/s-days**. One PF/s-day is what a
-# machine that does $10^{15}$ FLOPs per second finishes in a day.
+# The product of 6, the parameters and the tokens is hard to read, so such work is often given in
+# **PF/s-days**, where PF stands for petaFLOPs, $10^{15}$ FLOPs. One PF/s-day is the work that a machine with
+# a speed of 1 PF/s does in a day.
 
 # %% tags=["nbval-check-output"]
 parameters = 405e9
@@ -154,18 +157,19 @@ petaflops_days = flops / (1e15 * 24 * 3600)
 print(f"{flops:.1e} FLOPs = {petaflops_days:,.0f} PF/s-days")
 
 # %% [markdown]
-# How many days is that on a given machine? A data sheet states the **peak** speed of a device. Real
-# training reaches only a fraction of the peak, called the **utilisation**, which is often between 0.3 and
-# 0.5.
+# How many days does this work take on a given machine? A data sheet states the **peak** speed of a device.
+# Real training reaches only a fraction of the peak, called the **utilisation**, which is often between 0.3
+# and 0.5.
 
 # %% show="true"
 from manyhands.first_job.planning import days_on_devices
 
 # %% [markdown]
-# For 16-bit numbers the peak of NVIDIA's H100 is 989 TFLOP/s. (Its data sheet prints twice as much;
-# section 3 says why.) The Llama 3 paper reports a utilisation of 0.43 on 8,192 of these GPUs, and of 0.41
-# and 0.38 on 16,384. Before you run the next cell, which takes 0.40, predict: how many days does the
-# largest model need on 16,384 GPUs, and how many **years** on one node with 8 of them?
+# For 16-bit numbers the peak of NVIDIA's H100 GPU is 989 TFLOP/s, or $989 \cdot 10^{12}$ FLOPs per second.
+# (Its data sheet prints twice as much; section 3 says why.) The Llama 3 paper reports a utilisation of 0.43
+# on 8,192 of these GPUs, and of 0.41 and 0.38 on 16,384. Before you run the next cell, which assumes 0.40,
+# predict: how many days does the largest model need on 16,384 GPUs, and how many **years** on one node with 8
+# of them?
 
 # %%
 days_on_16384, years_on_8 = None, None  # your numbers
@@ -180,27 +184,27 @@ print(f"16,384 GPUs: you said {days_on_16384}, the formula says {all_days:.0f} d
 print(f"8 GPUs:      you said {years_on_8}, the formula says {node_years:.0f} years")
 
 # %% [markdown]
-# The paper analyses a period of 54 days, which was only a part of that training run, so the formula gives
+# The paper describes a period of 54 days, which was only a part of that training run, so the formula gives
 # the right order of magnitude.
 #
 # Training time matters even when nobody is in a hurry, because deep learning is an experimental science:
 # you try, look, and try again. If an answer takes a day, you can ask five questions a week; if it takes ten
 # minutes, you can ask thirty a day.
 #
-# **Two ways out.** Either every device holds the whole model and works on its own part of the data. This is
-# **data parallelism** (lessons 05 to 11), and it makes training faster. Or the model is split, and each
-# device holds a part of it. This is **model parallelism** (lessons 12 to 14), and it makes larger models
-# possible. At the end the two are combined.
+# **There are two ways to use many devices.** Either every device holds the whole model and works on its own
+# part of the data. This is **data parallelism** (lessons 05 to 11), and it makes training faster. Or the
+# model is split, and each device holds a part of it. This is **model parallelism** (lessons 12 to 14), and it
+# makes larger models possible. At the end of the course the two are combined.
 
 # %% [markdown]
 # ## 3. What data sheets promise (optional)
 #
 # ### Would a faster processor have been enough?
 #
-# The next figure shows what well-known training runs took, from AlexNet, which won an image contest in 2012,
-# to Llama 3. Until 2017 the numbers are estimates that their authors hope to be right within a factor of 2 or
-# 3; the last three are from the papers of the models. The dashed line doubles every two years, as the number
-# of transistors on a chip has long done (Moore's law).
+# The next figure shows how much compute well-known training runs took, from AlexNet, which won an image
+# contest in 2012, to Llama 3. The numbers up to 2017 are estimates, which their authors hope are right within
+# a factor of 2 or 3; the last three come from the papers on the models. The dashed line doubles every two
+# years, as the number of transistors on a chip has long done (Moore's law).
 
 # %%
 figure, ax = figures.new_figure(width=8, height=3.8)
@@ -234,15 +238,16 @@ print(f"left for more GPUs, longer runs and better use: {growth / of_one_gpu:,.0
 
 # %% [markdown]
 # AlexNet was trained on two GTX 580 GPUs, whose peak is 1.58 TFLOP/s each, in five to six days. A single GPU
-# has become a few hundred times as fast since then, partly by computing with fewer bits, but the training runs
-# have grown far more. Most of the rest was made by using more devices at once: Llama 3 ran on 16,384 GPUs,
-# which is 8,192 times as many as AlexNet. How so many devices can train one model is what this course is about.
+# has become several hundred times as fast since then, partly by computing with fewer bits, but the training
+# runs have grown far more. Most of the rest came from using more devices at once: Llama 3 ran on 16,384 GPUs,
+# which is 8,192 times as many as AlexNet. How so many devices can train one model is what this course is
+# about.
 #
 # ### Would that take 30 days, or 300?
 #
 # A slide that is often shown says that a training run of 1000 PF/s-days takes "about 30 days" on one DGX
 # H100, a node with 8 GPUs, because such a node does 32 PF/s. It adds that the fastest computer of November
-# 2009 did 2 PF/s. Is that how long your own training run would take?
+# 2009 did 2 PF/s. Can you expect about 30 days for a training run of your own?
 
 # %% tags=["nbval-check-output"]
 slide = days_on_devices(1000, 8, 4000, 1.0)  # 8 x 4000 TFLOP/s = 32 PF/s
@@ -256,8 +261,9 @@ print(f"16 bits, dense, 40% of peak: {yours:.0f} days")
 # sparsity"). With 16 bits and dense weights the peak is a quarter of that, and training reaches less than
 # half of this quarter. The speed of 2009, by contrast, was measured (1.76 PF/s), and with 64-bit numbers.
 #
-# So ask about every such figure: how many bits? Sparse or dense? Peak or measured? And of a connection: both
-# directions together, or one? This is what a DGX H100 holds:
+# So ask about every such figure: how many bits? Sparse or dense? Peak or measured? About a connection, ask
+# whether the figure counts one direction or both together. The table does this for a DGX H100, in which
+# **NVLink** is the fast connection between the GPUs of a node:
 #
 # | part | as data sheets count it | what one GPU gets in one direction |
 # |---|---|---:|
@@ -273,14 +279,14 @@ for what, gigabytes_per_s in (("own memory", 3350), ("NVLink", 450), ("network",
     print(f"2 GB over {what:10} {1000 * 2 / gigabytes_per_s:5.1f} ms")
 
 # %% [markdown]
-# Each step away from the processor is seven to nine times slower. That is why it will matter so much in this
-# course which processes share a node, and how many bytes they send.
+# Each step away from the processor is seven to nine times slower than the one before. That is why it will
+# matter so much in this course which processes share a node, and how many bytes they send.
 
 # %% [markdown]
 # ## 4. Who is who: rank, local rank, world size
 #
-# The processes of section 1 needed nothing from each other. Those that train one model together do, so each
-# of them has to know where it stands. Four terms describe its place:
+# The processes of section 1 needed nothing from each other. Processes that train one model together do need
+# each other, so each of them has to know its own place. Four terms describe it:
 #
 # - The **world size** is the number of processes in the job.
 # - The **rank** is the number of a process within the job, from 0 to world size - 1.
@@ -296,8 +302,8 @@ for what, gigabytes_per_s in (("own memory", 3350), ("NVLink", 450), ("network",
 # It matters which ranks share a node, because the GPUs inside a node are joined by much faster links: in a
 # DGX H100 each GPU can send 450 GB/s to the other GPUs of its node, and 50 GB/s to other nodes.
 #
-# Each rank knows only its own line of the picture: `Place(rank, host, local_rank, device)`, a named tuple.
-# Let the ranks draw the whole map together.
+# Each rank knows only its own part of the picture, and stores it in a named tuple:
+# `Place(rank, host, local_rank, device)`. Let the ranks draw the whole map together.
 
 # %% exercise="device_map" todo="0.1" minutes=10 difficulty=2 points=2
 from manyhands.first_job.places import device_map
@@ -323,16 +329,16 @@ if check.ready("0.1"):
     assert all(other == maps[0] for other in maps)
 
 # %% [markdown]
-# All four ranks hold the same map, although each of them knew only its own line of it: they have
-# communicated. Messages in which all ranks take part are called **collectives**, and lesson 04 builds them.
-# On GPUs they are carried by a library called NCCL (NVIDIA Collective Communications Library), on CPUs by one
-# called Gloo.
+# All four ranks hold the same map, although each of them knew only its own line of it, so they have
+# communicated. Operations in which all ranks exchange data are called **collectives**, and lesson 04 builds
+# them. On GPUs they are carried by a library called NCCL (NVIDIA Collective Communications Library), on CPUs
+# by one called Gloo.
 #
 # ### Is `if local_rank == 0` enough?
 #
-# Four processes that all download the same data set fetch it four times, and write the same file at the same
-# time. So one of them should do it. A slide on input and output therefore builds the data set inside
-# `if local_rank == 0`. What happens on the other ranks? Predict, then run it on two.
+# Four processes that all download the same data set fetch it four times, and all write the same file at the
+# same time. So only one of them should download. A slide on input and output therefore builds the data set
+# inside `if local_rank == 0`. What happens on the other ranks? Predict, then run such code on two ranks.
 
 
 # %%
@@ -350,18 +356,18 @@ except RankFailed as failed:
 
 # %% [markdown]
 # Rank 1 skips the `if` and then uses a name that only rank 0 has defined (an `UnboundLocalError` is a kind of
-# `NameError`). Moving the reading behind the `if` would not be enough either: rank 1 would then read while
-# rank 0 still downloads, because nothing makes it wait. The ranks have to meet in between. A meeting of all
-# ranks is called a **barrier**. Every collective in which each rank waits for news of all others is a barrier
-# as well, so `all_gather_object` is one.
+# `NameError`). Letting every rank read the data after the `if` would not be enough either: rank 1 would then
+# read while rank 0 is still downloading, because nothing makes rank 1 wait. The ranks have to meet in
+# between. A meeting of all ranks is called a **barrier**. Every collective in which each rank waits for data
+# from all the others acts as a barrier as well, and `all_gather_object` is such a collective.
 #
-# Two more questions decide who prepares and what happens when it goes wrong:
+# Two more questions have to be answered before you write your own function:
 #
-# - **How many folders are there?** If all nodes see one shared folder, one rank of the whole job prepares it.
-#   If each node has a disk of its own, one rank on every node has to.
-# - **What if preparing fails?** A disk is full, a server does not answer. The rank that prepares raises an
-#   error and leaves, and the others wait at the barrier for a rank that will never come. So the bad news has
-#   to travel too, and every rank has to raise an error.
+# - **How many folders are there?** If all nodes see one shared folder, one rank of the whole job prepares the
+#   data. If each node has a disk of its own, one rank on every node has to.
+# - **What if preparing fails?** Perhaps a disk is full, or a server does not answer. The rank that prepares
+#   the data then raises an error and leaves, and the others wait at the barrier for a rank that will never
+#   come. So the bad news has to travel too, and every rank has to raise an error.
 
 # %% exercise="prepare_once" todo="0.2" minutes=20 difficulty=3 points=3
 from manyhands.first_job.places import prepare_once
@@ -370,8 +376,9 @@ from manyhands.first_job.places import prepare_once
 check.prepare_once(prepare_once)
 
 # %% [markdown]
-# What do four real ranks do when the disk is full? With a bare barrier the other three would wait until
-# somebody's patience ends: 30 minutes for Gloo, by default, on as many GPUs as the job has.
+# What do four real ranks do when the disk is full? With nothing but a barrier the other three would wait
+# until a timeout ends the wait, with Gloo after 30 minutes by default, and all that time the GPUs of the job
+# would be idle.
 
 
 # %%
@@ -398,7 +405,7 @@ if check.ready("0.2"):
 # ### And if nobody has prepared anything?
 #
 # Most compute nodes have no internet access, so a job cannot download its data at all: somebody has to do
-# that beforehand, where there is internet. What should a job say that finds no data? This is what a job of
+# that beforehand, where there is internet. What should a job say when it finds no data? This is what a job of
 # this course says when it is asked for MNIST, a larger set of digits, and finds an empty folder:
 
 # %%
@@ -409,8 +416,8 @@ with tempfile.TemporaryDirectory() as nothing, mock.patch.dict(os.environ, XDG_C
         print(refusal)
 
 # %% [markdown]
-# One line holds what is missing, the command that fetches it, and where to run it. The data then lies in a
-# folder of yours that every node sees, and the same job finds it at its next try.
+# This one line says what is missing, which command fetches it, and where to run that command. The data then
+# lies in a folder of yours that every node sees, and the same job finds it the next time it runs.
 
 # %% [markdown]
 # ## 5. How does the error fall with more data?
@@ -456,12 +463,12 @@ if check.ready("0.3"):
     figures.show(figure, f"Error against data size on logarithmic axes: a line of slope -{b:.2f}.")
 
 # %% [markdown]
-# The points of one size scatter around the line, because the four networks saw different images. Where most
-# networks of the largest size lie on or above the line, that is a hint that it may not go on for ever.
+# The points of one size scatter around the line, because the four networks saw different images. If most
+# networks of the largest size lie on or above the line, as in our run, the line may not go on for ever.
 #
 # A straight line on these axes says two things. Progress can be **predicted**: small training runs tell you
 # what a large one will reach before you pay for it. But progress is also **expensive**, as the last two lines
-# above the figure say. Do not trust the second of them far, because it is extrapolated beyond the measured
+# above the figure say. Do not rely on the second of them, because it is extrapolated beyond the measured
 # sizes, and every such line flattens in the end, at mistakes that no amount of data can correct. (With
 # `--data mnist` or `--data FOLDER` the job of this lesson continues the line up to 40,960 images.)
 #
@@ -473,8 +480,8 @@ if check.ready("0.3"):
 # %% [markdown]
 # ## 6. Who should train the largest networks? (optional)
 #
-# With MNIST, a larger set of digits, the measurement of section 5 takes longer, and it matters who trains
-# what, because a network that sees more images also takes more steps.
+# With MNIST the measurement of section 5 takes longer, and it matters who trains what, because a network that
+# sees more images also takes more steps.
 #
 # The tasks are listed from the smallest to the largest: 12 sizes from 20 to 40,960 images, four networks of
 # each. Four ranks can deal them out like cards, as `my_share` does, or cut the list into four solid pieces
@@ -531,8 +538,8 @@ assert bounds[4, "like cards"] == 4 and bounds[4, "solid pieces"] < 1.5
 #
 # Names and rules differ from site to site, so look yours up. The Python environment is installed once, on the
 # login node, by `make install` in the course's folder: PyTorch alone is tens of thousands of files, which can
-# be too many for a home folder. All ranks hold the same information, so only rank 0 writes files such as the
-# log.
+# be too many for a home folder. Most of what a job writes, such as its log, is known to all ranks, so rank 0
+# alone writes it.
 #
 # ### A job file, line by line
 #
@@ -544,12 +551,12 @@ print(course_file("../sbatch/first_job.sbatch").read_text())
 
 # %% [markdown]
 # - `--job-name` is what the queue shows.
-# - `--nodes=1` asks for one node, and `--ntasks-per-node=1` says that a command which is started by `srun`
-#   starts once on each node.
+# - `--nodes=1` asks for one node, and `--ntasks-per-node=1` says that `srun` starts a command once on each
+#   node.
 # - `--gpus-per-node=4` asks for four GPUs of each node, and `--cpus-per-task=16` for 16 cores for each task.
 #   On most sites `srun` **binds** a task to its cores, so that it neither leaves them nor takes those of
-#   others. (Since Slurm 22.05 srun does not take the number from the job file: `launch.sh` passes it on in
-#   `SRUN_CPUS_PER_TASK`.)
+#   others. (Since Slurm 22.05 `srun` no longer takes this number from the job file: `launch.sh` passes it on
+#   in `SRUN_CPUS_PER_TASK`.)
 # - `--time=00:20:00` is the limit in hours:minutes:seconds, after which the job is ended.
 # - `--output=%x-%j.out` names the file for all that is printed: `%x` stands for the job's name and `%j` for
 #   its number. Errors go to the same file unless `--error` names another one.
@@ -567,13 +574,13 @@ print(course_file("../sbatch/first_job.sbatch").read_text())
 # | | with torchrun, as in this course | with srun alone |
 # |---|---|---|
 # | tasks per node | 1 | as many as GPUs |
-# | who starts the processes | srun starts one torchrun per node, and this starts one process per GPU | srun |
+# | who starts the processes | srun starts one torchrun per node, which starts one process per GPU | srun |
 # | where a process finds its rank | `RANK`, `LOCAL_RANK`, `WORLD_SIZE` | `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NTASKS` |
 # | which GPUs a process sees | all of its node; the local rank chooses | with `--gpus-per-task=1` only its own, which is then `cuda:0`; with `--gpu-bind=none` in addition all |
 #
-# On several nodes the torchrun processes also have to find each other. They meet at an address, the first
-# node's name and a port. A job file can find both out, because Slurm sets variables such as
-# `SLURM_JOB_NODELIST` and `SLURM_JOB_ID` for it:
+# On several nodes the torchrun processes also have to find each other. They meet at an address, which
+# consists of the first node's name and a port. A job file can work out both, because Slurm sets variables
+# such as `SLURM_JOB_NODELIST` and `SLURM_JOB_ID` for it:
 #
 # ```sh
 # head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -582,16 +589,16 @@ print(course_file("../sbatch/first_job.sbatch").read_text())
 #
 # ### Mend a job file
 #
-# Here is a job file such as people hand to each other. It is meant to run `train.py` in eight processes on
-# two nodes with four GPUs each. None of its faults makes `sbatch` refuse it.
+# Here is a job file of the kind that people pass on to each other. It is meant to run `train.py` in eight
+# processes on two nodes with four GPUs each. None of its faults makes `sbatch` refuse it.
 
 # %% tags=["nbval-check-output"]
 print(BROKEN)
 
 # %% [markdown]
-# What would it start? `rehearse(text, nodes, tasks_per_node)` runs a job file here, with stand-ins for
-# `srun` and `torchrun` that only write down each start. Suppose that Slurm grants the nodes n12 and n31.
-# Predict how many torchruns start in all, and on which nodes: with the file as it is, and with `srun` in front
+# What would it start? `rehearse(text, nodes, tasks_per_node)` runs a job file here, with stand-ins for `srun`
+# and `torchrun` that only write down each start. Suppose that Slurm grants the nodes n12 and n31. Predict how
+# many torchruns start in all, and on which nodes, first with the file as it is, and then with `srun` in front
 # of `torchrun`.
 
 # %% tags=["nbval-check-output"]
@@ -607,8 +614,8 @@ print("they look for one another at", starts[0].words[-2].partition("=")[2])
 # %% [markdown]
 # The file as it is starts one torchrun on the first node, which waits in vain for a second one. With `srun`
 # there are eight torchruns, one for each of the four tasks on each node, and each of them is told to start
-# four processes: 32 processes for 8 GPUs. And they would all look for g07, a node of the job that somebody
-# had when the file was written.
+# four processes: 32 processes where eight were meant. And all of them would look for g07, a node of some
+# earlier job for which the file was written.
 #
 # Mend the file. Copy its text into your function and change it there. The check reads the `#SBATCH` lines as
 # Slurm does, rehearses the rest on nodes of its own choice, and names the first fault that is left.
@@ -620,9 +627,10 @@ from manyhands.first_job.job_text import mended_job
 check.mended_job(mended_job)
 
 # %% [markdown]
-# Where do two such jobs meet, and does the file really start eight processes that know who they are? The next
-# cell rehearses it for two job numbers. Then `run_here` runs it with the real torchrun, twice on this machine,
-# which stands in for both nodes. In place of a training program there is one that says its name.
+# Where do the processes of each job meet, and does the file really start eight processes that know who they
+# are? The next cell rehearses your file for two job numbers. Then `run_here` runs the file with the real
+# torchrun, which is started twice on this machine, once for each node. In place of `train.py` it starts a
+# program that only prints its rank.
 
 # %%
 program = r"""
@@ -641,27 +649,28 @@ if check.ready("0.4"):
         print(late)
 
 # %% [markdown]
-# Both nodes of a job meet at its first node, and the two jobs do not meet each other. In the real run two
-# torchruns have found each other, and have numbered eight processes from 0 to 7 and on each node from 0
+# Both nodes of a job meet at its first node, and the two jobs do not meet each other. In the real run the two
+# torchruns found each other, and numbered the eight processes from 0 to 7, and those of each node from 0
 # to 3. (If the cell shows something else, this machine lacks what your file uses, such as the GPUs that
 # `--nproc-per-node=gpu` counts.) In lesson 06 you write the arguments of torchrun yourself. The job files of
 # this course leave all this to `launch.sh`.
 #
-# Two things a job file of this course does not say: which account pays, and what the queue with the GPUs is
-# called. They differ from site to site, and stand in one file, `sbatch/site.env`. README's section ["On a
-# cluster"](../README.md#on-a-cluster) says how to write it, and section 9 lets you try it on an imaginary
-# site.
+# A job file of this course does not say two things: which account pays, and what the queue with the GPUs is
+# called. Both differ from site to site, so they are kept in one file, `sbatch/site.env`. The README's section
+# ["On a cluster"](../README.md#on-a-cluster) says how to write it, and section 9 lets you try it on an
+# imaginary site.
 
 # %% [markdown]
 # ## 8. Submit, watch, read the report
 #
-# How much of the hardware that a job was given does it use? The next cell writes your functions that passed
-# their checks to `mine/first_job.py`, and submits this lesson's job, which uses your `fit_power_law`: the
-# training runs of section 1, as a program of their own. Where there is Slurm, the job goes into the queue;
-# otherwise it simply starts. `ranks=1` asks for a single process, **whatever the job was granted**.
+# How much of the hardware that a job is granted does the job really use? The next cell writes your functions
+# that passed their checks to `mine/first_job.py`, and submits this lesson's job, which repeats the training
+# runs of section 1 as a program of its own and fits the line with your `fit_power_law`. Where there is Slurm,
+# the job goes into the queue; otherwise it simply starts. `ranks=1` asks for a single process, **whatever the
+# job was granted**.
 #
-# While the job runs you see its state, what the rank prints, and how many networks have been trained. The
-# curve shows the error of each network, and it falls because later networks get more images. The stop
+# While the job runs you see its state, what the rank prints, and how many networks have been trained. Each
+# point of the error plot is one network, and the points fall because later networks get more images. The stop
 # button ends the job after the current training run, and all finished results are kept.
 
 # %%
@@ -678,8 +687,8 @@ if check.ready("0.3"):
 # GPUs: that takes four processes. This is the most common waste on shared machines, and no error message
 # tells you about it.
 #
-# So how much was used? Twice a second the job recorded how busy each rank's device was. Your function turns
-# these samples into the hours charged and used.
+# So how much was used? Twice a second the job recorded how busy each rank's device was. (On a machine without
+# GPUs this device is a CPU core.) Your function turns these samples into the hours charged and used.
 
 # %% exercise="device_hours" todo="0.5" minutes=10 difficulty=2 points=1
 from manyhands.first_job.planning import device_hours
@@ -746,7 +755,7 @@ if check.ready("0.3", "0.5"):
     figures.show(figure, "Busy cores of each rank over time, for a job with 1 rank and with more.")
 
 # %% [markdown]
-# The formula's value assumes that every rank keeps one core busy from beginning to end, so it is an upper
+# The printed "at most" assumes that every rank keeps one core busy from beginning to end, so it is an upper
 # bound. The measured shares come near it on a quiet machine and stay well below it if other programs use the
 # same cores, so compare the two jobs with each other. With one rank the other cores have no work from the
 # first second to the last. On a quiet machine more ranks use more of the granted cores and finish the
@@ -776,6 +785,7 @@ print(SITE)
 # - The `*` marks the partition that you get if you name none. It is not part of the name.
 # - **GRES** (generic resources) are the special devices of a node: here the kind of GPU, and how many of
 #   them.
+# - `module load` makes software that the site has installed, such as a version of CUDA, available in a shell.
 # - A shell assignment has no spaces around `=`, and `export` makes the variable visible to `sbatch`.
 
 # %% exercise="site_file" todo="0.6" minutes=10 difficulty=2 points=1
@@ -832,7 +842,7 @@ check.summary()
 # <details><summary>A course asks its readers to comment out 75 lines of the training script, run the rest on the login node to download the data, and put the lines back. What can go wrong, and what would be better?</summary>
 #
 # The lines that were put back may not be those that were taken out, and then the program that trains is not
-# the one that was tested. Each further data set asks for the same work. A command of its own, here
+# the one that was tested. Each further data set means the same work again. A command of its own, here
 # `python scripts/prepare_data.py --data NAME`, downloads the data and leaves the training script alone; the
 # job that finds no data names this command.
 # </details>

@@ -12,6 +12,9 @@
 #
 # Here the model is a straight line. It has only two parameters, so you can see the whole loss and the path
 # that you take through it.
+#
+# The gradient and the loop of gradient descent, which you know from PyTorch, are given. The first exercise,
+# 1.3, asks when that loop fails.
 
 # %%
 from collections.abc import Callable, Iterator
@@ -32,7 +35,7 @@ print(f"torch {torch.__version__}, one process on the CPU, no data to fetch")
 # ## 1. A line and its loss
 #
 # What does the loss of a model look like? To see one, take 100 points around the line $y = 2x - 1$, with
-# noise added. They are generated here, the same each time, so you know what should come out.
+# noise added. They are generated here with a fixed seed, so you know which line should come out.
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
@@ -55,7 +58,7 @@ for line in ([0.0, 0.0], [2.0, -1.0], [2.0, 0.0]):
 
 # %% [markdown]
 # The true line has a loss of 0.28 and not 0, because no line goes through all the points. Since there are
-# only two parameters, the loss of every line in sight can be computed and drawn like a map. Look for the
+# only two parameters, the loss can be computed for a whole grid of lines and drawn like a map. Look for the
 # lowest point and for the shape around it.
 
 # %%
@@ -112,8 +115,8 @@ assert torch.allclose(by_hand, parameters.grad)
 
 # %% [markdown]
 # Both are negative at $w = b = 0$, so the loss falls when either parameter grows. At the lowest point both
-# are zero. Read the function once more: what does this say about the errors of the best line? And is their
-# mean zero at the true line, $w = 2$ and $b = -1$, as well?
+# are zero. Read the function once more: what do two derivatives of zero say about the errors $w x + b - y$ of
+# the best line? And is the mean error zero at the true line, $w = 2$ and $b = -1$, as well?
 
 # %%
 mean_error = None  # your number: the mean error of the best line
@@ -128,18 +131,18 @@ for name, (w, b) in {"best line": best, "true line": torch.tensor([2.0, -1.0])}.
 print(f"you said {mean_error} for the mean error of the best line")
 
 # %% [markdown]
-# The two numbers are half of the two derivatives, so at the best line both are zero, up to rounding: its
-# errors cancel, and they cancel as well when each is weighted by its $x$. At the true line neither is zero,
-# because the noise in these 100 points does not cancel exactly. Gradient descent finds the line of the
-# samples that it is given.
+# The two numbers printed for each line are half of the two derivatives, so at the best line both are zero, up
+# to rounding: its errors cancel, and they also cancel when each is weighted by its $x$. At the true line
+# neither is zero, because the noise in these 100 points does not cancel exactly. Gradient descent finds the
+# best line for the samples that it is given, not the true line.
 
 # %% [markdown]
 # ## 3. Gradient descent
 #
 # How does the gradient lead to the lowest point? Go against it, a little at a time. The **learning rate**
-# sets how far: each step subtracts the learning rate times the gradient. In code this lesson calls it
-# `rate`. At the lowest point the gradient is zero, so the descent stops when the gradient is short enough,
-# and in any case after a given number of steps.
+# sets how far: each step subtracts the learning rate times the gradient. In the code of this lesson it is
+# called `rate`. At the lowest point the gradient is zero, so the descent stops when the norm of the gradient
+# is small enough, and in any case after a given number of steps.
 
 # %% show="true"
 from manyhands.gradient_descent.descent import descend
@@ -159,8 +162,9 @@ print(
 #
 # Look at the condition for stopping. Many programs have another one: they stop when a **step** has become
 # shorter than the tolerance, since then hardly anything moves. A step is the learning rate times the
-# gradient, so this rule compares the gradient with tolerance / rate. Predict: with a learning rate of 0.01
-# and a tolerance of 0.001, how many times the tolerance is the gradient at which this rule stops?
+# gradient, so this rule compares the gradient with the tolerance divided by the learning rate. Predict: with
+# a learning rate of 0.01 and a tolerance of 0.001, how many times as large as the tolerance is the gradient
+# when this rule stops?
 
 # %%
 times = None  # your number
@@ -178,13 +182,15 @@ for rate in (0.1, 0.01):
 score("gradient / tolerance", times, 100, gradient(path[-1], x, y).norm().item() / 1e-3)
 
 # %% [markdown]
-# The smaller learning rate stops **farther** from the lowest point, and only because its steps are short.
-# That is why `descend` looks at the gradient. The same mistake is easy to make by eye: when you lower the
-# learning rate of a training run, its curve becomes flat, and looks as if it had arrived.
+# With the smaller learning rate the descent stops **farther** from the lowest point, and only because its
+# steps are short. That is why `descend` looks at the gradient instead. The same mistake is easy to make by
+# eye: when you lower the learning rate of a training run, its loss curve becomes flat, and the run looks as
+# if it had arrived.
 #
 # ### How fast may you go?
 #
-# A larger learning rate needs fewer steps, but only up to a point. Try some, and watch the number of steps.
+# A larger learning rate needs fewer steps, but only up to a point. Try some learning rates, and watch the
+# number of steps.
 
 # %%
 for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
@@ -213,8 +219,8 @@ from manyhands.gradient_descent.descent import largest_rate
 check.largest_rate(largest_rate)
 
 # %% [markdown]
-# The Hessian of this loss contains neither $w$ and $b$ nor $y$, because the loss is a parabola and the
-# second derivatives of a parabola are the same everywhere.
+# The Hessian of this loss contains none of $w$, $b$ and $y$, because the loss is a parabola in every
+# direction and the second derivatives of a parabola are the same everywhere.
 #
 # Now test learning rates 2 % below and 2 % above your limit. Below it, the distance to the lowest point
 # should shrink. Above it, each step should multiply the distance across the valley by $|1 - r h|$, which is
@@ -269,9 +275,9 @@ if check.ready("1.4"):
         print(chosen.tolist())
 
 # %% [markdown]
-# Each number comes once, and the last batch is smaller. Now write the loop over batches. How a step is made
-# from a gradient is left open: the step is passed in as a function, so that you can try another kind of
-# step later without a new loop. The plain step is
+# Each number comes exactly once, and the last batch is smaller. Now write the loop over batches. How a step
+# is made from a gradient is left open: the step is passed in as a function, so that you can try another kind
+# of step later without a new loop. The plain step is
 #
 # ```python
 # def step(parameters, slope):  # the slope is the gradient of a batch
@@ -359,10 +365,10 @@ if check.ready("1.4", "1.5"):
         print(f"after {samples:4} samples {told}. Lowest: {lowest}, you said {said}")
 
 # %% [markdown]
-# Per sample, small batches get down much faster at first, because they take many more steps. Later, the
-# curve of single samples stays above the curve of batches of 10, because its steps keep jumping. (A smaller
-# learning rate towards the end calms such steps, which is why most training runs let the learning rate
-# fall.)
+# Per sample looked at, small batches bring the loss down much faster at first, because they take many more
+# steps. Later, the curve of single samples stays above the curve of batches of 10, because its steps keep
+# jumping. (A smaller learning rate towards the end calms such steps, which is why most training runs let the
+# learning rate fall.)
 #
 # So why would anyone use large batches? Because a processor works on the samples of a batch **at the same
 # time**, and many processors can work on even more. What counts then is the number of steps, not the number
@@ -412,7 +418,7 @@ if check.ready("1.6"):
 #
 # ### With replacement or without?
 #
-# Your function drew its batches **with** replacement: a sample could come twice. The rule $V / M$ is about
+# Your function drew its batches **with** replacement: a sample could come twice. The rule $V / M$ holds for
 # this case. But training draws **without** replacement, and then a batch of all 100 samples has no noise at
 # all. For $M$ of $N$ samples the formula then has one more factor, $\frac{N - M}{N - 1}$. Where do the two
 # curves separate?
@@ -455,12 +461,12 @@ if check.ready("1.4", "1.6"):
 # ### How low does the noise let you get?
 #
 # What happens if a descent **begins** at the lowest point? With all samples nothing happens, because the
-# gradient there is zero. But the gradient of a batch is not zero there, so each step is thrown some way
-# off. The farther off it is, the more strongly the slope pulls back, and at some height above the lowest
-# loss the two balance. A step with the learning rate $r$ adds about $r^2 V / M$ to the squared distance,
-# and the pull of the slope takes away a share of it that is proportional to $r$. So the height should be
-# proportional to $r V / M$. (For small learning rates the full calculation gives $r V / 4 M$, where $V$ is
-# the variance of a single sample's gradient at the lowest point.)
+# gradient there is zero. But the gradient of a batch is not zero there, so each step throws the parameters
+# some way off. The farther off they are, the more strongly the slope pulls them back, and at some height
+# above the lowest loss the two effects balance. A step with the learning rate $r$ adds about $r^2 V / M$ to
+# the squared distance, and the pull of the slope takes away a share of it that is proportional to $r$. So the
+# height should be proportional to $r V / M$. (For small learning rates the full calculation gives
+# $r V / 4 M$, where $V$ is the variance of a single sample's gradient at the lowest point.)
 #
 # The next cell measures the mean height over many steps. To be close to drawing with replacement, it draws
 # its batches from 1,000 samples, which are the same 100 points ten times. Predict two ratios: by what
@@ -503,8 +509,8 @@ if check.ready("1.4", "1.5"):
 # to get rid of noise. Second, if you make the batch $k$ times as large, you may make the learning rate $k$
 # times as large and keep about the same noise. This is the linear rule, which lesson 07 tests. The figure
 # also shows why the rule has to end somewhere: the point with the largest learning rate (batch 4, on the
-# right) lies well above the line, because near the limit of section 3 a step overshoots and magnifies the
-# noise.
+# right) lies well above the line, because the closer the learning rate comes to the limit of section 3, the
+# more a step overshoots and magnifies the noise.
 
 # %% [markdown]
 # ## 6. Momentum (optional)
@@ -547,8 +553,9 @@ if check.ready("1.4", "1.5", "1.7"):
     )
 
 # %% [markdown]
-# They do. The path with momentum swings across the valley at first, because there the gradients alternate,
-# and then its steps along the valley grow as long as those of the learning rate 0.1.
+# The two paths do end at about the same place. The path with momentum swings across the valley at first,
+# because there the gradients alternate, and then its steps along the valley grow as long as those of the
+# learning rate 0.1.
 
 # %% [markdown]
 # ## 7. Turn the knobs
@@ -614,9 +621,9 @@ if check.ready("1.4", "1.5"):
     figures.show(figure, "Three paths: above the limit, single samples, and much momentum.")
 
 # %% [markdown]
-# On the left the learning rate is above the limit, and the path leaves the picture. In the middle single
-# samples with half of the learning rate 0.1 jump about half as far. On the right, if you have written
-# `Momentum`, momentum 0.95 carries the path past the lowest point, and it swings around it. Where the
+# On the left the learning rate is above the limit, and the path leaves the picture. In the middle, single
+# samples with a learning rate of 0.05 jump about half as far as they did with 0.1. On the right, if you have
+# written `Momentum`, momentum 0.95 carries the path past the lowest point, and it swings around it. Where the
 # notebook has widgets, you can now turn the knobs yourself:
 
 # %%

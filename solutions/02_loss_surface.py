@@ -6,7 +6,8 @@
 # # 02 Loss surfaces
 #
 # The loss of a line was a single bowl, and every way down led to the same place. Is the loss of a real
-# network anything like that? And does it matter in which solution a training ends?
+# network anything like that? And does it matter at which solution, that is with which weights, a training run
+# ends?
 #
 # You cannot look at a surface over thousands of parameters, but you can cut through it along a line or a
 # plane. Each point of such a picture is a whole network, and there are hundreds of points: a good reason to
@@ -54,8 +55,8 @@ print(network)
 print(f"{sum(p.numel() for p in network.parameters()):,} parameters; the line had 2")
 
 # %% [markdown]
-# In this lesson the **loss** is a function without arguments, which computes the loss of the network with
-# the parameters that the network has at that moment. The parameters are a list of tensors.
+# In this lesson the **loss** is a function without arguments, which returns the loss of the network for the
+# parameters that it has at that moment. The parameters are a list of tensors.
 
 
 # %%
@@ -91,9 +92,9 @@ check.slice_between(slice_between)
 # %% [markdown]
 # ### Not a bowl
 #
-# Take the trained network and write its 64 hidden units down in another order, with all their weights. That
-# is another point in the space of parameters but the very same function, because the units' outputs are
-# only added up in another order.
+# Take the trained network and list its 64 hidden units in another order, each with all its weights. The
+# result is another point in the space of parameters but the very same function, because the units' outputs
+# are only added up in another order.
 #
 # Now walk in a straight line from the one point to the other. If the loss were a bowl (**convex**, in
 # mathematics), the loss half way would be **at most** that of the ends. What do you expect?
@@ -163,10 +164,10 @@ if check.ready("2.1", "2.2"):
 # ## 2. The neighbourhood of a solution
 #
 # What does the loss look like around a solution? Choose two random directions, and draw the loss over the
-# plane that they span. How long should a direction be? The weights of one layer may be ten times as large
-# as those of another, so a step of one length would hardly touch the first and wreck the second. That is
-# why each **filter** (the weights that compute one output) is scaled on its own: distance 1 moves a filter
-# by a distance equal to its norm.
+# plane that they span. How long should a direction be? The weights of one layer may be ten times as large as
+# those of another, so a step of the same length in both would hardly change the first and would wreck the
+# second. That is why each **filter** (the weights that compute one output) is scaled on its own: distance 1
+# moves a filter by a distance equal to its norm.
 
 # %% exercise="random_direction" todo="2.3" minutes=15 difficulty=2 points=2
 from manyhands.loss_surface.surface import random_direction
@@ -177,10 +178,11 @@ check.random_direction(random_direction)
 # %% [markdown]
 # ### Deep networks, with skips and without
 #
-# The networks to compare have 30 layers with weights: 29 convolutions and a linear layer at the end. One
-# kind has **skip connections**, which carry the input of each pair of convolutions past the pair and add it
-# to the pair's output. In the other kind the skip connections are removed. All else is the same, even the
-# first weights. The course's `resnet.ResNet` is a row of such blocks:
+# The networks to compare have 30 layers with weights: 29 convolutions and a linear layer at the end. One kind
+# has **skip connections**, which carry the input of each pair of convolutions past the pair and add it to the
+# pair's output. In the other kind the skip connections are removed. All else is the same, even the first
+# weights. A pair of convolutions, with or without a skip connection, is a **block**, and the course's
+# `resnet.ResNet` is mostly a row of blocks:
 
 # %% show="true"
 from manyhands.models.resnet import Block
@@ -223,9 +225,9 @@ for (skip, seed), model in sorted(networks.items(), key=skips_first):
 # The networks without skips are much harder to train: the same recipe leaves them far behind. Does the
 # surface show why?
 #
-# (One detail: these networks have batch norms, which scale by a mean and a variance and keep averages of
-# both from training. Away from the solution those averages are wrong, so from here on each norm uses the
-# batch at hand.)
+# (One detail: these networks have batch norms, which normalise by a mean and a variance and keep running
+# averages of both during training. Away from the solution those averages are wrong, so from here on each norm
+# uses the batch at hand.)
 
 # %%
 for model in networks.values():
@@ -240,8 +242,8 @@ for model in networks.values():
 #
 # ![Nine points of a plane are dealt out to two ranks; each rank has a table with its own losses, and zeros for those of the other; an all-reduce adds up both tables, and then both ranks have all nine losses](figures/loss_surface_grid.svg)
 #
-# One way to put them together: each rank has a table with zeros wherever another rank is at work, so the
-# sum of all tables is the whole picture. `dist.all_reduce(table)` adds up the tables of all ranks, and
+# How can the results be put together? Each rank has a table with zeros wherever another rank is at work, so
+# the sum of all tables is the whole picture. `dist.all_reduce(table)` adds up the tables of all ranks, and
 # afterwards each rank holds the sum. (Lesson 04 builds this function. Like every collective, it has to be
 # called by **all** ranks; if one is missing, the others wait for it.)
 #
@@ -257,7 +259,7 @@ check.surface(surface)
 
 
 # %% [markdown]
-# Draw one network's picture with one rank, and then with two. How many times faster will two ranks be?
+# Draw one network's picture with one rank, and then with two. How many times as fast will two ranks be?
 
 # %%
 speedup = None  # your number
@@ -291,10 +293,10 @@ if check.ready("2.1", "2.3", "2.4"):
     print("both pictures are equal bit for bit, and the point in the middle is the trained loss")
 
 # %% [markdown]
-# The work is cut into nearly equal parts and there is one message at the end, so two ranks take about half
-# the time, if two cores are free for them. That the numbers are the same,
-# bit for bit, is worth a line of code, because this is the first test of everything that you will make
-# parallel.
+# The work is cut into nearly equal parts and there is only one message at the end, so two ranks take about
+# half the time, if two cores are free for them. (A number above 2 means that something else slowed down the
+# single rank.) Checking that the numbers are the same, bit for bit, is worth a line of code, because this is
+# the first test of everything that you will make parallel.
 #
 # Now draw the other pictures. How deep is the valley around each kind of network?
 
@@ -309,13 +311,14 @@ if check.ready("2.1", "2.3", "2.4"):
     )
 
 # %% [markdown]
-# Blue is low, yellow is high. In the upper row both networks share one logarithmic scale, and in the lower
-# row each has the loss itself, in a scale of its own. With skips there is a deep funnel. Without them there
-# is only a shallow dish, because training stopped at a loss far above the funnel's bottom. (The corners
+# Blue is low, yellow is high. In the upper row both networks share one logarithmic scale; the lower row shows
+# the loss itself, with a scale of its own for each network. With skips there is a deep funnel. Without them
+# there is only a shallow dish, because training stopped at a loss far above the funnel's bottom. (The corners
 # come from the coarse grid: between two points the picture is a straight line.)
 #
 # Two networks of each kind are a hint, not a result. The job of this lesson takes more networks and a finer
-# grid. Here is what it gave, stored with the course. What does the finer grid show that yours did not?
+# grid. Here is the result of one such job, stored with the course. What does the finer grid show that yours
+# did not?
 
 # %%
 stored = storage.stored("loss_surface", "networks")
@@ -330,18 +333,19 @@ figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and 
 
 # %% [markdown]
 # What may you conclude? On these data, at this depth and with this recipe, the networks without skips ended
-# at higher losses and with far more mistakes, and the loss around them is bumpy. The pictures do **not**
-# show that the bumps are the cause. They show two dimensions out of about 17,000, and a network that is
-# trained longer ends at another place with other surroundings. Li et al. (2018), who introduced the
-# filter-wise directions, saw the same change with 56 layers and more, and much less of it with 20.
+# at higher losses and with far more mistakes, and on the finer grid the loss around them is clearly bumpy.
+# The pictures do **not** show that the bumps are the cause. They show two dimensions out of about 17,000, and
+# a network that is trained longer ends at another place with other surroundings. Li et al. (2018), who
+# introduced the filter-wise directions, saw the same change with 56 layers and more, and much less of it with
+# 20.
 
 # %% [markdown]
 # ## 3. How rough is it? (optional)
 #
 # The lower row of the figure gives an impression of the bumps, but only numbers can be compared. Walk over
 # the surface along a row or a column: in a single valley you only go down and then up, and every further up
-# and down makes the walk longer. **Roughness** says by how much, on the loss itself and not on its
-# logarithm.
+# and down makes the walk longer. **Roughness** says how much longer, measured on the loss itself and not on
+# its logarithm.
 
 # %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
 from manyhands.loss_surface.surface import roughness
@@ -364,18 +368,21 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
         print(f"{name:13} {len(rough)} stored networks: {told}")
 
 # %% [markdown]
-# In the stored run the surroundings of every network without skips are rougher than those of any network
-# with skips. Two pictures on a coarse grid, as yours are, say less: a grid of 11 points misses many bumps.
+# In the stored run the surroundings of every network without skips are rougher than those of any network with
+# skips. Two pictures of each kind on a coarse grid, such as yours, say less: a grid of 11 points misses many
+# bumps.
 
 # ## 4. Flat and sharp
 #
 # How do you measure whether a minimum is flat or sharp? Lesson 01 found the steepest direction of a line's
-# loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row and a column for
-# each parameter. For the network of section 1 that is $4810 \times 4810$, and the Hessian of a large model
-# is too large to store. But its largest eigenvalue can be found without writing the matrix down. All it
-# takes is the gradient of a gradient, which autograd can compute: `torch.autograd.grad(...,
-# create_graph=True)` gives gradients that can be differentiated once more. This largest eigenvalue is
-# called the **sharpness** of a minimum: how fast the loss curves up in the steepest direction.
+# loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row and a column for each
+# parameter. For the network of section 1 that is $4810 \times 4810$, and the Hessian of a large model is too
+# large to store. But its largest eigenvalue can be found without writing the matrix down: multiply a random
+# vector by the Hessian again and again, and its direction turns to the steepest one (**power iteration**).
+# Each product takes only the gradient of a gradient, which autograd can compute:
+# `torch.autograd.grad(..., create_graph=True)` gives gradients that can be differentiated once more. At a
+# minimum this largest eigenvalue is called the **sharpness**: it says how strongly the loss curves up in the
+# steepest direction.
 
 # %% exercise="sharpness" todo="2.6" minutes=15 difficulty=3 points=2
 from manyhands.loss_surface.surface import sharpness
@@ -475,16 +482,16 @@ if check.ready("2.6"):
     print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {measured:.2f}")
 
 # %% [markdown]
-# Without weight decay the claim seems to hold: small batches end in a place about three times flatter, and
-# make fewer mistakes. But they took four times as many steps, so their training loss is lower as well,
-# about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of cross-entropy
-# vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So part of the factor
-# says nothing about batches.
+# Without weight decay the claim seems to hold: the networks of small batches end in places with about a third
+# of the sharpness, and make fewer mistakes. But they took four times as many steps, so their training loss is
+# lower as well, about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of
+# cross-entropy vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So part of
+# the factor says nothing about batches.
 #
 # ### At equal training loss
 #
-# The training kept a copy of each network when its training loss fell below 0.2, 0.1, 0.06 and 0.04.
-# Predict the same ratio at a training loss of 0.04:
+# The training kept a copy of each network when its training loss fell below 0.2, 0.1, 0.06 and 0.04. Predict
+# the ratio of the two sharpnesses again, now at a training loss of 0.04:
 
 # %%
 at_equal_loss = None  # your number
@@ -514,19 +521,20 @@ if check.ready("2.6"):
     figures.show(figure, "Sharpness falls with the training loss; larger batches stay sharper.")
 
 # %% [markdown]
-# Training goes from left to right, and both curves fall from the first point to the last: the lower the
-# loss, the flatter the place, for either batch size. What remains at equal loss is a smaller factor, about 2.
-# This fits the claim of Keskar et al.: the noise of small batches leads to flatter places. (In lesson 01 the
-# noise went with the ratio of learning rate and batch size, which for the small batches is 40 times as large
-# here.) But look at the test errors at equal loss: the networks of large batches are about twice as sharp,
-# and still make about as many mistakes as those of small batches, at some losses even a few fewer.
+# Training goes from left to right, and both curves end well below where they began: for either batch size, a
+# place with a lower loss is on the whole a flatter one. What remains at equal loss is a smaller factor,
+# about 2. This fits the claim of Keskar et al.: the noise of small batches leads to flatter places. (In
+# lesson 01 the noise depended on the ratio of learning rate to batch size. Here this ratio is 40 times as
+# large for the small batches.) But look at the test errors at equal loss: the networks of large batches are
+# about twice as sharp, and still make about as many mistakes as those of small batches, at some losses even a
+# few fewer.
 #
 # ### What weight decay changes
 #
-# Weight decay is the other way to equal losses, because it keeps all four kinds of networks from growing
-# their weights until the loss is tiny. The next figure shows the loss on the line from the small-batch
-# solution (at 0) to the large-batch solution (at 1). "Apart" is the length of that line, in the same unit
-# as the length of the weights. How high do the two solutions lie?
+# Weight decay is another way to equal losses, because with it the weights of a network cannot grow until the
+# loss is tiny, whatever the batch size. The next figure shows the loss on the line from the small-batch
+# solution (at 0) to the large-batch solution (at 1). In the titles, "apart" is the length of that line, in
+# the same unit as the length of the weights. How high do the two solutions lie?
 
 # %%
 if check.ready("2.1", "2.2", "2.6"):
@@ -554,7 +562,7 @@ if check.ready("2.1", "2.2", "2.6"):
 # %% [markdown]
 # On the left, beyond the large-batch solution (to the right of 1), the loss rises faster than beyond the
 # small-batch one. On the right, with weight decay, both solutions lie almost equally high. There, as the
-# table says, the small-batch solution is almost three times **sharper** than it was without, and the
+# table above says, the small-batch solution is almost three times **sharper** than it was without, and the
 # sharper one of the two, from large batches, again makes **fewer** mistakes.
 #
 # (Three warnings. On the left the large-batch solution is not quite a minimum, since the loss still falls
@@ -589,14 +597,14 @@ if check.ready("2.1", "2.3", "2.4"):
 # Compare the columns, and then the rows. The two batch sizes look much alike: their contours have nearly the
 # same shape, and without weight decay the small-batch solution only lies deeper. Weight decay changes more,
 # and the widest basin of all belongs to small batches with weight decay. If wide basins were better, this
-# one would have the fewest mistakes. In our run its title shows the most.
+# network would make the fewest mistakes. In our run it makes the most, as its title says.
 #
 # ### Does the sharpness decide how good a solution is?
 #
 # This can be settled in two minutes. Multiply the first layer of a network by 8, its biases too, and divide
-# the weights of the second layer by 8. A ReLU lets a positive factor through, so the function stays the
-# same, bit for bit (8 is a power of two, which floats divide by exactly). Does the sharpness stay the same
-# too?
+# the weights of the second layer by 8. A ReLU lets a positive factor through, so the function stays the same,
+# bit for bit (8 is a power of two, so floats can be multiplied and divided by it exactly). Does the sharpness
+# stay the same too?
 
 # %%
 if check.ready("2.1", "2.3", "2.6"):
@@ -626,10 +634,10 @@ if check.ready("2.1", "2.3", "2.6"):
 # ## 5. Run it as a job
 #
 # The job trains networks of both kinds and draws their surfaces with your `random_direction` and `surface`
-# (and `roughness`, if you have written it). All ranks work together on each picture. Here the job is small: one network of each kind with
-# 18 layers, half the training, a coarse grid. The stored run above shows how to ask for more. The
-# last cell shows the pictures, which are in the run's folder as `surfaces.png`. They are coarser
-# than those above, since the grid has fewer points.
+# (and `roughness`, if you have written it). All ranks work together on each picture. Here the job is small:
+# it takes one network of each kind with 18 layers, half as many epochs, and a coarse grid. The command of the
+# stored run in section 2 shows how to ask for more. The last cell shows the pictures, which are in the run's
+# folder as `surfaces.png`. They are coarser than those above, since the grid has fewer points.
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
@@ -650,7 +658,7 @@ check.summary()
 # You can now
 #
 # - cut through the loss of any network along lines and planes, and come back to the same bits,
-# - show that a network's loss is no bowl,
+# - show that a network's loss is not a bowl,
 # - deal out the points of a picture to ranks, put them together, and check that the numbers are the same,
 # - compute the largest eigenvalue of a Hessian that is too large to write down,
 # - compare sharpness at equal training loss, and say what is doubtful about "flat minima are better".

@@ -5,12 +5,13 @@
 # %% [markdown]
 # # 03 Batch size
 #
-# With more processors you can look at more samples in the same time, so each step can have a larger batch.
+# With more processors you can train on more samples in the same time, so each step can use a larger batch.
 # Does that make training faster?
 #
 # The answer has two halves. **How many samples per second** does a batch size allow? And **how many steps**
-# does training need with it? The first half depends on the machine, the second on the task. In this lesson
-# you measure both, and then you predict, from gradients alone, the largest batch that is worth its price.
+# does training need with it? The first answer depends on the machine, and the second on the task. In this
+# lesson you measure both, and then you predict, from gradients alone, the largest batch that is worth its
+# price.
 #
 # ![The batch size sets how many images per second the machine trains on, and how many steps the task needs to reach its target; both together give the time to the target](figures/batch_size_halves.svg)
 
@@ -50,12 +51,13 @@ print(f"torch {torch.__version__}; everything here runs on the CPU")
 print(data.note)
 
 # %% [markdown]
-# The task is lesson 00's: which digit does a picture show? The network is small, with one hidden layer of
-# 32 units, trained by plain stochastic gradient descent. `Training` holds all of it: `step()` trains on the
-# next batch, and `accuracy()` gives the share of the 324 **validation** images that are classified
-# correctly. These were taken out of the training images, because the whole lesson chooses learning rates
-# and stopping points by them. A number by which something was chosen is too good to be believed, so the
-# 500 test images stay untouched.
+# The task is lesson 00's: which digit does a picture show? The network is a small **multilayer perceptron**
+# (MLP) with one hidden layer of 32 units, and it is trained by plain stochastic gradient descent. A
+# `Training` object holds the data and the network: `step()` trains on the next batch, and `accuracy()` gives
+# the share of the 324 **validation** images that are classified correctly. These images were taken out of the
+# training images, because this lesson chooses learning rates and stopping points by the accuracy on them. An
+# accuracy that was used for a choice looks better than it is, so the 500 test images stay untouched for an
+# honest measurement.
 
 # %% tags=["nbval-check-output"]
 training = Training(data, batch=32, rate=0.4, seed=1)
@@ -67,17 +69,17 @@ print(f"after 200 steps {training.accuracy():.0%}")
 # %% [markdown]
 # ## 1. How many samples per second?
 #
-# The **throughput** is the number of samples that are trained on per second. It looks easy to measure: read
-# the clock, train, read the clock again. Three things make such numbers wrong:
+# The **throughput** is the number of samples that the machine trains on per second. It looks easy to measure:
+# read the clock, train, and read the clock again. But three things make such numbers wrong:
 #
 # - The first steps are slow, because memory is being allocated and libraries are being loaded. So **warm
 #   up** first.
 # - On a GPU a call returns at once, while the GPU still works. So wait for the GPU, **synchronise**, before
-#   you look at the clock. But do it only then. A wait after every step would keep the CPU from preparing
-#   the next step while the GPU computes, and the result would be too low. That is why a **block** of
-#   several steps is timed as a whole.
-# - Something else runs on the machine now and then, and a single slow step moves the mean. So time several
-#   blocks and take the **median**, which is barely affected.
+#   you look at the clock. But synchronise only then, because a wait after every step would keep the CPU from
+#   preparing the next step while the GPU computes, and the measured throughput would be too low. That is why
+#   a **block** of several steps is timed as a whole.
+# - Now and then another program uses the machine, and a single slow step is enough to raise the mean time. So
+#   time several blocks and take the **median**, which is barely affected by one slow block.
 
 # %% exercise="throughput" todo="3.1" minutes=10 difficulty=2 points=2
 from manyhands.batch_size.scaling import throughput
@@ -86,9 +88,9 @@ from manyhands.batch_size.scaling import throughput
 check.throughput(throughput)
 
 # %% [markdown]
-# Now measure the throughput for batch sizes from 1 to 8192. On a CPU there is nothing to wait for. If each
-# step took as long as one with a single image, batch 256 would have 256 times the throughput of batch
-# 1. How many times will it really be?
+# Now measure the throughput for batch sizes from 1 to 8192. On a CPU there is nothing to synchronise with. If
+# each step took as long as a step with a single image, the throughput would grow by a factor of 256 from
+# batch 1 to batch 256. What will the factor really be?
 
 # %%
 gain = None  # your number
@@ -124,21 +126,23 @@ if check.ready("3.1"):
     )
 
 # %% [markdown]
-# At first a batch of twice the size takes hardly more time, because most of a small step is spent on
-# starting operations. Then the processor fills up and the curve bends, until twice the batch takes about
-# twice as long and the throughput hardly grows. A GPU has more to fill than a CPU core, so its curve bends
-# later, but it has the same shape.
+# At first a step with twice the batch takes hardly more time, because most of a small step is spent on
+# starting operations. Then the processor fills up and the curve bends, which is why batch 256 usually falls
+# well short of the ideal. In the end twice the batch takes about twice as long, and the throughput hardly
+# grows. A GPU has many more arithmetic units to fill than a CPU core, so its curve bends later, but it has
+# the same shape.
 #
-# If one processor is full, take a second one: with a batch of its own on each processor, the throughput
-# grows with the number of processors, as far as the network between them allows. So in images per second
-# the batch can grow almost without limit. Does it also save steps?
+# Once one processor is full, add a second one: with a batch of its own on each processor, the throughput
+# grows with the number of processors, as far as the network between them allows. So, as far as images per
+# second are concerned, the batch can grow almost without limit. Does a larger batch also save steps?
 
 # %% [markdown]
 # ## 2. How many steps to the target?
 #
 # How many steps does training take to reach a **target**, here 93 % of the validation images classified
-# correctly? The accuracy jumps up and down from step to step, so one good evaluation may be luck. Ask for
-# several in a row; their number is called the **patience**. In this lesson it is 2.
+# correctly? The accuracy jumps up and down from step to step, so one good evaluation may be luck. That is why
+# the target counts as reached only after several good evaluations in a row. Their number is called the
+# **patience**, and in this lesson it is 2.
 
 # %% exercise="steps_to_target" todo="3.2" minutes=15 difficulty=2 points=2
 from manyhands.batch_size.scaling import steps_to_target
@@ -158,13 +162,14 @@ if check.ready("3.2"):
 # %% [markdown]
 # ### A fair comparison
 #
-# The learning rate matters as much as the batch size. The gradients of large batches have less noise
-# (lesson 01), so they allow larger learning rates. With one learning rate for all you would only measure
-# how well it suits each batch size. That is why each batch size gets **its own best learning rate** out of
-# a grid, and each setting is tried with several seeds.
+# In this first try the large batches needed fewer steps but more images, and each batch size had a different
+# learning rate. The learning rate matters as much as the batch size: the gradients of large batches have less
+# noise (lesson 01), so they allow larger learning rates. If all batch sizes shared one learning rate, you
+# would measure only how well it suits each of them. That is why each batch size gets **its own best learning
+# rate** from a grid of learning rates, and each setting is tried with several random seeds.
 #
-# A learning rate counts as good only if **all** seeds reach the target with it. A mean over the surviving
-# seeds would favour reckless learning rates.
+# A learning rate counts as good only if **all** seeds reach the target with it, because a mean over the
+# successful seeds alone would favour reckless learning rates.
 
 # %% exercise="best_rate" todo="3.3" minutes=10 difficulty=1 points=1
 from manyhands.batch_size.scaling import best_rate
@@ -173,13 +178,14 @@ from manyhands.batch_size.scaling import best_rate
 check.best_rate(best_rate)
 
 # %% [markdown]
-# Now the sweep: 9 batch sizes, 6 learning rates, 3 seeds. Two ranks share the batch sizes, with `my_share`
-# from lesson 00. `tune` does what you would do by hand: it tries each learning rate with each seed, and
-# gives a rate up when a seed takes more than twice the steps of the best rate so far, so not all of the 162
-# trainings are needed.
+# Now run the sweep over 9 batch sizes, 6 learning rates and 3 seeds. Two ranks share the batch sizes by means
+# of `my_share` from lesson 00. The function `tune` does what you would do by hand: it tries each learning
+# rate with each seed, and it abandons a learning rate when a seed takes more than twice the steps of the best
+# learning rate so far, so not all of the 162 trainings are needed.
 #
 # Predict before you start: by which factor do the steps shrink from batch 4 to batch 8, and by which from
-# batch 64 to 128? (The "ideal" 2 is perfect scaling: twice the batch, half the steps.)
+# batch 64 to 128? (The cell calls a factor of 2 "ideal", because it would mean perfect scaling: twice the
+# batch, half the steps.)
 
 # %%
 from_4_to_8, from_64_to_128 = None, None  # your numbers: steps before / steps after
@@ -212,21 +218,23 @@ if check.ready("3.3"):
     score("from 64 to 128", from_64_to_128, 2, best[64][1] / best[128][1], word="ideal")
 
 # %% [markdown]
-# Look at the learning rates first. If the best one stands at an end of the grid, a wider grid might hold a
-# better one. Here this concerns batch 1 at most: its best rate may be the smallest of the grid, and then a
-# still smaller one might save it some steps.
+# Look at the learning rates first. If the best one is at an end of the grid, a wider grid might contain a
+# better one. Here this concerns batch 1 at most: its best learning rate may be the smallest of the grid, and
+# then a still smaller one might save some steps.
 #
-# With small batches, twice the batch needs about half the steps: the same number of images, and with enough
-# processors half the time. With large batches, twice the batch needs about as many steps as before; with
-# three seeds, the differences are mostly chance. A simple formula covers both:
+# With the smallest batches, twice the batch needs about half the steps, so it takes the same number of images
+# and, with enough processors, half the time. From batch 4 to 8 the factor may already fall short of 2, partly
+# by chance. With the largest batches, twice the batch needs almost as many steps as before, and with only
+# three seeds the remaining differences are mostly chance. A simple formula covers both ends:
 #
 # $$\text{steps} = \text{least steps} \cdot \left(1 + \frac{\text{critical batch}}{\text{batch}}\right)$$
 #
-# For a huge batch this gives the **least steps**: the gradient has no noise left, but you still have to
-# walk the way. At the **critical batch** training takes twice the least steps.
+# For a huge batch this formula gives the **least steps**: the gradient has almost no noise left, but training
+# still has to go all the way to the target. At the **critical batch** training takes twice the least steps.
 #
-# The least steps and the critical batch are what this lesson needs to know of a task: section 5 predicts
-# the critical batch, and section 7 decides with both. Fit them.
+# The least steps and the critical batch are all that this lesson needs to know about a task: section 5
+# predicts the critical batch, and section 7 uses both numbers to choose how many processors to use. Now fit
+# them to your sweep.
 
 # %% exercise="fit_steps" todo="3.4" minutes=15 difficulty=3 points=2
 from manyhands.batch_size.scaling import fit_steps
@@ -254,14 +262,15 @@ if check.ready("3.3", "3.4"):
 
 # %% [markdown]
 # Read the figure from left to right. The green part shows almost **perfect scaling**: the slope is close to
-# -1 (the formula itself has about -0.9 there). Then come **diminishing returns**, where more images in a
-# step still help, but less than they cost. The orange part is the **plateau**, where a larger batch saves
-# hardly anything. The borders, a quarter of the critical batch and four times the critical batch, are a
-# convention: where the orange part begins, training still takes 1.25 times the least steps.
+# -1 (the formula itself has a slope of about -0.9 there). Then come **diminishing returns**, where more
+# images in a step still help, but less than they cost. The orange part is the **plateau**, where a larger
+# batch saves hardly anything. The borders between them, at a quarter of the critical batch and at four times
+# the critical batch, are a convention: where the orange part begins, training still takes 1.25 times the
+# least steps.
 #
-# The same three regimes were found for nine other pairs of networks and data, up to Transformers and
-# ImageNet (Shallue et al. 2019). What differs is where the bend is: at some tens of samples here, at up to
-# many thousands there.
+# The same three regimes were found for nine other pairs of networks and data, up to Transformers and ImageNet
+# (Shallue et al. 2019). Only the position of the bend differs: it is at some tens of samples here, and at up
+# to many thousands there.
 
 # %% [markdown]
 # ## 3. The same number of epochs
@@ -304,13 +313,13 @@ if check.ready("3.3"):
 
 # %% [markdown]
 # "Large batches are less accurate", one often reads. Compare the two panels: where the validation error of a
-# large batch is high, its training error is high as well. So the network has not learnt the wrong thing. It
-# has not yet learnt enough, since in the same epochs a large batch takes fewer steps, and at some point too
-# few. This is the simplest reason for the claim. There is more to it with very large batches, where the
-# training error can be low and the validation error is still higher (lesson 02 looks at the minima that
-# such training ends in).
+# large batch is high, its training error is high as well. So the network has not learnt the wrong thing; it
+# has not yet learnt enough, because in the same number of epochs a large batch takes fewer steps, and at some
+# point too few. This is the simplest reason for the claim. With very large batches there can be another one:
+# the training error is low, and yet the validation error is higher than with small batches (lesson 02 looks
+# at the minima that such training ends in).
 #
-# Four levers can be pulled against the trouble with large batches. You will build a remedy for each of them:
+# There are four levers against the trouble with large batches, and later you will build a remedy for each:
 #
 # | lever | idea | where |
 # |---|---|---|
@@ -322,20 +331,21 @@ if check.ready("3.3"):
 # %% [markdown]
 # ## 4. Batch times replicas
 #
-# What is the batch size on several processors? Each one, a **replica**, has a copy of the model and a batch
-# of its own. Their gradients are averaged, and all take the same step. Since the loss is a mean over
-# images, the mean of the gradients of 4 batches of 8 is the gradient of one batch of 32. (Layers that mix
-# the images of a batch, such as lesson 07's batch norm, are an exception.) So what counts for the steps is
-# the
+# What is the batch size on several processors? Each processor trains a copy of the model, called a
+# **replica**, on a batch of its own. The gradients of all replicas are averaged, and all replicas take the
+# same step. Since the loss is a mean over images, the mean of the gradients of 4 batches of 8 is the gradient
+# of one batch of 32. (Layers that mix the images of a batch, such as lesson 07's batch norm, are an
+# exception.) So the batch size that determines the number of steps is the
 #
 # $$\text{global batch} = \text{batch} \times \text{replicas}$$
 #
-# Write the averaging. `dist.all_reduce(tensor)` adds up a tensor over all ranks, in place. (As in lesson
-# 00, a `group` names the ranks that take part, and is passed on.) Also return one more number, the mean of
-# the squared lengths of the ranks' own gradients: noise makes a gradient longer, and section 5 reads from
-# this how much noise there is.
+# Now write the averaging. `dist.all_reduce(tensor)` adds up the tensors of all ranks and overwrites each of
+# them with the sum. (As in lesson 00, a `group` names the ranks that take part; pass it on.) Also return one
+# more number, the mean of the squared lengths of the ranks' own gradients. Noise makes a gradient longer, so
+# section 5 can work out from this number how much noise there is.
 #
-# Then the same training runs on 1, 2 and 4 ranks with a global batch of 32. Will anything change?
+# The cell after the check runs the same training on 1, 2 and 4 ranks, each time with a global batch of 32.
+# Will the number of steps change?
 
 # %% exercise="average_over_ranks" todo="3.5" minutes=10 difficulty=2 points=2
 from manyhands.batch_size.scaling import average_over_ranks
@@ -366,13 +376,14 @@ if check.ready("3.5"):
     for world_size, (_, squares) in runs.items():
         own = 32 // world_size
         told = f"{len(squares)} steps, squared length of the first mean gradient {squares[0]:.4f}"
-        print(f"{world_size} ranks with {own:2} images each: {told}")
+        print(f"{world_size} rank(s) with {own:2} images each: {told}")
     torch.testing.assert_close(runs[1][1][:20], runs[4][1][:20], rtol=1e-3, atol=1e-5)
 
 # %% [markdown]
-# The training is the same, whether one rank has all 32 images or four have 8 each. (Sums in another order
-# differ in the last digits, so after many steps the runs may part a little. Training stops here without
-# patience, so do not compare its steps with section 2's.) Lesson 05 makes this method fast as well.
+# The training is the same, whether one rank has all 32 images or four have 8 each. (Numbers added up in
+# another order give a sum that differs in its last digits, so after many steps the runs may drift apart a
+# little. Here training stops at the first good evaluation, without patience, so do not compare its steps with
+# those of section 2.) Lesson 05 makes this method fast as well.
 
 # %% [markdown]
 # ## 5. Predict the critical batch
@@ -380,20 +391,21 @@ if check.ready("3.5"):
 # The sweep was expensive: it took more than a hundred trainings. Can the critical batch be predicted from
 # fewer?
 #
-# In the plateau the gradient of a batch is nearly the true gradient, but with small batches it is mostly
-# noise. The bend should be where noise and gradient are equally strong. In lesson 01 the noise of a batch
-# had the variance $V / \text{batch}$, where $V$ is the mean squared distance of a single sample's gradient
-# from the true one. This variance equals the squared length of the true gradient at
+# In the plateau the gradient of a batch is nearly the **true gradient**, which is the mean over all samples,
+# but with small batches it is mostly noise. So the bend should be where noise and true gradient are equally
+# strong. In lesson 01 the noise of a batch had the variance $V / \text{batch}$, where $V$ is the mean squared
+# distance of a single sample's gradient from the true one. This variance equals the squared length of the
+# true gradient at
 #
 # $$\text{batch} = \frac{V}{|\text{true gradient}|^2}$$
 #
 # This number is the **noise scale**. Neither $V$ nor the true gradient can be measured with a batch. But the
-# squared lengths of gradients can, and four ranks give you them at two batch sizes at almost no cost: for
-# each rank's own 8 images, and for the mean over all 32.
+# squared lengths of gradients can be measured, and four ranks give you these at two batch sizes at almost no
+# extra cost: for each rank's own 8 images, and for the mean over all 32.
 #
-# Derive the noise scale from them, on paper first. The gradient of a batch is the true gradient plus noise,
-# which is zero on average. What is the squared length of this sum, on average? How many unknowns does your
-# answer have, and how many equations do two batch sizes give?
+# Derive the noise scale from these squared lengths, on paper first. The gradient of a batch is the true
+# gradient plus noise, which is zero on average. What is the squared length of this sum, on average? How many
+# unknowns does your answer have, and how many equations do two batch sizes give?
 
 # %% exercise="noise_scale" todo="3.6" minutes=20 difficulty=3 points=2
 from manyhands.batch_size.scaling import noise_scale
@@ -403,24 +415,24 @@ check.noise_scale(noise_scale)
 
 # %% [markdown] answer="true"
 # **The derivation.** Call the true gradient $G$, and the gradient of a batch of $B$ samples $G + e$. Its
-# squared length is $|G|^2 + 2\,G \cdot e + |e|^2$. The noise $e$ is zero on average, so the term in the middle
-# vanishes on average, and the last one is the variance $V / B$:
+# squared length is $|G|^2 + 2\,G \cdot e + |e|^2$. The noise $e$ is zero on average, so the term in the
+# middle vanishes on average, and the average of the last term is the variance $V / B$:
 #
 # $$\text{average of } |G + e|^2 = |G|^2 + \frac{V}{B}$$
 #
-# Let $m_b$ and $m_B$ be the mean squared lengths at the small batch $b$ and at the large one $B$. These are
-# two equations with the unknowns $|G|^2$ and $V$. Subtract them, and $|G|^2$ is gone. Multiply each by its
-# batch size and subtract, and $V$ is gone:
+# Let $m_b$ and $m_B$ be the mean squared lengths at the small batch $b$ and at the large one $B$. The two
+# batch sizes give two equations with the unknowns $|G|^2$ and $V$. If you subtract one equation from the
+# other, $|G|^2$ drops out. If you first multiply each by its batch size and then subtract, $V$ drops out:
 #
 # $$V = \frac{m_b - m_B}{1/b - 1/B} \qquad |G|^2 = \frac{B\,m_B - b\,m_b}{B - b}$$
 #
-# Both are differences of numbers that noise makes uncertain, and the noise scale is their ratio. That is why
-# the squares of a whole training are averaged before they are divided.
+# Both results are differences of noisy numbers, and the noise scale is their ratio. That is why the squared
+# lengths of a whole training are averaged before anything is divided.
 
 # %% [markdown]
 # Now predict the critical batch from three trainings, each on four ranks, at the best learning rate for 32
-# images. By which factor will the noise scale be larger than the critical batch of the sweep, or smaller
-# (then below 1)? An exact prediction would give 1.
+# images. What will be the ratio of the noise scale to the critical batch of the sweep? An exact prediction
+# would give 1.
 
 # %%
 factor = None  # your number
@@ -448,19 +460,21 @@ if check.ready("3.3", "3.4", "3.5", "3.6"):
     figures.show(figure, "Steps against batch size with the critical batch and the noise scale.")
 
 # %% [markdown]
-# Three trainings give the order of magnitude of what took more than a hundred. The authors of the method use
-# it to tell apart tasks whose largest useful batches differ by orders of magnitude (McCandlish et al. 2018).
-# The prediction is rough for three reasons. The noise scale grows during training, so one number cannot fit
-# all of it. It depends on the learning rate, as the first line shows: with larger steps, training bounces
-# between the walls of the valley, where the gradient is long, and the noise scale comes out smaller. And
-# noise in a steep direction of the loss does more harm than in a flat one, which a single length cannot
-# tell. Still the noise scale tells tens from thousands, and that is what you need before you ask for 64 GPUs.
+# Three trainings give the order of magnitude of a number for which the sweep needed more than a hundred. The
+# authors of the method use the noise scale to tell apart tasks whose largest useful batches differ by orders
+# of magnitude (McCandlish et al. 2018). The prediction is rough, here usually within a factor of two or so,
+# for three reasons. The noise scale grows during training, so one number cannot fit all of it. It depends on
+# the learning rate, as a comparison of the first line with the next three shows: with larger steps, training
+# bounces between the walls of the valley, where the gradient is long, and the noise scale comes out smaller.
+# And noise in a steep direction of the loss does more harm than noise in a flat one, a difference that a
+# single length cannot show. Still, the noise scale tells tens from thousands, and this is what you need to
+# know before you ask for 64 GPUs.
 
 # %% [markdown]
 # ## 6. How long does it take?
 #
-# Steps times the time of a step is what you wait for, so here both halves of the lesson come together: on
-# this one core, which batch is the fastest to the target?
+# The time you wait is the number of steps times the time of a step, so here both halves of the lesson come
+# together. On this one core, which batch size reaches the target in the shortest time?
 
 # %%
 fastest = None  # your number
@@ -486,17 +500,18 @@ if check.ready("3.1", "3.3"):
 # %% [markdown]
 # ### Does a shorter epoch mean faster training?
 #
-# "A larger batch takes less time for an epoch, so it trains faster": is that so? The first half is, as the
-# dashed line shows. But an epoch is not what you wait for. The time to the target, the solid line, stops
-# falling once a larger batch saves no more steps, and it rises where the steps also take longer. So two
-# bends decide: that of the steps, which belongs to the task, and that of the throughput, which belongs to
-# the machine. Ask of every speed-up: to reach **what**?
+# "A larger batch takes less time for an epoch, so it trains faster": is this true? The first half of the
+# sentence is, as the dashed line shows. But you do not wait for an epoch; you wait for the target. The time
+# to the target, the solid line, falls only as long as a larger batch reduces the number of steps more than it
+# lengthens each step; after that it levels off or rises. So two bends decide which batch is the fastest: the
+# bend of the steps, which belongs to the task, and the bend of the throughput, which belongs to the machine.
+# Of every speed-up, ask: to reach **what**?
 
 # %% [markdown]
 # ## 7. Time or money?
 #
-# On one processor, a larger batch ends up costing time. With many processors it buys time, and the question
-# becomes what it costs. You **wait** for steps, and you **pay** for images: an image takes the same work
+# On one processor, a larger batch ends up costing time. With many processors it saves time, and the question
+# becomes what this costs. You **wait** for steps, and you **pay** for images: an image takes the same work
 # whichever processor trains on it. How many images does the target take? Multiply the formula for the steps
 # by the batch:
 #
@@ -504,8 +519,8 @@ if check.ready("3.1", "3.3"):
 # \qquad \text{least images} = \text{least steps} \cdot \text{critical batch}$$
 #
 # This is the formula for the steps with the fraction turned over. A tiny batch needs the least images and a
-# huge one the least steps, and the critical batch needs twice the least of both: a fair compromise. How many
-# times as many images as with batch 1 does the target take with batch 256?
+# huge one the least steps. The critical batch needs twice the least steps and twice the least images, which
+# is a fair compromise. How many times as many images does the target take with batch 256 as with batch 1?
 
 # %%
 more_images = None  # your number
@@ -525,16 +540,17 @@ if check.ready("3.3", "3.4"):
     )
 
 # %% [markdown]
-# All the batch sizes lie near one curve. Begin at its right end, with batch 1. There the curve is nearly flat:
-# a larger batch saves many steps and costs few images more. At the critical batch it turns, and its left end
-# is nearly upright: many more images save hardly any steps. No batch size gets you below the curve. So the
-# only question is which point on it you want, and that depends on what you are short of. Someone who pays
-# for processor hours stays at or below the critical batch. Someone with a deadline goes above it as far as
-# the deadline demands, and no farther.
+# All the batch sizes lie near one curve. Begin at its right end, with batch 1. There the curve is nearly
+# flat, because a larger batch saves many steps and costs only a few more images. At the critical batch the
+# curve turns, and its left end is nearly upright: many more images save hardly any steps. Apart from chance,
+# no batch size gets you below the curve. So the only question is which point on it you want, and the answer
+# depends on whether you are short of money or of time. Someone who pays for processor hours stays at or below
+# the critical batch. Someone with a deadline goes above it as far as the deadline demands, and no farther.
 #
-# That decision is the exercise. Each processor has a batch of its own, a step takes as long with many of
-# them as with one (lesson 05 comes close to this), and there is a time limit. What is the smallest number of
-# processors that meets it? It is also the cheapest one, since every further processor adds to the images.
+# This decision is the next exercise. Each processor has a batch of its own, a step takes as long with many
+# processors as with one (lesson 05 comes close to this), and there is a time limit. What is the smallest
+# number of processors that meets the limit? This number is also the cheapest, since every further processor
+# enlarges the global batch and so adds to the images.
 
 # %% exercise="fewest_processors" todo="3.7" minutes=15 difficulty=2 points=1
 from manyhands.batch_size.scaling import fewest_processors
@@ -543,9 +559,9 @@ from manyhands.batch_size.scaling import fewest_processors
 check.fewest_processors(fewest_processors)
 
 # %% [markdown]
-# Now use it with your own numbers. Let each processor be as fast as this one, with a batch of 8. No number of
-# processors gets below the time of the least steps, so the limits are given in terms of that time. Watch
-# what it costs to come close to it.
+# Now use it with your own numbers. Suppose that each processor is as fast as this one and has a batch of 8.
+# No number of processors gets below the time of the least steps, so the time limits are given as multiples of
+# it. Watch how many processor seconds it costs to come close to it.
 
 # %%
 if check.ready("3.1", "3.3", "3.4", "3.7"):
@@ -561,25 +577,26 @@ if check.ready("3.1", "3.3", "3.4", "3.7"):
         print(f"{limit:4} times the time of the least steps: {told}")
 
 # %% [markdown]
-# Each further step towards the least time costs more than the one before: the price of a limit of $a$ times the
-# least time is about $a / (a - 1)$ times the least images. That is twice the least at $a = 2$, five times at
-# 1.25, and 21 times at 1.05. (With few processors the whole numbers are coarse.)
+# Each further step towards the least time costs more than the one before. By the formula, the price of a
+# limit of $a$ times the least time is about $a / (a - 1)$ times the least images. That is twice the least at
+# $a = 2$, five times at 1.25, and 21 times at 1.05. (Your numbers may lie a little above this, because the
+# number of processors is rounded up to a whole number.)
 
 # %% [markdown]
 # ## 8. Other models and other data
 #
-# Does all this hold with more seeds, larger batches, other models and other data? The job of this lesson
-# sweeps them, and four runs are stored with the course: the network of this notebook with more seeds, the
-# same kind of network on MNIST's larger images, a small convolutional network (a CNN, whose weights are used
-# at many places of the image) on the same images, and a Transformer on text, as in lessons 05 to 16. For the
-# Transformer a sample is a sequence of 32 characters, and the accuracy is the share of next characters that
-# it predicts correctly.
+# Does all this hold with more seeds, larger batches, other models and other data? The job of this lesson runs
+# such sweeps, and four of its runs are stored with the course: the network of this notebook with more seeds,
+# the same kind of network on MNIST's larger images, a small convolutional network (a CNN, whose weights are
+# used at many places of the image) on MNIST as well, and a Transformer on text, as in lessons 05 to 16. For
+# the Transformer a sample is a sequence of 32 characters, and the accuracy is the share of next characters
+# that it predicts correctly.
 #
-# (The CNN of Shallue et al. was also trained on pictures of clothes, Fashion-MNIST. These have the same
-# format and size as MNIST's digits. MNIST stands in for them here, because it was at hand where the runs were
-# made; `--data fashion-mnist` makes the panel of the clothes, once `prepare_data.py` has fetched them.)
+# (Shallue et al. also trained a CNN on Fashion-MNIST, pictures of clothes that have the same format and size
+# as MNIST's digits. MNIST stands in for them here, because it was at hand where the runs were made. With
+# `--data fashion-mnist` the job makes the panel of the clothes, once `prepare_data.py` has fetched them.)
 #
-# Before you look: will the four models bend at the same batch size, and does the noise scale say where?
+# Before you look: will the four curves bend at the same batch size, and does the noise scale predict where?
 
 # %%
 names = {
@@ -599,28 +616,29 @@ figures.show(sweeps(stored), "The stored sweeps of four models, each with fit an
 
 # %% [markdown]
 # All four curves have the same shape. On the left twice the batch takes about half the steps, then the curve
-# bends, and on the right it is level. (Of the Transformer's slope only the end is to be seen, because even
-# batch 1 is not far from its bend.) But they bend at different batch sizes: at about 5 sequences, which are
-# some 150 characters, at somewhat more than 20 digits, and at more than 40 of MNIST's images. The noise
-# scale, which knows nothing but gradients, puts the four in the same order, and it is within a factor of two
-# of each critical batch.
+# bends, and on the right it is nearly level. (Only the end of the Transformer's slope is visible, because
+# even batch 1 is not far from its bend.) But the curves bend at different batch sizes: at about 5 sequences,
+# which are some 150 characters, at somewhat more than 20 digits, and at more than 40 of MNIST's images. The
+# noise scale, which is computed from gradients alone, puts the four in the same order, and it is within a
+# factor of two of each critical batch.
 #
 # Do not carry these numbers over to other trainings. A harder target is reached later, when the noise scale
-# has grown, and with momentum the slope goes on to larger batches than with plain gradient descent (Shallue
-# et al. 2019). What you can carry over is the method: look at the noise of your own gradients.
+# has grown, and with momentum the perfect scaling extends to larger batches than with plain gradient descent
+# (Shallue et al. 2019). What you can carry over is the method: look at the noise of your own gradients.
 #
 # A sweep is only as good as its grid of learning rates, so look at the ends of the grid. In the three panels
-# of images, the best rate of the smallest batch was the smallest of the grid; in the panel of text, that of
-# batches 4 and 64 was the largest. There a wider grid might save some steps. (MNIST's panels begin at batch 2
-# and 4, because with smaller batches no rate of the grid reached the target within 2,500 steps.)
+# of images, the best learning rate of the smallest batch was the smallest of the grid; in the panel of text,
+# the best learning rate of batches 4 and 64 was the largest. In these cases a wider grid might save some
+# steps. (MNIST's panels begin at batch 2 and 4, because with smaller batches no learning rate of the grid
+# reached the target within 2,500 steps.)
 
 # %% [markdown]
 # ## 9. Run it as a job
 #
-# Run your own sweep: the job uses your `best_rate`, `fit_steps` and `noise_scale`. A sweep is many
-# trainings that do not need each other, so on a cluster `sbatch --array=0-9 sbatch/batch_size.sbatch`
-# makes ten jobs of it, one for each batch size. Here it is a single small one, with one network for each
-# setting and a target of 90 %, which a training has missed if it takes more than 600 steps.
+# Now run your own sweep: the job uses your `best_rate`, `fit_steps` and `noise_scale`. A sweep consists of
+# many independent trainings, so on a cluster `sbatch --array=0-9 sbatch/batch_size.sbatch` splits it into ten
+# jobs, one for each batch size. Here it is a single small job, with one network for each setting and a target
+# of 90 %. A training that takes more than 600 steps counts as having missed the target.
 
 # %%
 if check.ready("3.3", "3.4", "3.6"):
@@ -649,10 +667,10 @@ check.summary()
 # You can now
 #
 # - measure throughput with a warm-up, synchronised blocks and a median,
-# - compare batch sizes fairly: a learning rate of its own for each, several seeds, a target, a stated
+# - compare batch sizes fairly, with a learning rate of its own for each, several seeds, a target and a stated
 #   budget,
 # - name the three regimes, and fit the critical batch,
-# - say what the global batch is, and show on ranks that only this counts for the steps,
+# - say what the global batch is, and show on ranks that it alone determines the number of steps,
 # - predict the critical batch from the gradients of a single training on several ranks,
 # - say what a larger batch costs in images, and choose the number of processors for a deadline.
 #
@@ -660,8 +678,8 @@ check.summary()
 #
 # <details><summary>The critical batch is 20, and you go from batch 10 on one GPU to 8 GPUs with batch 10 each. How many times fewer steps does the formula promise?</summary>
 #
-# They fall from 1 + 20/10 = 3 times the least steps to 1 + 20/80 = 1.25 times: 2.4 times fewer, with 8
-# times the GPUs.
+# The steps fall from 1 + 20/10 = 3 times the least steps to 1 + 20/80 = 1.25 times. So there are 2.4 times
+# fewer of them, with 8 times the GPUs.
 # </details>
 #
 # <details><summary>Somebody times 100 steps on a GPU without synchronising and gets 2 million images per second. What did they measure?</summary>
@@ -672,7 +690,8 @@ check.summary()
 #
 # <details><summary>Your deadline is 1.5 times the time of the least steps. How many times the least images do you pay?</summary>
 #
-# 1 + critical/batch = 1.5, so the batch is twice the critical one, and 1 + batch/critical = 3: three times.
+# 1 + critical/batch = 1.5, so the batch is twice the critical one, and 1 + batch/critical = 3. You pay for
+# three times the least images.
 # </details>
 #
 # <details><summary>Late in a training the gradient is short and the noise is as large as ever. What does that do to the critical batch?</summary>
@@ -682,5 +701,6 @@ check.summary()
 # </details>
 #
 # **Sources**: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-# https://arxiv.org/abs/1812.06162 (section 2.3 has the trade-off between steps and images); Shallue et al. 2019, "Measuring the Effects of Data Parallelism on
-# Neural Network Training", https://arxiv.org/abs/1811.03600.
+# https://arxiv.org/abs/1812.06162 (section 2.3 has the trade-off between steps and images); Shallue et al.
+# 2019, "Measuring the Effects of Data Parallelism on Neural Network Training",
+# https://arxiv.org/abs/1811.03600.

@@ -6,7 +6,7 @@
 # # 04 Collectives: what ranks can say to each other
 #
 # When several processors train one model, they have to exchange numbers. They do so in a few fixed
-# patterns, the **collectives**, in which all of them take part together. All of distributed
+# patterns, the **collectives**, in which all processors take part together. All of distributed
 # training, from data parallelism to tensor parallelism, is made of these patterns.
 #
 # ![Four ranks hold coloured blocks; broadcast copies one block to all, reduce adds all blocks up on one rank, gather collects them on one rank, all-gather collects them on all, reduce-scatter leaves each rank one piece of the sum, and all-reduce leaves the whole sum on all](figures/collectives_overview.svg)
@@ -15,6 +15,9 @@
 # lesson you build collectives yourself, from two calls only, one that sends and one that receives.
 # Sections 1 to 7 lead from a riddle to its solution. The sections after that are optional, and no
 # later lesson needs them.
+#
+# The exercises have fixed numbers, by which other lessons refer to them. They begin with 4.2, and 4.4, 4.5,
+# 4.8, 4.11 and 4.12 belong to the optional sections.
 
 # %%
 import math
@@ -50,15 +53,16 @@ print(
 # %% [markdown]
 # ## 1. A riddle
 #
-# A **rank** is one process of a job, and also its number. Suppose that every rank holds a tensor of
-# 8 MB, such as the gradients of a small model with two million parameters, and that every rank needs
-# the sum of all these tensors. This is an **all-reduce**. Here are two programs for it, A and B.
-# Both leave the right sum on every rank, and both are made of the same two calls, send and receive.
+# A **rank** is one process of a job; its number is called the rank, too. Suppose that every rank
+# holds a tensor of 8 MB, such as the gradients of a small model with two million parameters, and that
+# every rank needs the sum of all these tensors. This is an **all-reduce**. Here are two programs that
+# do it, A and B. Both leave the right sum on every rank, and both are made of the same two calls,
+# send and receive.
 #
-# The ranks are connected by a slow network, which is a part of this course: every rank has a network
-# card that sends one message at a time and receives one at a time, each with 4 ms of delay and
-# 100 MB/s. So a message of 8 MB takes 4 ms + 80 ms = 84 ms. The messages are real, and only the time
-# that they take is simulated. First look at two ranks.
+# The ranks are connected by a slow network, which this course simulates: every rank has a network
+# card that sends one message at a time and receives one at a time. Each message has a delay of 4 ms
+# and then travels at 100 MB/s. So a message of 8 MB takes 4 ms + 80 ms = 84 ms. The messages are
+# real; only the time that they take is simulated. First look at two ranks.
 
 # %%
 NBYTES = 8_000_000
@@ -69,8 +73,8 @@ for name, (seconds,) in race(PROGRAMS, [2], NBYTES).items():
 print(f"one message of {NBYTES:,} bytes: {1e3 * SLOW.message_s(NBYTES):.0f} ms")
 
 # %% [markdown]
-# Eight ranks hold four times as much as two. How long will A and B take on 8 ranks? Write down both
-# numbers before you run the next cell.
+# Eight ranks hold four times as much data as two. How long will A and B take on 8 ranks? Write down
+# both numbers before you run the next cell.
 
 # %%
 a_on_8_ms, b_on_8_ms = None, None  # your numbers
@@ -93,16 +97,17 @@ figures.show(
 )
 
 # %% [markdown]
-# Every rank that joins makes A slower by about the same amount. B grows much less: on 8 ranks it needs
-# only the time of a few messages of the whole tensor. Yet in that time eight tensors have come
-# together, and all eight ranks have got the sum. How does B do that, and what holds A up? In section 7
-# you will know, because by then you will have written B yourself.
+# Every rank that joins makes A slower by about the same amount. The time of B grows much less: on 8
+# ranks B needs only the time of a few messages of the whole tensor. Yet in that time eight tensors
+# have been added up, and all eight ranks have received the sum. How does B do that, and what holds A
+# up? In section 7 you will know, because by then you will have written B yourself.
 
 # %% [markdown]
 # ## 2. Send and receive
 #
-# What is a message? `run_ranks(fn, 2)` starts two ranks, calls `fn` in each, and returns the two
-# results as a list. Ranks share no memory, so they send each other messages, with two calls:
+# How do numbers get from one rank to another? `run_ranks(fn, 2)` starts two ranks, calls `fn` in
+# each, and returns the two results as a list. Ranks share no memory, so they send each other
+# messages, with two calls:
 #
 # - `dist.send(tensor, dst=1)` sends the numbers in `tensor` to rank 1.
 # - `dist.recv(tensor, src=0)` waits for a message from rank 0 and writes it into `tensor`, whose
@@ -125,13 +130,13 @@ def first_message():
 run_ranks(first_message, 2)
 
 # %% [markdown]
-# Both hold 10. The program was the same on both ranks; the `if` made them do different things. The
-# library that carries the messages, the **backend**, is gloo between CPUs and NCCL between GPUs.
+# Both ranks hold 10. The program was the same on both, but the `if` made them do different things.
+# The library that carries the messages, the **backend**, is gloo between CPUs and NCCL between GPUs.
 #
 # ### The ledger
 #
-# What a collective costs depends on who sends how many bytes to whom. A `Ledger` records every
-# message inside its `with` block. A number of type float32 has 4 bytes.
+# The cost of a collective depends on which rank sends how many bytes to which other rank. A `Ledger`
+# records every message inside its `with` block. A number of type float32 takes 4 bytes.
 
 
 # %% tags=["nbval-check-output"]
@@ -148,11 +153,12 @@ for entries in run_ranks(recorded, 2, first_message):
 # %% [markdown]
 # ### Groups
 #
-# Not every pattern involves all ranks. A **process group** is a list of ranks, and every function
-# of this lesson takes one as its last argument, `group`. `None` means all ranks. Inside a group the
-# ranks count from 0 again, so ask for your place with `dist.get_rank(group)` and for the number of
-# ranks with `dist.get_world_size(group)`, and name partners by `group_dst` and `group_src`. Here
-# ranks 3 and 1 of a job form a group, in this order, and the first sends its number to the second.
+# Not every pattern involves all ranks. A **process group** is a list of ranks, and every function of
+# this lesson takes one as its last argument, `group`. `None` means all ranks. Inside a group the
+# ranks are numbered from 0 again. So ask for your number in the group with `dist.get_rank(group)` and
+# for the number of ranks with `dist.get_world_size(group)`, and name the partner of a message by
+# `group_dst` or `group_src`. Here ranks 3 and 1 of a job form a group, in this order, and the first
+# sends its number to the second.
 
 
 # %% tags=["nbval-check-output"]
@@ -172,7 +178,7 @@ for job_rank, group_rank, value in run_ranks(message_in_a_group, 4):
 
 # %% [markdown]
 # Rank 1 of the job received the 3 of its partner. It is easy to confuse the rank in the job with the
-# rank in the group, so your functions will be tried with such groups.
+# rank in the group, so the checks will try your functions with such groups.
 #
 # ### Tensors that are not in one piece
 #
@@ -185,8 +191,9 @@ from manyhands.collectives.trees import flat
 
 # %% [markdown]
 # Are PyTorch's own calls as careful? `dist.send` refuses a column with an error. Now try
-# `dist.all_reduce` on the second column of a matrix, of ones on rank 0 and of twos on rank 1, first
-# directly and then inside `flat`. That column should become 3, and the others should stay as they are.
+# `dist.all_reduce` on the second column of a matrix, which is full of ones on rank 0 and of twos on
+# rank 1, first directly and then inside `flat`. The second column should become 3, and the other
+# columns should stay as they are.
 
 
 # %%
@@ -204,17 +211,18 @@ for rank, found in enumerate(run_ranks(all_reduce_of_a_column, 2)):
         print(f"rank {rank}, {way:8}:", *rows)
 
 # %% [markdown]
-# With gloo (seen in PyTorch 2.13) the direct call gives no error, and a wrong result: it takes four
-# numbers that lie side by side, from the column's first one on, so it adds up parts of other columns.
-# That is why the functions of this lesson use `flat`, and why their checks try columns too.
+# With gloo (seen in PyTorch 2.13) the direct call raises no error but gives a wrong result: starting
+# at the column's first number, it takes four numbers that lie side by side in memory, so it adds up
+# parts of other columns. That is why the functions of this lesson use `flat`, and why their checks
+# try columns too.
 #
 # ### Putting two tensors together
 #
-# A **reduction** combines the tensors of all ranks into one, number by number. The **operation**
-# says how: by the sum, the average, the smallest or the largest. Two tensors are combined at a time,
-# by `combine`, which changes its first argument in place. Why does it not divide for the average?
-# Averaging 2 and 4 gives 3, and averaging that with 9 gives 6, but the average of 2, 4 and 9 is 5.
-# So `combine` only adds, and you divide once at the end, by the number of ranks.
+# A **reduction** combines the tensors of all ranks into one, number by number. The **operation** says
+# how: it is the sum, the average, the minimum or the maximum. The function `combine` combines two
+# tensors at a time, and changes its first argument in place. Why does it not divide if the operation
+# is the average? Averaging 2 and 4 gives 3, and averaging that with 9 gives 6, but the average of 2,
+# 4 and 9 is 5. So `combine` only adds, and you divide once at the end, by the number of ranks.
 
 # %% show="true"
 from manyhands.collectives.trees import combine
@@ -222,9 +230,9 @@ from manyhands.collectives.trees import combine
 # %% [markdown]
 # ## 3. One to all: broadcast
 #
-# How does the tensor of one rank, the **root**, reach all others? In the simplest way the root
-# sends it to everybody, one after the other. Remember `flat`, and remember that `root` is a number
-# inside the group.
+# How does the tensor of one rank, the **root**, reach all others? The simplest way is that the root
+# sends the tensor to every other rank, one after the other. Use `flat`, and remember that `root` is a
+# number inside the group.
 
 # %% exercise="broadcast_naive" todo="4.2" minutes=10 difficulty=1 points=1
 from manyhands.collectives.trees import broadcast_naive
@@ -233,15 +241,15 @@ from manyhands.collectives.trees import broadcast_naive
 check.broadcast_naive(broadcast_naive)
 
 # %% [markdown]
-# With 8 ranks the root sends 7 messages, one after the other, and meanwhile six ranks have nothing
-# to do. But a rank that has the tensor can pass it on. Then the number of ranks that have it doubles
-# in every **round**, which is a set of messages that travel at the same time. The pattern is a
-# **tree**.
+# With 8 ranks the root sends 7 messages, one after the other, and while one of them travels, six
+# ranks have nothing to do. But a rank that has the tensor can pass it on. Then the number of ranks
+# that have the tensor doubles in every **round**, which is a set of messages that travel at the same
+# time. This pattern is called a **tree**.
 #
 # ![On the left rank 0 sends to ranks 1 to 7, seven messages in a row; on the right the tree needs three rounds: 0 to 1, then 0 to 2 and 1 to 3, then four messages at once from ranks 0 to 3 to ranks 4 to 7](figures/collectives_tree.svg)
 #
-# In the figure rank 0 is the root. To allow any root, count places from the root: a rank's place is
-# `(rank - root) % n`, and at place p is rank `(p + root) % n`.
+# In the figure rank 0 is the root. To allow any root, count places from the root: on n ranks, a
+# rank's place is `(rank - root) % n`, and the rank at place p is `(p + root) % n`.
 
 # %% exercise="broadcast_tree" todo="4.3" minutes=20 difficulty=2 points=2
 from manyhands.collectives.trees import broadcast_tree
@@ -252,8 +260,8 @@ check.broadcast_tree(broadcast_tree)
 # %% [markdown]
 # ### Predict: the root's messages
 #
-# How many messages does the root send on 64 ranks, with either version? Write your numbers down. 64
-# ranks are too many for most laptops, so the cell below measures 8 and prints the formula for 64.
+# How many messages does the root send on 64 ranks, with each version? Write your numbers down. Most
+# laptops cannot run 64 ranks, so the cell below measures 8 ranks and evaluates the formula for 64.
 
 # %%
 naive_64, tree_64 = None, None  # your numbers
@@ -289,11 +297,12 @@ from manyhands.collectives.trees import all_reduce_naive
 
 # %% [markdown]
 # A tree can do the same in fewer rounds, because it also works backwards: on 8 ranks four ranks send
-# to four others, which combine, then two to two, then one to rank 0. The sum goes down again by
-# `broadcast_tree`. This `all_reduce_tree` was imported at the top; in section 8 you can write its first
+# to four others, which combine the tensors they receive with their own. Then two ranks send to two,
+# and one sends to rank 0. After that, `broadcast_tree` takes the sum back to all ranks. The function
+# that does all this, `all_reduce_tree`, was imported at the top; in section 8 you can write its first
 # half.
 #
-# How much has the busiest rank to send and to receive in either version?
+# How many bytes does the busiest rank send and receive in each version?
 
 
 # %% tags=["nbval-check-output"]
@@ -315,9 +324,9 @@ if check.ready("4.2"):
         )
 
 # %% [markdown]
-# Rank 0 is the busiest in both. In the naive version it receives 7 times the tensor and sends it 7
-# times; in the tree it is 3 times each. The more ranks, the longer all others wait for rank 0. To
-# share the work evenly, every rank has to send and receive at the same time.
+# Rank 0 is the busiest in both. In the naive version it receives seven tensors and sends seven; in
+# the tree it receives three and sends three. The more ranks there are, the longer all others wait for
+# rank 0. To share the work evenly, every rank has to send and receive at the same time.
 
 # %% [markdown]
 # ## 5. When everybody sends first
@@ -342,27 +351,28 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# With gloo, a `send` returns only when its message has been taken, even one of a few bytes. So each
-# rank waits in `send` for the other to call `recv`, and neither gets there. This is a **deadlock**.
-# Outside this course such a program hangs until somebody ends it; here the wait has a limit, and the
-# message names the line in which each rank waits. Other backends differ: MPI may buffer a small
-# message and return at once, and NCCL returns once the message is queued on the GPU. So a program
-# with this mistake may work on one backend and hang on another.
+# With gloo, a `send` returns only when the receiver has taken the message, even if it has only a few
+# bytes. So each rank waits in `send` for the other to call `recv`, and neither gets there. This is a
+# **deadlock**. Outside this course such a program hangs until somebody ends it; here the wait has a
+# limit, and the error message names the line in which each rank waits. Other backends differ: MPI,
+# the message passing interface of most supercomputers, may buffer a small message and return at once,
+# and NCCL returns once the message is queued on the GPU. So a program with this mistake may work on
+# one backend and hang on another.
 #
-# One cure is an order: even ranks send first, odd ranks receive first. But then only one direction is
-# in use at a time. It is better to *start* both messages, then wait for both.
+# One cure is a fixed order: even ranks send first, and odd ranks receive first. But then only one
+# direction is in use at a time. It is better to *start* both messages, then wait for both.
 #
-# - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i
-#   stands for "immediate"). Each returns a **work**, and `work.wait()` returns when that message is
-#   through.
+# - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i stands
+#   for "immediate"). Each call returns a **work** object, and its `work.wait()` returns when the
+#   message has been transferred.
 # - `dist.batch_isend_irecv([...])` starts several messages together. It takes a list of
-#   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`,
-#   and returns a list of works. Between GPUs this is the safe way, because NCCL carries separate
-#   messages of two ranks one after the other, and two sends that are queued first block each other. A
-#   batch goes all at once.
+#   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`, and
+#   returns a list of works. Between GPUs this is the safe way, because NCCL carries separate messages
+#   between two ranks one after the other, so two sends that are queued first block each other. The
+#   messages of a batch are carried all at once.
 #
-# Until its work is through, do not touch a tensor that is being sent or received. Wait for each
-# work only once, because a second `wait` for the same receive can hang.
+# Do not touch a tensor that is being sent or received until its work is complete. Wait for each work
+# only once, because a second `wait` for the same receive can hang.
 
 # %% exercise="start_exchange" todo="4.6" minutes=8 difficulty=1 points=1
 from manyhands.collectives.ring import start_exchange
@@ -371,9 +381,9 @@ from manyhands.collectives.ring import start_exchange
 check.start_exchange(start_exchange)
 
 # %% [markdown]
-# Two functions follow from yours, and both are given: the two steps from which all rings are built.
-# `exchange` starts both messages and waits for both. `exchange_and_combine` receives into a tensor of
-# its own, and combines that with what this rank holds.
+# Two functions, both given, call yours; every ring in this lesson is built from them. `exchange`
+# starts both messages and waits for both. `exchange_and_combine` receives into a temporary tensor,
+# and combines this tensor with the one that the rank holds.
 
 # %% show="true"
 from manyhands.collectives.ring import exchange, exchange_and_combine
@@ -381,21 +391,22 @@ from manyhands.collectives.ring import exchange, exchange_and_combine
 # %% [markdown]
 # ## 6. The ring
 #
-# How can an all-reduce keep all ranks equally busy? Put the ranks in a ring, and divide every tensor
-# into n chunks. In each step every rank sends one chunk to the next rank and receives one from the
-# rank before it. There is no root, and all links are in use all the time.
+# How can an all-reduce keep all ranks equally busy? Arrange n ranks in a ring, and divide every
+# tensor into n chunks. In each step every rank sends one chunk to the next rank and receives one from
+# the rank before it. There is no root, and all links are in use all the time.
 #
 # ![Four ranks in a ring, each with four chunks; in one step every rank sends one chunk to the next rank and receives another from the rank before it](figures/collectives_ring.svg)
 #
 # ### All-gather
 #
-# Begin with the simpler half. Every rank holds a list `chunks` of n tensors. On rank r only
-# `chunks[r]` is filled, and the others are room for the chunks of the other ranks; in the end all
-# lists are full. In step 0 each rank sends its own chunk, as in the figure. In every later step it
-# passes on the chunk that it received last. After n-1 steps each chunk has reached every rank.
+# An all-reduce in a ring has two halves, and the **all-gather** is the simpler one, so begin with it.
+# Every rank holds a list `chunks` of n tensors. On rank r only `chunks[r]` is filled, and the other
+# entries are room for the chunks of the other ranks; in the end all lists are full. In step 0 each
+# rank sends its own chunk, as in the figure. In every later step it passes on the chunk that it
+# received last. After n-1 steps each chunk has reached every rank.
 #
-# Take 4 ranks, and write down on paper what rank 0 sends and receives in steps 0, 1 and 2, before
-# you write code. `exchange` takes chunks as they are, columns too.
+# Take 4 ranks, and write down on paper what rank 0 sends and receives in steps 0, 1 and 2, before you
+# write code. `exchange` accepts any chunk, even a column of a matrix.
 
 # %% exercise="all_gather_ring" todo="4.7" minutes=20 difficulty=2 points=2
 from manyhands.collectives.ring import all_gather_ring
@@ -406,13 +417,13 @@ check.all_gather_ring(all_gather_ring)
 # %% [markdown]
 # ### Reduce-scatter
 #
-# Now the other half. Every rank holds n chunks of its own numbers, and in the end rank r must hold
-# the sum of all ranks' chunk r. So a sum travels round the ring and grows: each rank adds its own
-# part, which `exchange_and_combine` does, and sends the sum on. The sum for rank r starts at rank
-# r+1, and arrives at rank r last.
+# Now write the other half, the **reduce-scatter**. Every rank holds n chunks of its own numbers, and
+# in the end rank r must hold the sum of all ranks' chunk r. So a sum travels round the ring and
+# grows: each rank adds its own part, which `exchange_and_combine` does, and sends the sum on. The sum
+# for rank r starts at rank r+1, and arrives at rank r last.
 #
-# Again on paper first: with 4 ranks, which chunk does rank 0 send in step 0, and which one does it
-# receive then?
+# Again, begin on paper: with 4 ranks, which chunk does rank 0 send in step 0, and which one does it
+# receive in the same step?
 
 # %% exercise="reduce_scatter_ring" todo="4.9" minutes=15 difficulty=2 points=2
 from manyhands.collectives.ring import reduce_scatter_ring
@@ -423,8 +434,9 @@ check.reduce_scatter_ring(reduce_scatter_ring)
 # %% [markdown]
 # ### All-reduce
 #
-# You have both halves. `vector.tensor_split(n)` splits a vector into n chunks whose sizes differ by
-# at most 1. The chunks are views, so whatever you write into them is in the vector.
+# Now you have both halves and can put them together. `vector.tensor_split(n)` splits a vector into n
+# chunks whose sizes differ by at most 1. The chunks are views, so whatever you write into them is in
+# the vector.
 
 # %% exercise="all_reduce_ring" todo="4.10" minutes=5 difficulty=1 points=1
 from manyhands.collectives.ring import all_reduce_ring
@@ -436,8 +448,8 @@ check.all_reduce_ring(all_reduce_ring)
 # ### Look: your own ring, step by step
 #
 # The next figure is drawn from the messages that *your* `all_reduce_ring` has really sent. A column
-# is a rank, a row is a chunk, and a cell names the ranks whose numbers are in that chunk so far.
-# Arrows are the messages of the round. If your notebook has widgets, a slider below the figure takes
+# is a rank, a row is a chunk, and a cell names the ranks whose numbers are in that chunk so far. The
+# arrows are the messages of a round. If your notebook has widgets, a slider below the figure takes
 # you through the rounds. After which round is the first chunk complete?
 
 # %%
@@ -473,8 +485,9 @@ if check.ready("4.10"):
     score("bytes sent by a rank", ring_bytes, 2 * 3 / 4 * 4800, num_bytes, "bytes")
 
 # %% [markdown]
-# What happens with more ranks? The table shows how many bytes the busiest of 1 to 8 ranks sends in the
-# three all-reduces, as multiples of the tensor's size. Compare how the columns grow.
+# What happens with more ranks? For 1 to 8 ranks, the table shows how many bytes the busiest rank
+# sends in each of the three all-reduces, as a multiple of the tensor's size. Compare how the columns
+# grow.
 
 # %% tags=["nbval-check-output"]
 if check.ready("4.2", "4.10"):
@@ -489,17 +502,17 @@ if check.ready("4.2", "4.10"):
 # %% [markdown]
 # The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never
 # sends as much as twice the tensor, however many ranks there are. Patarasuk and Yuan (2009) proved
-# that its 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why rings carry the
-# gradients of many large jobs. Only switches that add up messages on their way need less: SHARP
-# between nodes (Graham et al. 2016), and NVLink SHARP, which NCCL calls NVLS, between the GPUs of
-# one node.
+# that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why
+# rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the
+# network add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink
+# SHARP, which NCCL calls NVLS, does so between the GPUs of one node.
 
 # %% [markdown]
 # ## 7. The riddle solved
 #
-# Why did A become so slow, and B hardly? A is the naive all-reduce, and B is the ring. Each message
-# takes the **latency** $\alpha$, however small it is, and a time $\beta$ per byte; $1/\beta$ is the
-# **bandwidth**. So
+# Why did A become so much slower with more ranks, and B only a little? A is the naive all-reduce, and
+# B is the ring. Each message takes the **latency** $\alpha$, however small it is, and a time $\beta$
+# per byte; $1/\beta$ is the **bandwidth**. So
 #
 # $$\text{time} = \text{rounds} \times (\alpha + \beta \times \text{bytes of one message})$$
 #
@@ -510,11 +523,12 @@ if check.ready("4.2", "4.10"):
 # | ring | $2(n-1)$ | $S/n$ |
 #
 # The naive version and the ring have equally many rounds. But in a naive round one message travels
-# while all other ranks wait for rank 0; in a round of the ring every rank sends, so a message need
-# only be a chunk. More ranks mean more rounds, but smaller messages. That is why the ring's bytes
-# never take longer than two whole tensors would, and only the latencies add up.
+# while all other ranks wait for rank 0; in a round of the ring every rank sends, so each message
+# needs to be only one chunk. More ranks mean more rounds, but smaller messages. That is why the bytes
+# of a ring never take longer than those of two whole tensors would, and only the latencies keep
+# adding up.
 #
-# Where will the tree be? Work out its time for 8 MB on 8 ranks, with the network's 4 ms and 100 MB/s,
+# How fast is the tree? Work out its time for 8 MB on 8 ranks, with the network's 4 ms and 100 MB/s,
 # and write it down. Then race the three, with your own ring.
 
 # %%
@@ -555,22 +569,24 @@ if check.ready("4.2", "4.10"):
     )
 
 # %% [markdown]
-# The points lie above the lines, because the formula leaves out the adding, the copying in memory, and
-# ranks that wait for a core; the busier your machine, the larger the gap. But the riddle is solved.
-# Rank 0 was what held A up, and in B no rank has more to do than any other, so the ring's lead grows
-# with the number of ranks. The tree has the fewest rounds, and loses to the ring because each of its
-# messages is the whole tensor. For small tensors, where only the rounds count, it would win.
+# The points lie above the lines, because the formula leaves out the adding, the copying in memory,
+# and ranks that wait for a core; the busier your machine, the larger the gap. But the riddle is
+# solved. Rank 0 held A up, because every message went through it. In B no rank has more to do than
+# any other, so the ring's lead grows with the number of ranks. The tree has the fewest rounds, but it
+# loses to the ring because each of its messages is the whole tensor. For small tensors, where only
+# the rounds count, the tree would win.
 #
-# Here the core of this lesson ends. If you go on to lesson 05 now, first run the notebook's last cell,
-# which counts what you have done.
+# Here the core of this lesson ends. If you go on to lesson 05 now, first run the notebook's last code
+# cell, which counts what you have done.
 
 # %% [markdown]
 # ## 8. All to one: reduce and gather (optional)
 #
 # Does the tree help in the other direction, too? It does, because it also works backwards. In the
 # last round of the broadcast on 8 ranks, four ranks sent to four others. In the first round of a
-# **reduce**, those four send their tensors back, and the receivers combine. Then two send to two,
-# then one to the root. This is the first half of `all_reduce_tree`; `broadcast_tree` is the second.
+# **reduce**, those four send their tensors back, and the receivers combine them with their own. Then
+# two ranks send to two, and one sends to the root. This is the first half of `all_reduce_tree`;
+# `broadcast_tree` is the second.
 
 # %% exercise="reduce_tree" todo="4.4" minutes=15 difficulty=2 points=2
 from manyhands.collectives.trees import reduce_tree
@@ -579,9 +595,9 @@ from manyhands.collectives.trees import reduce_tree
 check.reduce_tree(reduce_tree)
 
 # %% [markdown]
-# A **gather** collects the tensors without combining them. Every rank holds a list `chunks`, with
-# one tensor for each rank. On rank r only `chunks[r]` is filled; the others are room for the chunks
-# of the other ranks. Afterwards the root's list is full. The chunks may have different sizes.
+# A **gather** collects the tensors without combining them. Every rank holds a list `chunks`, with one
+# tensor for each rank. On rank r only `chunks[r]` is filled; the other entries are room for the
+# chunks of the other ranks. Afterwards the root's list is full. The chunks may have different sizes.
 
 # %% exercise="gather" todo="4.5" minutes=10 difficulty=1 points=1
 from manyhands.collectives.trees import gather
@@ -594,10 +610,10 @@ check.gather(gather)
 #
 # In a reduce-scatter, receiving takes time, and so does adding. Can the two go on at once? If a large
 # chunk is sent in **pieces**, the first piece can be combined while the next ones still travel. So
-# start to receive all pieces and to send all pieces, then wait for one receive after the other, and
-# combine. `tensor.split(size)` splits a tensor into pieces of `size` numbers, which are views. The
-# chunk you send may be a little larger than the one you receive, and so have a piece more: 10 numbers
-# on 4 ranks make two chunks of 3 and two of 2.
+# start to receive all pieces and to send all pieces. Then wait for one receive after the other, and
+# combine each piece once it has arrived. `tensor.split(size)` splits a tensor into pieces of `size`
+# numbers, which are views. The chunk you send may be a little larger than the one you receive, and so
+# have one piece more: 10 numbers on 4 ranks make two chunks of 3 and two of 2.
 
 # %% exercise="exchange_in_pieces" todo="4.8" minutes=15 difficulty=2 points=2
 from manyhands.collectives.ring import exchange_in_pieces
@@ -606,7 +622,8 @@ from manyhands.collectives.ring import exchange_in_pieces
 check.exchange_in_pieces(exchange_in_pieces)
 
 # %% [markdown]
-# Is it worth it here? The next cell exchanges 16 MB between two ranks, whole and in pieces, in turn.
+# Is this worth the effort here? The next cell exchanges 16 MB between two ranks, alternately whole
+# and in pieces.
 
 
 # %%
@@ -624,15 +641,16 @@ if check.ready("4.6", "4.8"):
 
 # %% [markdown]
 # Pieces can save at most the time of adding, and each of them costs the latency of one more message.
-# On a machine whose few cores carry the messages *and* add, there is little to gain: from run to run
-# the ratio may fall on either side of 1. Between GPUs the two do overlap, because a network card can carry a
-# finished piece while the GPU adds the next one. So NCCL works in pieces throughout.
+# On a machine whose few cores carry the messages *and* add, the gain is uncertain: the ratio changes
+# from run to run, and it may lie on either side of 1. Between GPUs, carrying and adding do overlap,
+# because a network card can carry a finished piece while the GPU adds the next one. So NCCL works in
+# pieces throughout.
 
 # %% [markdown]
 # ## 10. Beside the library, and as a job (optional)
 #
-# How good is your ring? The next cell all-reduces the same 16 MB on 4 ranks, by hand and by gloo,
-# in turn. Look at the last number, your time divided by the library's.
+# How good is your ring? The next cell all-reduces 16 MB on 4 ranks, alternately by your ring and by
+# gloo. Look at the last number, your time divided by the library's.
 
 
 # %%
@@ -647,15 +665,15 @@ if check.ready("4.10"):
     print(f"by hand / library: {by_hand / library:.2f}")
 
 # %% [markdown]
-# A few lines of Python usually come close, because nearly all of the time goes into moving and
-# adding numbers, which compiled code does in both. The ratio changes from try to try, because the
-# ranks share the cores with everything else on the machine. `make bench` measures the same at 64 MB
-# with many pairs.
+# A few lines of Python are usually not far behind the library, because nearly all of the time goes
+# into moving and adding numbers, which compiled code does in both cases. The ratio changes from run
+# to run, because the ranks share the cores with everything else on the machine. `make bench` measures
+# the same at 64 MB with many pairs.
 #
 # ### What does NCCL stand for?
 #
-# Is NCCL a "common" or a "collective" communications library? Both can be found in lectures. Its own
-# documentation says NVIDIA **Collective** Communications Library
+# Is NCCL a "common" or a "collective" communications library? Both names can be found in lectures.
+# Its own documentation says NVIDIA **Collective** Communications Library
 # (https://docs.nvidia.com/deeplearning/nccl/), and after this lesson you know why: it is a library of
 # collectives. gloo, the one used here, is another. Which of the two does this installation have?
 
@@ -665,19 +683,21 @@ print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
 # %% [markdown]
 # ### A job with your functions in it
 #
-# The next cell writes your functions to `mine/collectives.py` and starts a job with them. The
-# script measures the all-reduces over several sizes, beside the library's and the machine's
-# memory-copy rate. Without `--only` it measures all collectives. `ranks=4` asks for four ranks. On
-# a cluster with GPUs the same file uses NCCL: `sbatch sbatch/collectives.sbatch --impl mine`.
+# The next cell writes your functions to `mine/collectives.py` and starts a job with them. The script
+# measures your all-reduces at several sizes, and compares them with the library's all-reduce and with
+# the rate at which the machine copies memory. Without `--only` it measures all collectives. `ranks=4`
+# asks for four ranks. On a cluster with GPUs the same file uses NCCL:
+# `sbatch sbatch/collectives.sbatch --impl mine`.
 #
-# While the job runs, the cell shows its progress and what it printed last. All of its output is in
-# a file in the folder `runs` beside this notebook. The line that begins with `yours` names the
-# functions that the script calls; your other functions work inside them.
+# While the job runs, the cell shows its progress and its last lines of output. All of its output is
+# in a file in the folder `runs` beside this notebook. The line in it that begins with `yours` names
+# the functions that the script calls; your other functions work inside them.
 #
-# The column "algorithm" is the tensor's size divided by the time. The column "bus" multiplies it by
-# 2(n-1)/n, the part of the tensor that a rank sends in a ring, so "bus" can be compared with the
-# speed of a link, for any n. The column "predicted" is the time by the formula of section 7, with an
-# $\alpha$ and a $\beta$ that the script fits to messages on this machine (section 11).
+# In the table that the script prints, the column "algorithm" is the tensor's size divided by the
+# time. The column "bus" multiplies it by 2(n-1)/n, the part of the tensor that a rank sends in a
+# ring, so "bus" can be compared with the speed of a link, for any n. The column "predicted" is the
+# time by the formula of section 7, with an $\alpha$ and a $\beta$ that the script fits to messages on
+# this machine (section 11).
 
 # %%
 if check.ready("4.2", "4.10"):
@@ -695,10 +715,10 @@ if check.ready("4.2", "4.10"):
 # %% [markdown]
 # This figure does not look like the one of section 7. "native" is the library's all-reduce, and the
 # dashed grey line is the rate at which this machine copies memory. Between ranks of one machine,
-# messages *are* copies in memory: rank 0 has no network card that it could hold up, and on few cores
-# each of the ring's many steps waits for its turn. So the naive version can be as quick as the ring
-# here, or quicker, and for small tensors nearly always is. The ring was made for ranks that have a
-# link each, as on a cluster.
+# messages *are* copies in memory: rank 0 has no network card at which the others would queue, and
+# with few cores each of the ring's many steps waits for its turn. So here the naive version can be as
+# fast as the ring or faster, and for small tensors it nearly always is. The ring was made for ranks
+# that have a link each, as on a cluster.
 
 # %% [markdown]
 # ## 11. When does the ring pay? (optional)
@@ -737,14 +757,15 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
     )
 
 # %% [markdown]
-# Ten bytes take about as long as ten thousand, because nearly all of the time is latency. Only for
+# Ten bytes take about as long as a few thousand, because nearly all of the time is latency. Only for
 # large messages does the time grow with the size. (If other programs are busy on your machine, some
 # times are too long. Run the cell again.)
 #
-# Two numbers describe this table. Fit them. The longest time is many times the shortest, so an
-# ordinary least-squares fit would be determined by the largest messages only. Let every message
-# count by its *relative* error. `torch.linalg.lstsq(A, b).solution` is the x for which the squares of
-# A x - b have the smallest sum; A has a row for each message and a column for each unknown.
+# Two numbers, $\alpha$ and $\beta$, describe this table. Now fit them. The longest time is many times
+# the shortest, so an ordinary least-squares fit would be determined almost entirely by the largest
+# messages. Let every message count by its *relative* error instead.
+# `torch.linalg.lstsq(A, b).solution` is the x for which the squares of A x - b have the smallest sum;
+# A has a row for each message and a column for each unknown.
 
 # %% exercise="fit_alpha_beta" todo="4.11" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import fit_alpha_beta
@@ -761,9 +782,10 @@ if check.ready("4.11"):
 # %% [markdown]
 # ### From a message to a collective
 #
-# The last line above gives the size at which latency takes half of the time; below that size it takes
-# more. Section 7 had a table of rounds and messages for three all-reduces. You know nine collectives
-# now: say for each how many rounds it has, and how large its messages are.
+# The last line printed above gives the size at which latency takes half of the time; for smaller
+# messages it takes more. To predict a collective, you also need its rounds and its messages. Section
+# 7 had a table of them for three all-reduces. You know nine collectives now: write a function that
+# gives, for each of them, the number of rounds and the size of a message.
 
 # %% exercise="rounds_and_message" todo="4.12" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import rounds_and_message
@@ -799,10 +821,11 @@ if check.ready("4.11"):
     print(f"slow network: alpha {1e3 * slow_alpha_s:.2f} ms, 1/beta {1e-6 / slow_beta_s:.0f} MB/s")
 
 # %% [markdown]
-# The fit finds roughly what was put in, with a little on top: the machine's own latency, and a
-# sleep that always lasts a bit longer than asked for. Now run all nine collectives on 4 ranks, on the
-# slow network and on this machine without it. In each pair compare the predicted with the measured
-# time. Where does the model hold?
+# The fit finds roughly the numbers that were put in. Messages take a little longer than that, because
+# the machine has a latency of its own, and because a simulated delay is a sleep, which always lasts a
+# bit longer than requested. Now run all nine collectives on 4 ranks, on the slow network and on this
+# machine without it. In each pair of numbers, compare the predicted time with the measured one. Where
+# does the model hold?
 
 # %%
 TODOS = ("4.2", "4.3", "4.4", "4.5", "4.6", "4.7", "4.9", "4.10")
@@ -843,12 +866,13 @@ if check.ready(*TODOS, "4.11", "4.12"):
     print_table("this machine", on_machine, alpha_s, beta_s)
 
 # %% [markdown]
-# On the slow network the pairs agree within about a tenth or two on a quiet machine, so two numbers
-# and a count of messages describe a network well. On the machine itself they mostly do not: with few
-# cores the collectives take longer than predicted, often several times as long. The model says that
-# messages of one round go at the same time, but on a machine with fewer cores than ranks they take
-# turns, since a rank needs a core to send, and to add up as well. A model is as good as its
-# assumptions. These hold better on a cluster, where each rank has its own processor and network link.
+# On the slow network the two times agree to within about a fifth on a quiet machine, so two numbers
+# and a count of messages describe a network well. On the machine itself they mostly do not agree:
+# with few cores the collectives take longer than predicted, often several times as long. The model
+# assumes that the messages of one round travel at the same time, but on a machine with fewer cores
+# than ranks they take turns, since a rank needs a core to send, and to add up as well. A model is
+# only as good as its assumptions, and these hold better on a cluster, where each rank has its own
+# processor and network link.
 #
 # Where do tree and ring cross? Set their times equal and solve for the size $S$:
 #
@@ -888,11 +912,12 @@ if check.ready(*TODOS, "4.11", "4.12"):
     )
 
 # %% [markdown]
-# On a quiet machine the two measured sizes enclose the formula's. If both are larger, the machine was
-# busy: the ring has more messages in a row, so whatever holds messages up holds the ring up most. In
-# the figure the tree is best for small tensors and the ring for large ones. The naive version is never the best, though for small tensors
-# it may keep up with the ring, because both need six messages in a row. Good libraries use this, too:
-# NCCL and MPI choose the pattern by the size of the tensor. The rule "tree for small, ring for large"
+# On a quiet machine the formula's size lies between the two measured sizes. If both measured sizes
+# are larger, the machine was busy: the ring has more messages in a row, so anything that delays
+# messages delays the ring most. In the figure the tree is best for small tensors and the ring for
+# large ones. The naive version is never the best, though for small tensors it may match or beat the
+# ring, because both need six messages in a row. Good libraries make use of this crossing, too: NCCL
+# and MPI choose the pattern by the size of the tensor. The rule "tree for small, ring for large"
 # holds for the tree of this lesson, which sends the whole tensor in every round. NCCL also has double
 # trees, through which a tensor flows in small pieces. They reach nearly the full bandwidth with far
 # fewer rounds than a ring (Sanders et al. 2009; Jeaugey 2019).
@@ -918,11 +943,11 @@ if check.ready(*TODOS, "4.11", "4.12"):
 #
 # **Questions**
 #
-# <details><summary>An all-reduce of 1 GB on 8 GPUs in a ring. How much does each GPU send? And on 512?</summary>
+# <details><summary>Eight GPUs all-reduce 1 GB in a ring. How much does each of them send? And how much on 512 GPUs?</summary>
 #
-# 2 x 7/8 = 1.75 GB, and 2 x 511/512 = 1.996 GB. The bytes hardly grow, but the number of messages
-# in a row grows from 14 to 1022, and each costs the latency. That is why libraries also use trees
-# on very many GPUs.
+# Each GPU sends 2 x 7/8 = 1.75 GB on 8 GPUs, and 2 x 511/512 = 1.996 GB on 512. The bytes hardly
+# grow, but the number of messages in a row grows from 14 to 1022, and each costs the latency. That is
+# why libraries also use trees on very many GPUs.
 # </details>
 #
 # <details><summary>Ranks 0 to 6 call all-reduce, and rank 7 calls broadcast. What do you see?</summary>

@@ -5,8 +5,8 @@
 # %% [markdown]
 # # 05 Data parallelism, by hand
 #
-# You have one model, one large data set, and several devices. How do the devices train the model
-# together, so that the result is the one that a single device would have found, only sooner?
+# You have one model, one large data set, and several devices. How can the devices train the model
+# together and reach the result that a single device would have reached, only sooner?
 #
 # ![A global batch of six samples is dealt out to two ranks; each runs forward and backward through the whole model, an all-reduce makes the mean of the gradients, and both take the same step, so their weights stay equal](figures/ddp_overview.svg)
 #
@@ -23,9 +23,9 @@
 # | the limit | the model must fit on one device | devices wait for each other |
 #
 # This lesson is about data parallelism; lessons 12 and 13 are about model parallelism. You build it
-# step by step, up to messages that travel while backward still computes, and each time the result
-# has to equal training in one process. Sections marked optional can be left out: no section outside
-# them, and no later lesson, needs what you write there.
+# step by step, up to messages that travel while backward is still computing, and at each stage the
+# result has to equal that of training in one process. You can skip the sections marked optional,
+# because no section outside them and no later lesson needs what you write there.
 
 # %%
 import os
@@ -56,9 +56,9 @@ print(
 # %% [markdown]
 # ## 1. One GPU, eight steps
 #
-# Which parts of training change when several devices share the work? First be clear about what one
-# device does. Here are eight steps, from the start of the program to the end of the first batch, in
-# shuffled order.
+# Which parts of training change when several devices share the work? To answer that, first be clear
+# about what a single device does. Here are the eight steps that lead from the start of the program to
+# the end of the first batch, in shuffled order.
 
 # %% tags=["nbval-check-output"]
 for letter, step in STEPS.items():
@@ -82,10 +82,10 @@ for name, change in CHANGES.items():
     print(f"{name:6} {change}")
 
 # %% [markdown]
-# For each change, name the first of the eight steps that comes out differently, or that has to wait for
-# a message. A change can fall between two steps: the weights are made equal after the model is built
-# and before anybody computes with it. Name the later of the two then, which is the one that waits.
-# Return a dictionary, such as `{"share": "A", ...}`.
+# For each change, name the first of the eight steps that has a different result, or that has to wait
+# for a message. A change can fall between two steps: for example, the weights are made equal after the
+# model is built and before it is used. In that case name the later of the two steps, because that is
+# the one that waits. Return a dictionary, such as `{"share": "A", ...}`.
 
 # %% exercise="steps_that_change" todo="5.2" minutes=5 difficulty=2 points=1
 from manyhands.data_parallel.loops import steps_that_change
@@ -112,9 +112,9 @@ print("after backward:", layer.weight.grad.tolist())
 #
 # ### The yardstick: one process
 #
-# The first question about any technique of this course is **parity with one process**: does the
-# technique find the same weights? So here is the training that every version below is compared with,
-# ten steps of AdamW in one process on the whole batch.
+# The first question about any technique in this course is **parity with one process**: does the
+# technique find the same weights? So here is the training with which every version below is compared:
+# ten steps of AdamW in one process, each on a whole batch.
 
 
 # %%
@@ -171,8 +171,8 @@ from manyhands.data_parallel.loops import worker_step
 check.worker_step(worker_step)
 
 # %% [markdown]
-# Now write the server's side, which calls `recv` for one worker after the other. The server has run no
-# backward, so its parameters have no `.grad` yet: give them one.
+# Now write the server's side, which calls `recv` for one worker after the other. The server never runs
+# backward, so its parameters have no `.grad` until you give them one.
 
 # %% exercise="server_step" todo="5.4" minutes=15 difficulty=2 points=2
 from manyhands.data_parallel.loops import server_step
@@ -183,8 +183,8 @@ check.server_step(server_step)
 # %% [markdown]
 # ### Is it the same training?
 #
-# Train with a server and three workers, each on a third of the batch. Watch the largest difference
-# between a weight of a rank and the same weight of the single process.
+# Train with one server and three workers, where each worker takes a third of the batch. Watch the
+# largest difference between a weight of a rank and the same weight of the single process.
 
 
 # %%
@@ -212,29 +212,29 @@ if check.ready("5.3", "5.4"):
         assert difference < 1e-5
 
 # %% [markdown]
-# The difference is rounding: the server adds up the gradients in another order than one process does.
-# It is the same training.
+# The difference is rounding, because the server adds up the gradients in a different order from one
+# process. So training with a server is the same training.
 
 # %% [markdown]
 # ## 3. No server: replicas that start equal and stay equal
 #
 # Is a server needed at all? No: if every rank has an optimizer of its own, then equal weights and equal
-# gradients make equal steps. So two things remain to be done.
+# gradients lead to equal steps. So the replicas have to start equal, and their gradients have to agree.
 #
 # ### Start equal
 #
 # If each rank builds its model from its own random numbers, the replicas differ from the start. One
-# cure is the same seed everywhere. A safer one is that rank 0 sends its model to all ranks, with
-# `dist.broadcast(tensor, src=0)`, or in a group with `dist.broadcast(tensor, group=group,
-# group_src=0)`. From here on you use PyTorch's collectives; you built your own in lesson 04.
+# cure is to use the same seed everywhere. A safer cure is to let rank 0 send its model to all ranks,
+# with `dist.broadcast(tensor, src=0)`, or in a group with `dist.broadcast(tensor, group=group,
+# group_src=0)`. You built your own collectives in lesson 04; from here on you use PyTorch's.
 #
 # Two details matter. Autograd must not record the message, so send `tensor.detach()`, which shares the
-# parameter's memory. And a message is one piece of memory (lesson 04), so a tensor whose elements do
-# not lie side by side is sent as a contiguous copy, and copied back.
+# parameter's memory. And because a message is one piece of memory (lesson 04), a tensor whose elements
+# do not lie side by side has to be sent as a contiguous copy, which is then copied back.
 #
 # A model's **state** is its parameters and its **buffers**. Buffers are tensors without a gradient that
-# belong to the model, such as the running mean of batch norm. Frozen parameters, those with
-# `requires_grad=False`, belong to the state as well.
+# belong to the model, such as the running mean in a batch normalization layer. **Frozen** parameters,
+# which are those with `requires_grad=False`, belong to the state as well.
 
 # %% exercise="broadcast_state" todo="5.5" minutes=10 difficulty=1 points=1
 from manyhands.data_parallel.replicas import broadcast_state
@@ -245,18 +245,20 @@ check.broadcast_state(broadcast_state)
 # %% [markdown]
 # ### Stay equal
 #
-# Each rank's loss is the mean over its own share of the batch. Let a batch of $B$ samples with the
-# gradients $g_i$ be dealt out to $N$ ranks, $B/N$ samples each. Then the gradient of one process is the
-# mean of the ranks' gradients:
+# Each rank's loss is the mean over its own share of the batch. Suppose a batch of $B$ samples with the
+# gradients $g_i$ is dealt out to $N$ ranks, so that each gets $B/N$ samples. Then the gradient that one
+# process would compute is the mean of the ranks' gradients:
 #
 # $$\frac{1}{B}\sum_{i=1}^{B} g_i \;=\; \frac{1}{N}\sum_{r=1}^{N}\Big(\frac{N}{B}\sum_{i \in \text{rank } r} g_i\Big)$$
 #
 # So the mean over ranks is not an approximation: except for rounding, it is the same gradient. But this
-# holds only if every rank averages over equally many items, which is not so when each rank divides by
-# its own number of tokens. And a sample's gradient must not depend on the rest of the batch, as it does
-# with batch norm, where each rank normalizes by the statistics of its own share (Goyal et al. 2017).
+# needs two conditions. Every rank has to average over equally many items, which fails, for example, when
+# each rank divides by its own number of tokens. And a sample's gradient must not depend on the rest of
+# the batch, as it does with batch normalization, where each rank normalizes by the statistics of its own
+# share (Goyal et al. 2017).
 #
-# An all-reduce, too, needs a tensor in one piece.
+# `dist.all_reduce(tensor, group=group)` replaces the tensor by its sum over the ranks, so divide afterwards.
+# Like a broadcast, it needs a contiguous tensor.
 
 # %% exercise="average_gradients" todo="5.6" minutes=8 difficulty=1 points=1
 from manyhands.data_parallel.replicas import average_gradients
@@ -270,7 +272,7 @@ check.average_gradients(average_gradients)
 # What does training without a server look like as a whole? You now have all its parts:
 #
 # 1. the ranks join a process group (already done when your function is called),
-# 2. every rank gets a copy of the model, and rank 0's weights go to all,
+# 2. every rank builds a copy of the model, and rank 0's weights are sent to all,
 # 3. every rank creates its optimizer,
 # 4. for each batch, every rank takes its share,
 # 5. forward,
@@ -279,9 +281,9 @@ check.average_gradients(average_gradients)
 # 8. the gradients are averaged over all ranks,
 # 9. every rank updates its weights,
 #
-# and from 4 again. After training all replicas are equal, so take any of them, copy its weights to the
-# CPU, and save them. The cell after the check tests parity again, on one to four ranks whose replicas
-# start from different seeds. Only rounding should remain.
+# and so on from item 4 for the next batch. After training all replicas are equal, so you can take any of
+# them, copy its weights to the CPU, and save them. The cell after the check tests parity again, on one
+# to four ranks whose replicas are built from different seeds. Only rounding should remain.
 
 # %% exercise="train_replicas" todo="5.7" minutes=15 difficulty=2 points=2
 from manyhands.data_parallel.loops import train_replicas
@@ -308,10 +310,10 @@ if check.ready("5.5", "5.6", "5.7"):
 # ### Does data parallelism average the training data?
 #
 # Some slides say that data parallelism averages the training data, and that the optimizer runs on each
-# micro-batch, which is a rank's share of a batch. Count both claims. Predict: in ten batches, how many
-# steps does the optimizer of one rank of four take? And what is the gradient of $(wx - 1)^2$ at
-# $w = 1$ for two ranks that hold one sample each, $x = 1$ and $x = -1$, if you average their gradients,
-# and if you average their samples first?
+# micro-batch, by which they mean a rank's share of a batch. You can test both claims by counting.
+# Predict: in ten batches, how many steps does the optimizer of one rank out of four take? And suppose
+# two ranks hold one sample each, $x = 1$ and $x = -1$. What is the gradient of $(wx - 1)^2$ at $w = 1$
+# if you average their gradients, and what is it if you average their samples first?
 
 # %%
 num_steps, mean_of_gradients, gradient_of_the_mean = None, None, None  # your numbers
@@ -348,9 +350,9 @@ score("gradient of the mean sample", gradient_of_the_mean, 0, abs(gradient(sampl
 assert gradient(samples) == by_gradients == 2 and gradient(samples.mean()) == 0
 
 # %% [markdown]
-# Every rank takes one step per batch, ten in all, like a single process. So the optimizer does not run
-# on a micro-batch: it waits for the mean over all of them. And what is averaged are gradients. The mean
-# of the samples would be one sample, $x = 0$, and it teaches nothing here.
+# Every rank takes one step per batch, ten in all, like a single process. So the optimizer does not step
+# for each micro-batch but waits for the mean gradient of all of them. And data parallelism averages
+# gradients, not samples: the mean of the samples is $x = 0$, from which nothing can be learnt here.
 
 # %% [markdown]
 # ### Server or ring: bytes and time
@@ -358,9 +360,9 @@ assert gradient(samples) == by_gradients == 2 and gradient(samples.mean()) == 0
 # Does a server move more bytes than an all-reduce, and what does that cost? The model has $P$
 # parameters in fp32, so its gradients take $4P$ bytes, and so do its weights.
 #
-# Predict, for 4 workers and 4P = 201,600 bytes: how many bytes pass the server's link in a step, in and
-# out together? And how many bytes does one of 4 ranks send when the ring all-reduce of lesson 04 adds
-# up the gradients? (There each rank sends 2 (n-1) chunks, and a chunk is 1/n of the whole.)
+# Predict, for 4 workers and 4P = 201,600 bytes: how many bytes pass through the server's link in a step,
+# in and out together? And how many bytes does each of 4 ranks send when the ring all-reduce of lesson 04
+# adds up the gradients? (In a ring each rank sends 2 (n-1) chunks, and a chunk is 1/n of the whole.)
 
 # %%
 server_link_bytes, ring_sent_bytes = None, None  # your numbers
@@ -369,7 +371,7 @@ server_link_bytes, ring_sent_bytes = None, None  # your numbers
 server_link_bytes, ring_sent_bytes = 2 * 4 * 201_600, 302_400  # 2 n x 4P; 2 (n-1)/n x 4P
 
 # %%
-from manyhands.collectives.ring import all_reduce_ring  # of lesson 04
+from manyhands.collectives.ring import all_reduce_ring  # from lesson 04
 
 MODEL_BYTES = 201_600  # of 50,400 parameters, which 2 to 8 ranks divide evenly
 
@@ -397,16 +399,17 @@ def step_in_ring(group):
 
 # %% [markdown]
 # The next cells count the bytes, and measure the time of a step on a simulated network of 20 MB/s with
-# 0.5 ms of latency per message. The messages are real; each waits for as long as such a network would
-# take to carry it. Nine ranks are started: for each n from 2 to 8, a server with n workers, and a ring
-# of n. Predict the shape of both curves of time before you run them: which grows, and which levels off?
+# 0.5 ms of latency per message. The messages are real, but each is delayed for as long as such a network
+# would take to carry it. Among nine ranks, each n from 2 to 8 is timed with a server and n workers, and
+# with a ring of n ranks. Before you run the cells, predict the shape of both curves of time: which one
+# keeps growing, and which one levels off?
 
 # %%
 NETWORK = {"latency_s": 0.5e-3, "bytes_per_s": 20e6}
 
 
 def step_seconds(step, group, repeats=3):
-    """The quietest of a few steps (s), which all ranks of the group begin together."""
+    """The fastest of a few steps (s), which all ranks of the group begin together."""
     times = []
     with SlowNetwork(**NETWORK):
         for _ in range(repeats):
@@ -455,10 +458,11 @@ if check.ready("5.3", "5.4"):
 # ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks form a ring, where every link carries the same small share](figures/data_parallel_server.svg)
 #
 # To compare the two, count both in one unit: the bytes in and out of the busiest rank together. With 8
-# workers a server moves $64P$, and each of 8 ranks in a ring moves $14P$. Time follows from the
-# messages that have to pass one after the other. Let a message of $s$ bytes take $\alpha + s/\beta$. The
-# server receives $n$ messages of $4P$ bytes and then sends $n$. A ring takes $2(n-1)$ turns with a chunk
-# of $4P/n$ bytes, and in each turn all ranks send at once:
+# workers a server moves $64P$ bytes, and each of 8 ranks in a ring moves $14P$. The time follows from the
+# messages that have to pass one after the other. Suppose a message of $s$ bytes takes $\alpha + s/\beta$,
+# where $\alpha$ is the latency and $\beta$ is the bandwidth (lesson 04 writes $\beta$ for its inverse, the
+# time per byte). The server receives $n$ messages of $4P$ bytes and then sends $n$. A ring takes $2(n-1)$
+# turns with a chunk of $4P/n$ bytes each, and in each turn all ranks send at once:
 #
 # $$t_\text{server} = 2n\Big(\alpha + \frac{4P}{\beta}\Big), \qquad
 # t_\text{ring} = 2(n-1)\Big(\alpha + \frac{4P}{n\beta}\Big)$$
@@ -497,38 +501,42 @@ if check.ready("5.3", "5.4"):
     figures.show(figure, "Time of a step on a slow network, for a server and for a ring.")
 
 # %% [markdown]
-# The server's line grows with every worker: with 8 it has to move 16 times the model in every step, one
-# message after the other. In a ring no rank moves more than four times the model, two in and two out,
-# however many there are, so only the latency still grows with n. Points above their line are steps in
-# which nine processes wanted this machine's cores at once.
+# The server's time grows with every worker: with 8 workers the server has to move 16 times the model in
+# every step, one message after the other. In a ring no rank moves more than four times the model, two in
+# and two out, however many ranks there are, so only the latency still grows with n. Points usually lie
+# above their line, because the formulas count only the network, while every message also takes time on
+# the cores that all ranks share. In a ring all ranks work at once, so a machine with few cores slows the
+# ring more than the server, and the measured gain is then smaller than the predicted one.
 #
 # ### Is the traffic of an all-reduce one times the weights?
 #
 # Some slides say that the traffic of an all-reduce is "1x weights", and that of a server 2x. Your
-# ledger says that in a ring every rank *sends* $2(n-1)/n$ times the gradients, nearly 2x for large n,
-# and receives as many. A worker of a parameter server sends 1x and receives 1x, which is less. The
-# ring's gain is at the **busiest link**, because there the server moves $2n$ times the model.
+# ledger says that in a ring every rank *sends* $2(n-1)/n$ times the size of the gradients, nearly 2x for
+# large n, and receives as much. A worker of a parameter server sends 1x and receives 1x, which is less.
+# The ring gains at the **busiest link**: that link is the server's, which carries $2n$ times the model.
 
 # %% [markdown]
 # ## 6. Fewer messages: buckets
 #
-# How can the averaging become faster? `average_gradients` waits for backward to end, and then sends one
-# message for each parameter. This is slow for two reasons:
+# How can the averaging become faster? `average_gradients` is called when backward has ended, and then
+# sends one message for each parameter. This is slow for two reasons:
 #
 # - Every message has a fixed cost, however small it is, and a model has hundreds of parameters.
 # - Nothing is computed while messages travel.
 #
-# This section is about the first reason, the next one about the second. To send fewer messages, pack
-# parameters into **buckets**, and send each bucket as one message. Here is how, once there are buckets.
-# Read it: what does a rank hold after each line?
+# This section is about the first reason, and the next section is about the second. To send fewer
+# messages, group the parameters into **buckets**, and send the gradients of each bucket as one message.
+# The code below does so with buckets that are already made. As you read it, ask yourself what a rank
+# holds after each line.
 
 # %% show="true"
 from manyhands.data_parallel.replicas import pack, unpack, average_buckets
 
 # %% [markdown]
-# Which parameters share a bucket is yours to decide. Backward reaches the *last* layer first, so bucket
-# 0 starts with the last parameter: then its gradients are the first that are complete, which section 7
-# makes use of. And one vector has one type, so a bucket has one type, too.
+# Your function decides which parameters share a bucket. Backward reaches the *last* layer first, so
+# bucket 0 starts with the last parameter: its gradients are then the first to be complete, and section 7
+# makes use of that. And because all elements of a vector have the same data type, all parameters in a
+# bucket need the same type, too.
 
 # %% exercise="make_buckets" todo="5.8" minutes=10 difficulty=2 points=1
 from manyhands.data_parallel.replicas import make_buckets
@@ -539,16 +547,16 @@ check.make_buckets(make_buckets)
 # %% [markdown]
 # ## 7. Hiding the messages behind backward
 #
-# The gradients of the last layer are ready while backward still computes those of earlier layers. So a
-# bucket can be sent as soon as its last gradient is ready.
+# Why wait for the end of backward at all? The gradients of the last layer are ready while backward is
+# still computing those of earlier layers, so a bucket can be sent as soon as its last gradient is ready.
 #
 # ![The gradients of six layers fill three buckets from the last layer on; the all-reduce of a full bucket runs while backward computes earlier layers, so the step comes sooner than in the naive version below, where every message waits for the end of backward](figures/data_parallel_buckets.svg)
 #
 # ### In which order do gradients arrive?
 #
 # A **hook** is a function that PyTorch calls for you. `param.register_post_accumulate_grad_hook(fn)`
-# makes PyTorch call `fn(param)` each time `param.grad` has just been written. Use one to write down
-# which gradient is ready when.
+# makes PyTorch call `fn(param)` each time `param.grad` has just been written. Use such hooks to record
+# the order in which the gradients become ready.
 
 # %% exercise="watch_arrivals" todo="5.9" minutes=8 difficulty=2 points=1
 from manyhands.data_parallel.replicas import watch_arrivals
@@ -557,8 +565,9 @@ from manyhands.data_parallel.replicas import watch_arrivals
 check.watch_arrivals(watch_arrivals)
 
 # %% [markdown]
-# Now watch two models. The first uses its layers in the order in which it defines them. The second
-# defines them in another order than it uses them. Predict both lists, and the buckets of both.
+# Now watch two models. The first uses its layers in the order in which it defines them, and the second
+# defines them in a different order. For each model, predict the list of arrivals, and the buckets if a
+# bucket holds at most 1,152 bytes.
 
 
 # %%
@@ -589,16 +598,17 @@ if check.ready("5.8", "5.9"):
 # first model this is the reverse order of definition as well, so bucket 0 is complete first. In the
 # second model bucket 0 is complete last.
 #
-# Nothing forces all ranks to see the same order, either: a model may choose its layers by the data. But
-# messages are matched by the order of the calls: the first all-reduce of one rank meets the first of
-# every other rank, whatever is in it. So all ranks have to agree on an order beforehand, and the one
-# that they all know is the buckets' number, their **index**. Bucket 0 starts first, then bucket 1, and
-# so on. A bucket that is full too early waits until those before it have started.
+# Nothing forces all ranks to see the same order, either, because a model may choose its layers by the
+# data. But messages are matched by the order of the calls: the first all-reduce of one rank meets the
+# first of every other rank, whatever it contains. So all ranks have to agree on an order beforehand. The
+# order that they all know is that of the buckets' numbers: bucket 0 starts first, then bucket 1, and so
+# on. The number of a bucket is called its **index**, and a bucket is **full** when all its gradients are
+# ready. A bucket that is full too early waits until those before it have started.
 #
 # ### Start a bucket when it is full
 #
-# `work = dist.all_reduce(flat, async_op=True)` starts a message and returns at once. `work.wait()`
-# returns when the message is through. Until then, do not touch `flat`.
+# `work = dist.all_reduce(flat, async_op=True)` starts an all-reduce of the vector `flat` and returns at
+# once. `work.wait()` returns when the all-reduce is complete. Until then, do not touch `flat`.
 #
 # Two short methods are yours:
 #
@@ -607,7 +617,7 @@ if check.ready("5.8", "5.9"):
 # - `_start(index)` packs the bucket's gradients into one flat tensor and sends it.
 #
 # The rest is given. For now `_finish` does nothing, so nobody waits for the messages yet. `self.sync` is
-# False while somebody only wants to add up gradients, without sending them; lesson 06 uses that.
+# False while gradients are only to be added up and not sent, and lesson 06 makes use of that.
 
 # %% exercise="BucketSender._on_grad_ready BucketSender._start" todo="5.10" minutes=20 difficulty=3 points=2
 from manyhands.data_parallel.replicas import BucketSender
@@ -618,10 +628,11 @@ check.BucketSender(BucketSender)
 # %% [markdown]
 # ### Wait, and write back
 #
-# What is left is the end of the step: wait for the messages, and write the means into the gradients.
-# The hook of the last gradient calls `_finish`, so the waiting happens inside `loss.backward()`, which
-# returns with averaged gradients. The training loop does not change at all. Two more methods are given:
-# `forward` refuses to go on after a parameter got no gradient, and `no_sync` sets `self.sync`.
+# What is left is the end of backward: wait for the messages, and write the means into the gradients. The
+# hook of the last gradient calls `_finish`, so the waiting happens inside `loss.backward()`, and when
+# that returns, the gradients are averaged. So the training loop does not change at all. Two more methods
+# are given: `forward` raises an error if a parameter got no gradient in the backward before it, and
+# `no_sync` sets `self.sync` to False for a while.
 
 # %% exercise="BucketedDDP._finish" todo="5.11" minutes=10 difficulty=2 points=2
 from manyhands.data_parallel.replicas import BucketedDDP
@@ -632,10 +643,10 @@ check.BucketedDDP(BucketedDDP)
 # %% [markdown]
 # ### How much does yours hide?
 #
-# A right answer can still be slow. The next cell measures how much of the messages' time your class
-# hides on a simulated slow network, beside the course's own, with a model whose layers only sleep during
-# backward. The last of four buckets has nothing left to hide behind, so at best 75 % is hidden. This
-# costs no points, and if the machine is too busy to tell, the cell says so.
+# A correct answer can still be slow. The next cell measures how much of the messages' time your class
+# hides on a simulated slow network, and how much the course's own class hides. The model's layers only
+# sleep during backward. The last of its four buckets has nothing left to hide behind, so at best 75 % is
+# hidden. A slow answer costs no points, and if the machine is too busy to tell, the cell says so.
 
 # %%
 if check.ready("5.10", "5.11"):
@@ -644,16 +655,17 @@ if check.ready("5.10", "5.11"):
 # %% [markdown]
 # ### Look: the time line of your own ranks
 #
-# How much waiting do buckets and overlap remove? Two ranks on one machine have a very fast link, but
-# their messages use the same cores as backward. A network between computers is slower, but carries
-# messages while the cores compute. So the next cells simulate a link of 200 MB/s, plus 1 ms per
-# message: a rank that waits for a message sleeps for as long as the simulated link would take. Backward
-# and your code are real. Buckets hold two layers here (2.1 MB).
+# How much waiting do buckets and overlap remove? (**Overlap** means that messages travel while backward
+# computes.) Two ranks on one machine have a very fast link, but their messages use the same cores as
+# backward. A network between computers is slower, but it carries messages while the cores compute. So
+# the next cells simulate a link of 200 MB/s with 1 ms of latency per message: a rank that waits for a
+# message sleeps for as long as the simulated link would take. Backward and your code are real. A bucket
+# holds two layers here (2.1 MB).
 #
-# Watch how long a rank waits in a step. The link needs 42 ms for the model's 8.4 MB, and so 58 ms with 16
-# messages and 46 ms with 4 buckets. With overlap only the last bucket is left over, with 11.5 ms. The
-# three versions take turns, so that other work on this machine disturbs all of them alike, and the
-# quietest step of each is shown.
+# Watch how long a rank waits in a step. The link needs 42 ms for the model's 8.4 MB, to which each
+# message adds 1 ms: that makes 58 ms with 16 messages and 46 ms with 4 buckets. With overlap only the
+# last bucket is left over, which takes 11.5 ms. The three versions take turns, so that other work on this
+# machine disturbs all of them alike, and the fastest step of each is shown.
 
 # %%
 HOW = ("naive", "bucketed", "overlapped")
@@ -746,24 +758,25 @@ if check.ready("5.6", "5.8", "5.11"):
     figures.show(figure, "Time lines of two ranks: naive, bucketed and overlapped messages.")
 
 # %% [markdown]
-# Each rank has two lanes: its work above, its messages below. Grey means that the rank waits. In the
-# first two panels every message comes after backward. Buckets make the messages fewer, so their fixed
-# cost is paid less often. In the third panel most messages lie under backward. The last bucket is always
-# left over: the gradients of the first layer are ready last. Forward and backward are real work and vary
-# from run to run, so the totals do, too.
+# Each rank has two lanes, with its work above and its messages below. Grey means that the rank waits,
+# usually for longer than the link alone needs, because the other rank may be late. In the first two
+# panels every message comes after backward. With buckets there are fewer messages, so the fixed cost is
+# paid less often. In the third panel most messages lie under backward. The last bucket is always left
+# over, because the gradients of the first layer are ready last. Forward and backward are real work whose
+# time varies from run to run, and so do the totals.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)
 #
-# The contract of an all-reduce is short: every rank makes the same calls in the same order, and nobody
-# touches a tensor whose message is on its way. What happens to somebody who breaks it? Who waits, who
-# gets an error, and what is wrong afterwards? All three experiments below end by themselves.
+# The contract of an all-reduce is short: every rank makes the same calls in the same order, and no rank
+# touches a tensor whose message is on its way. What happens when a rank breaks this contract? Which rank
+# waits, which gets an error, and what is wrong afterwards? All three experiments below end by themselves.
 #
 # ### Two ranks, two orders
 #
 # Four buckets of equal size hold the gradients 2, 20, 200 and 2000 on rank 0, and 4, 40, 400 and 4000 on
-# rank 1. Rank 0 sends them from first to last, and rank 1 from last to first. Predict the mean that rank
-# 0 writes into bucket 0, where 3 would be right.
+# rank 1. Rank 0 sends its buckets from first to last, and rank 1 from last to first. Predict the mean
+# that rank 0 writes into bucket 0, where 3 would be right.
 
 # %%
 bucket_0_on_rank_0 = None  # your number
@@ -796,15 +809,16 @@ if check.ready("5.8"):
         print("Buckets of different size:", str(failed).splitlines()[-1])
 
 # %% [markdown]
-# With buckets of equal size nothing complains. Nobody waits, no call fails, and the loss may even fall,
-# but the gradients of the last layer are mixed with those of the first, and the two ranks, which hold
-# different means now, drift apart. With buckets of different size you are lucky: the messages do not fit
-# together, and gloo ends the process. That is why `_on_grad_ready` goes by index.
+# With buckets of equal size there is no sign of the fault: no rank waits, no call raises an error, and the
+# loss may even go down. But the gradients of the last layers are mixed with those of the first, and the
+# two ranks now hold different means, so they drift apart. With buckets of different sizes you are lucky,
+# because the messages do not fit together and gloo ends the process. This is why `_on_grad_ready` starts
+# the buckets by index.
 #
 # ### Reading too early
 #
-# The class below looks at all four flats when the last message has just started, before it waits for
-# any. Predict which of the buckets still hold something else than the sum at that moment.
+# The class below looks at all four flat vectors when the last message has just started, before it waits
+# for any of them. Predict which of the buckets do not yet hold the sum at that moment.
 
 
 # %%
@@ -832,18 +846,18 @@ if check.ready("5.8", "5.10", "5.11"):
         shares = [f"bucket {index} {share:.0%}" for index, share in enumerate(right)]
         print(f"rank {rank}, share of right numbers: {', '.join(shares)}")
     if min(map(min, found)) == 1:
-        print("This time every message was quicker than the reading. Run the cell again.")
+        print("This time every message arrived before it was read. Run the cell again.")
 
 # %% [markdown]
-# Nobody waits here, either, and there is no error. A bucket is right if its message had arrived by then,
-# which is most likely for the first ones; the last was sent just before it was read. What is read too
-# early is this rank's own gradient, the sum, or something in between, and it changes from run to run. A
-# small model on a fast link may be right by chance for a long time. That is why the checks of this
-# lesson use messages that never arrive before somebody waits for them.
+# There is no error here, either. A bucket is right if its message had arrived by then, which is most
+# likely for the first buckets, while the last was sent just before it was read. A vector that is read too
+# early holds this rank's own gradients, the sums, or a mixture, and the outcome changes from run to run.
+# With a small model on a fast link the results may be right by chance for a long time. That is why the
+# checks of this lesson use messages that never arrive before a rank waits for them.
 #
 # ### One message too few
 #
-# Last, rank 1 leaves out its last bucket. Predict who notices.
+# In the last experiment rank 1 leaves out its last bucket. Predict which rank notices.
 
 
 # %%
@@ -862,9 +876,9 @@ if check.ready("5.8"):
         print(failed)
 
 # %% [markdown]
-# The rank that did nothing wrong waits, and the one with the fault has gone on. In a training loop rank
-# 1 would reach the next step's first message, which then meets rank 0's last one. So when a job hangs,
-# ask which rank is *not* in the line where the others wait.
+# The rank that did nothing wrong waits, while the one with the fault has gone on. In a training loop
+# rank 1 would go on to the first message of the next step, which then meets rank 0's last message of this
+# one. So when a job hangs, ask which rank is *not* at the line of code where the others wait.
 
 # %% [markdown]
 # ## 9. Counts, this machine, and one slow rank (optional)
@@ -872,9 +886,9 @@ if check.ready("5.8"):
 # ### Predict: how many messages, how many bytes?
 #
 # The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4 bytes
-# per number). `average_gradients` sends one message per parameter tensor. Buckets are at most 1 MB,
-# and our `bucket_mb` counts in 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, 2^20 bytes, so its
-# buckets are 5 % larger.) Write down what you expect, then run the cells below.
+# per number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB,
+# where our `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are
+# 2^20 bytes, so its buckets are 5 % larger.) Write down what you expect, then run the cells below.
 
 # %%
 messages_by_parameter = None  # your number: messages per step with average_gradients
@@ -906,14 +920,15 @@ if check.ready("5.6", "5.8", "5.11"):
 
 # %% [markdown]
 # Three layers fit into a bucket of 1 MB, so eight layers need three buckets. The number of bytes stays
-# the same: buckets save waiting, not traffic.
+# the same, so buckets reduce the waiting but not the traffic.
 
 # %% [markdown]
 # ### Without the slow link
 #
-# What remains of the gain without the slow link? Measure a whole step on two ranks of this machine as it
-# is, and beside it PyTorch's own `DistributedDataParallel`. Predict first: will overlap help when the
-# ranks and the messages share the same cores?
+# What remains of the gain without the slow link? The next cell times forward, backward and averaging on
+# two ranks of this machine as it is, for your three versions and for PyTorch's own
+# `DistributedDataParallel`. Predict first: will overlap help when backward and the messages share the
+# same cores?
 
 # %%
 from manyhands.ddp.wrapping import torch_ddp
@@ -939,15 +954,16 @@ if check.ready("5.6", "5.8", "5.11"):
         print(f"{how:10} {1e3 * seconds:6.1f} ms per step")
 
 # %% [markdown]
-# Buckets usually help here, too, because fewer messages cost less. Overlap usually adds little, because
-# the messages need the same cores as backward, and whether your version or PyTorch's is faster changes
-# from run to run. On a cluster the network card carries the messages, as in the time line above.
+# Buckets usually help here, too, because fewer messages cost less. Overlap usually adds less than it did
+# on the slow link, because the messages need the same cores as backward. Whether your version or
+# PyTorch's is faster changes from run to run. On a cluster the network card carries the messages, so
+# there the time line above is the better model.
 
 # %% [markdown]
 # ### One slow rank
 #
-# What does one slow rank cost the others? All ranks have to be in the all-reduce before any of them can
-# leave it. Let one of three ranks be slower by 100 ms per step. Predict how long a step takes on the
+# What does one slow rank cost the others? All ranks have to enter the all-reduce before any of them can
+# leave it. Suppose one of three ranks is slower by 100 ms per step. Predict how long a step takes on the
 # *fast* ranks, whose own work takes about 20 ms.
 
 # %%
@@ -988,25 +1004,27 @@ if check.ready("5.6"):
     assert slowed[0.1][0][0] > 0.1
 
 # %% [markdown]
-# One slow rank, a **straggler**, makes all of them slow: the step takes as long as that of the slowest.
-# (The all-reduces themselves add some time to the 120 ms; the lines without a delay show how much.) A
-# GPU that runs hot, a shared node, or samples of very different lengths are enough. So when a large job
-# is slow, first look for the rank that does *not* wait.
+# One slow rank, called a **straggler**, slows all the others, because every step takes as long as on the
+# slowest rank. (The all-reduces themselves add some time to the 120 ms, and the lines without a delay
+# show roughly how much.) A GPU that runs hot, a node shared with other jobs, or samples of very different
+# lengths are enough to cause this. So when a large job is slow, first look for the rank that does *not*
+# wait.
 
 # %% [markdown]
 # ## 10. Run it as a job, with your functions in it
 #
 # The next cell writes your functions to `mine/data_parallel.py`, and trains a small language model with
 # your `BucketedDDP` on real processes: one for each GPU of the job, or two without GPUs. The cell shows
-# the loss while the job runs, and the report at the end. There the loss should start near 3.6, which is
-# ln 36, a guess among 36 characters, and fall well below 3. The stop button stops the job, after a
-# checkpoint. The files are in the folder `runs` beside this notebook. In the log, the line `yours: ...`
-# names only what the script itself calls, here `BucketedDDP`. Your `BucketSender`, `make_buckets` and
-# `broadcast_state` work inside it, because they are the ones that it was written with.
+# the loss while the job runs, and a report at the end. In the report's figure the loss should start near
+# 3.6, which is ln 36 and so a guess among 36 characters, and fall well below 3. The stop button saves a
+# checkpoint and then stops the job. The job's files are in the folder `runs` beside this notebook. In its
+# log, the line `yours: ...` names only what the script itself calls, here `BucketedDDP`. Your
+# `BucketSender`, `make_buckets` and `broadcast_state` are used as well, because `BucketedDDP` is built on them.
 #
-# In a terminal, in the course's folder, the job is `bash sbatch/data_parallel.sbatch --mine --impl
-# overlapped`; without the other options of the cell it trains longer. `naive`, `bucketed` and `server`
-# (on two processes: one server, one worker) use your other functions.
+# To start the job in a terminal, go to the course's folder and type `bash sbatch/data_parallel.sbatch
+# --mine --impl overlapped`; without the other options of the cell it trains for longer. With `naive`,
+# `bucketed` or `server` in place of `overlapped` it uses your other functions. (On two processes,
+# `server` means one server and one worker.)
 
 # %%
 if check.ready("5.5", "5.8", "5.10", "5.11"):
@@ -1024,33 +1042,34 @@ check.summary()
 #
 # You can now
 #
-# - name what changes when one training loop becomes many, and what does not,
-# - build data parallelism, and show that it equals one process, also how many steps it takes,
-# - say in which order gradients arrive, and why messages start in another one,
-# - put messages into buckets, hide them behind backward, and measure how much is hidden,
-# - and, from the optional sections, compare a server's link with a ring's, recognise three broken
-#   contracts, and say why one slow rank slows all.
+# - name what changes when a training loop runs on many ranks, and what does not,
+# - build data parallelism, and show that it finds the same weights as one process,
+# - say in which order gradients arrive, and why messages start in the order of the buckets instead,
+# - pack gradients into buckets, hide the messages behind backward, and measure how much is hidden,
+# - and, from the optional sections, compare a server's link with a ring's, recognise three ways to
+#   break the contract of an all-reduce, and say why one slow rank slows all the others.
 #
 # **Questions**
 #
 # <details><summary>A parameter server has 100 workers and a model of 1 GB, and its link carries 10 GB/s each way. How long does a step take at least?</summary>
 #
-# 20 s: 100 GB have to come in, which takes 10 s, and only then can the new weights go out, which is
-# another 100 GB. DistBelief (Dean et al. 2012) splits the parameters over many server machines, so that
-# no single link carries them all, and its workers do not wait for each other.
+# At least 20 s: 100 GB have to come in, which takes 10 s, and only then can the new weights go out, which
+# are another 100 GB. DistBelief (Dean et al. 2012) splits the parameters among many server machines, so
+# that no single link carries them all, and its workers do not wait for each other.
 # </details>
 #
 # <details><summary>Why are buckets filled from the last layer on, and not from the first?</summary>
 #
-# Backward computes the last layer's gradients first. A bucket with the first layer in it is complete
-# only at the very end, so there is nothing left to hide its message behind.
+# Backward computes the last layer's gradients first, so a bucket of last layers can be sent early. A
+# bucket that contains the first layer is complete only at the very end of backward, and then nothing is
+# left to hide its message behind.
 # </details>
 #
 # <details><summary>Rank 1 has 5 samples of a batch and rank 0 has 7. Is the mean of the two gradients right?</summary>
 #
 # No. Each gradient is a mean over its own samples, so each of rank 1's samples would count 7/5 as much
 # as one of rank 0's. Either give all ranks equally many samples, or weight each gradient by its rank's
-# share.
+# share of the samples.
 # </details>
 #
 # **Sources**: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server",

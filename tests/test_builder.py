@@ -231,7 +231,7 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
     solution = nbformat.read(root / "solutions/06_sums.ipynb", as_version=4)
     assert cell(solution, 'check("6.2"').outputs[0].text == "TODO 6.2 done\n"
     assert set(solution.metadata) == {"kernelspec", "language_info"}
-    assert "| [06 Sums](notebooks/06_sums.ipynb) | 10 | + 20 | add: quickly |" in (
+    assert "| [06 Sums](notebooks/06_sums.ipynb) | 5 | + 15 | add: quickly |" in (
         (root / "README.md").read_text()
     )
 
@@ -264,15 +264,15 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
         (root / name).write_text(whole)
 
 
-PATH = {"name": "A morning", "minutes": 12, "lessons": ["06"], "goal": "Add"}
+PATH = {"name": "A morning", "minutes": 6, "lessons": ["06"], "goal": "Add"}
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({}, "| A morning | 0.2 | 06 (10) | Add |"),
-        ({"lessons": ["06 to 1"]}, "| A morning | 0.2 | 06 to section 1 (10) | Add |"),
-        ({"lessons": ["06", "06"]}, "the path 'A morning' takes 20 minutes of 12"),
+        ({}, "| A morning | 0.1 | 06 (5) | Add |"),
+        ({"lessons": ["06 to 1"]}, "| A morning | 0.1 | 06 to section 1 (5) | Add |"),
+        ({"lessons": ["06", "06"]}, "the path 'A morning' takes 10 minutes of 6"),
         ({"lessons": ["07"]}, "names lesson 07, which is not there"),
         ({"lessons": ["06 to 2"]}, "06 has no core section 2"),
     ],

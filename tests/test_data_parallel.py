@@ -280,12 +280,17 @@ def test_no_sync_adds_up_and_the_next_backward_averages_the_sums():
     assert_sums_are_averaged(data_parallel.BucketedDDP)
 
 
-def test_a_parameter_that_backward_never_reaches_is_named():
+@pytest.mark.parametrize("set_to_none", [None, True, False])
+def test_a_parameter_that_backward_never_reaches_is_named(set_to_none):
+    """Whatever the loop does with the gradients that are there."""
+
     def unused():
         module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
         module.forward = lambda x: module["a"](x)
         model = data_parallel.BucketedDDP(module)
         for _ in range(2):
+            if set_to_none is not None:
+                model.zero_grad(set_to_none=set_to_none)
             model(torch.ones(1, 2)).sum().backward()
 
     with pytest.raises(RankFailed, match=r"no gradient to \['b.weight', 'b.bias'\]"):

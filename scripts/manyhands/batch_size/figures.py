@@ -87,7 +87,7 @@ def trade_off(ax: Axes, results: Sequence[Mapping], least: float, critical: floa
     ax.plot(steps, samples, "o", color=BLUE, ms=5, label="measured, with the batch size")
     for batch, x, y in zip(batches, steps, samples, strict=True):
         ax.annotate(str(batch), (x, y), (5, 4), textcoords="offset points", size=9, color=BLACK)
-    twice = f"critical batch {critical:.0f}: twice of both"
+    twice = f"critical batch {critical:.0f}: twice the least of both"
     ax.plot(2 * least, 2 * cheapest, "D", mfc="none", mec=BLACK, ms=9, ls="none", label=twice)
     ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):

@@ -37,13 +37,13 @@ def throughput(
 
     The first steps are slower, since memory is allocated and caches are cold, so the steps of the
     warm-up do not count. On a GPU `step` returns before the work is done, and `synchronize` waits
-    for the GPU. Within a block nobody waits: the processor may prepare the next step meanwhile.
+    for the GPU. Within a block nothing waits, so the CPU may prepare the next step meanwhile.
 
     Args:
         step: trains one step on `batch` samples.
         warm_up: steps before the first that counts.
-        blocks: how many times to read the clock before and after a block.
-        steps: in each block.
+        blocks: how many blocks to time; the clock is read before and after each.
+        steps: number of steps in each block.
         synchronize: torch.cuda.synchronize on a GPU; on a CPU a function that does nothing.
     """
     for _ in range(warm_up):
@@ -75,7 +75,7 @@ def steps_to_target(
     Args:
         step: trains one step.
         evaluate: gives the accuracy of the model as it is now.
-        max_steps: do not train for more steps than these.
+        max_steps: train for at most this many steps.
 
     Returns:
         Steps done when the model first was as good as it then stayed; None where the training ends
@@ -108,7 +108,7 @@ def best_rate(steps: Mapping[float, Sequence[int | None]]) -> tuple[float, float
 def fit_steps(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, float]:
     """Find the least steps and the critical batch: steps = least_steps * (1 + critical / batch).
 
-    Errors count relative to the steps, which reach from tens to thousands: the sum of
+    Errors count relative to the steps, which range from tens to thousands: the sum of
     (fitted steps / steps - 1)^2 is the smallest possible.
 
     Args:
@@ -172,7 +172,7 @@ def fewest_processors(
         limit_s: seconds that the training may take.
 
     Returns:
-        None where no number of processors is enough.
+        None if no number of processors is enough.
     """
     spare_s = limit_s - least * step_s  # for the steps that noise costs
     if spare_s <= 0:

@@ -38,8 +38,8 @@ def rounds_and_message(name: str, world_size: int, nbytes: float) -> tuple[int, 
     Args:
         name: broadcast_naive, broadcast_tree, reduce_tree, gather, all_gather_ring,
             reduce_scatter_ring, all_reduce_naive, all_reduce_tree or all_reduce_ring.
-        nbytes: of the whole tensor; for gather, all_gather_ring and reduce_scatter_ring of all
-            chunks together, which are equal.
+        nbytes: size of the whole tensor; for gather, all_gather_ring and reduce_scatter_ring that
+            of the n equal chunks together.
     """
     n = world_size
     base = n - 1 if name.endswith(("naive", "ring", "gather")) else math.ceil(math.log2(n))

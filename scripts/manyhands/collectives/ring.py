@@ -32,9 +32,10 @@ from manyhands.collectives.trees import Group, combine, flat
 def start_exchange(
     outgoing: Tensor, to: int, incoming: Tensor, source: int, group: Group = None
 ) -> list[dist.Work]:
-    """Start to send `outgoing` to rank `to` and to fill `incoming` from rank `source`.
+    """Start to send `outgoing` to rank `to` of the group and to fill `incoming` from rank `source`.
 
-    Returns at once. Both are complete once every work in the list has been waited for.
+    Both tensors are in one piece. Returns at once; both messages are complete once every work in
+    the list has been waited for.
     """
     # As one batch: NCCL would carry two separate messages one after the other.
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=to)
@@ -62,8 +63,9 @@ def exchange_and_combine(
 def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
     """Fill chunks[r] with rank r's chunks[r], for all r, on every rank.
 
-    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
-    r - k on: first its own, then always the one that came last.
+    Chunks may differ in size, and need not be in one piece of memory. `chunks` may be a tuple: fill
+    its tensors. In step k rank r sends chunk (r - k) % n on: first its own, then always the one
+    that came last.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for step in range(n - 1):
@@ -74,9 +76,10 @@ def all_gather_ring(chunks: Sequence[Tensor], group: Group = None) -> None:
 def reduce_scatter_ring(chunks: Sequence[Tensor], op: str = "sum", group: Group = None) -> None:
     """Combine all ranks' chunks[r] into rank r's chunks[r], for all r.
 
-    Chunks may differ in size, and need not be in one piece of memory. In step k rank r sends chunk
-    r - k - 1: a sum that grows by one rank a step, and arrives at its owner last, who divides it by
-    n if `op` is "avg". Afterwards the other chunks hold partial sums, which are of no use.
+    Chunks may differ in size, and need not be in one piece of memory. `chunks` may be a tuple:
+    change its tensors. In step k rank r sends chunk (r - k - 1) % n: a sum that grows by one rank
+    per step and comes to its owner last. If `op` is "avg", the owner then divides it by n.
+    Afterwards the other chunks hold partial sums, which are of no use.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for step in range(n - 1):

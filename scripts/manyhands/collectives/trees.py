@@ -83,9 +83,10 @@ def broadcast_tree(tensor: Tensor, root: int = 0, group: Group = None) -> None:
 def reduce_tree(tensor: Tensor, op: str = "sum", root: int = 0, group: Group = None) -> None:
     """Combine all ranks' tensors into the root's: the tree of the broadcast, backwards.
 
-    In the rounds with step ..., 4, 2, 1 the places step to 2 step - 1 send what they have to
-    place - step, and are done. If `op` is "avg", the root divides by n in the end. Afterwards only
-    the root's tensor is of use.
+    The first step is the largest power of 2 below n. In each round every place p with
+    step <= p < 2 step, where there is one, sends its tensor to place p - step and is done; then the
+    step is halved. If `op` is "avg", the root divides by n in the end. Afterwards only the root's
+    tensor is of use.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place, step = (rank - root) % n, 1 << (n - 1).bit_length()
@@ -104,7 +105,8 @@ def reduce_tree(tensor: Tensor, op: str = "sum", root: int = 0, group: Group = N
 def gather(chunks: Sequence[Tensor], root: int = 0, group: Group = None) -> None:
     """Fill the root's chunks[r] with rank r's chunks[r], for all r.
 
-    Chunks may differ in size, and need not be in one piece of memory.
+    Chunks may differ in size, and need not be in one piece of memory. `chunks` may be a tuple: fill
+    its tensors.
     """
     rank = dist.get_rank(group)
     for source, chunk in enumerate(chunks):

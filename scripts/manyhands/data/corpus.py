@@ -396,10 +396,11 @@ def _join(files: Sequence[Path]) -> str:
 class ShardedSampler(Sampler[int]):
     """The sample numbers that one rank reads in an epoch: shuffled, disjoint and complete.
 
-    All ranks shuffle 0 .. num_samples-1 in the same way (seeded with seed + epoch), then rank r of
-    N takes every N-th number, starting with the r-th. So no two ranks share a sample, none is left
-    out, and the N ranks' k-th batches of B/N together are the k-th batch of B of one process.
-    Nothing is padded: the ranks' counts, `len(self)`, may differ by one.
+    All ranks shuffle 0 .. num_samples-1 in the same way, as RandomSampler does: by torch.randperm
+    with a torch.Generator, seeded with seed + epoch. Then rank r of N takes every N-th number,
+    starting with the r-th. So no two ranks share a sample, none is left out, and the N ranks' k-th
+    batches of B/N together are the k-th batch of B of one process. Nothing is padded: the ranks'
+    counts, `len(self)`, may differ by one.
     """
 
     def __init__(self, num_samples: int, rank: int, world_size: int, seed: int = 0) -> None:

@@ -41,7 +41,7 @@ CHANGES = {  # what changes when several ranks train on the same batch
 
 
 def order_of_steps() -> str:
-    """The 8 letters of STEPS as one text, in the order in which one GPU trains its first batch.
+    """The 8 letters of STEPS as one string, in the order in which one GPU trains its first batch.
 
     Where two steps do not depend on each other, either may come first.
     """
@@ -51,7 +51,7 @@ def order_of_steps() -> str:
 def steps_that_change() -> dict[str, str]:
     """For each of CHANGES, the letter of the first step that it alters or that has to wait for it.
 
-    A step that could as well go on without it does not count.
+    A step that could go on without it does not count.
     """
     return {"share": "G", "equal": "A", "mean": "C", "once": "B"}
 
@@ -76,8 +76,9 @@ def server_step(
     """Take the gradients of all other ranks, step with their mean, and send the new weights back.
 
     Called on the server, which may be any rank of the group and computes no gradient itself: with
-    n workers the group has n+1 ranks. The messages are those of `worker_step`. One step a call,
-    for which each trainable parameter's .grad holds the mean, and nothing of the step before.
+    n workers the group has n+1 ranks. The messages are those of `worker_step`. Each call takes
+    one step: before it, each trainable parameter's .grad is set to the mean, and nothing of the
+    step before is left in it.
     """
     server, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [rank for rank in range(world_size) if rank != server]
@@ -102,11 +103,11 @@ def train_replicas(
 ) -> dict[str, Tensor]:
     """Train by all-reduce data parallelism with AdamW and the mean squared error.
 
-    Before: the process group is there; the ranks' models may differ, and rank 0's counts. For each
-    batch of B samples (B is a multiple of N): take this rank's B/N samples (no two ranks the same,
-    such as those numbered rank, rank + N, ...); forward; loss; backward; average the gradients;
-    update. After: rank 0 returns the trained weights under the model's names, copied to the CPU,
-    ready to be saved; the other ranks return {}.
+    Before: the process group exists; the ranks' models may differ, and all start from rank 0's.
+    For each batch of B samples (B is a multiple of N): take this rank's B/N samples (no two ranks
+    the same, such as those numbered rank, rank + N, ...); forward; loss; backward; average the
+    gradients; update. After: rank 0 returns the model's state_dict, its tensors on the CPU and
+    without a graph, ready to be saved; the other ranks return {}.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     broadcast_state(model, group)

@@ -45,7 +45,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     The mean, not the sum: a rank's loss is already the mean over its B/N samples, so the mean of
     the N gradients is the gradient of the mean over all B. Parameters without a gradient (frozen
     ones) are skipped; a tied parameter is averaged once. The elements of a gradient need not lie
-    side by side, nor in the same order on every rank.
+    side by side, and one rank may keep it transposed where another does not.
     """
     for param in module.parameters():
         if param.grad is not None:
@@ -69,9 +69,9 @@ def unpack(vector: Tensor, tensors: Sequence[Tensor], divisor: int = 1) -> None:
 def make_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
     """Pack the trainable parameters, the last one first, into buckets of at most `bucket_bytes`.
 
-    A bucket takes parameters until the next one does not fit, or is of another type; that one
+    A bucket takes parameters until the next one does not fit, or is of another dtype; that one
     opens the next bucket. A parameter larger than `bucket_bytes` has a bucket of its own. Sizes
-    are in bytes: `param.nbytes`. `params` can be gone through once, as a generator can.
+    are in bytes: `param.nbytes`. `params` may be a generator, which can be gone through only once.
     """
     buckets: list[Bucket] = []
     for param in reversed([param for param in params if param.requires_grad]):
@@ -95,8 +95,8 @@ def watch_arrivals(module: nn.Module) -> list[str]:
     """Return a list to which every later backward appends names, as gradients become ready.
 
     A parameter's name, as named_parameters() gives it, is appended right after its .grad was
-    written. Frozen parameters get no gradient, and torch lets nobody wait for one. The list is
-    empty when it is returned.
+    written. Frozen parameters get no gradient, and torch refuses such a hook for them. The list
+    is empty when it is returned.
     """
     arrived: list[str] = []
     for name, param in module.named_parameters():
@@ -126,19 +126,22 @@ class BucketSender(nn.Module):
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.num_ready = [0] * len(self.buckets)  # gradients that are ready, by bucket
         self.in_flight: list[dist.Work] = []  # one message per bucket, in bucket order
+        self.seen: set[nn.Parameter] = set()  # those that got a gradient, for an error message
         for param in self.bucket_of:
             # The hook is given the parameter; its .grad has just been written.
             param.register_post_accumulate_grad_hook(self._on_grad_ready)
+            param.register_post_accumulate_grad_hook(self.seen.add)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
 
     def _on_grad_ready(self, param: nn.Parameter) -> None:
-        """Count `param` in, start each bucket that is full, and finish after the last bucket.
+        """Count `param` as ready, start each bucket that is full, and finish after the last bucket.
 
         Buckets start in order, 0 first, on every rank: messages are matched by their order. Calls
-        _start with the number of each bucket, and _finish once, when all have started. Does
-        nothing while self.sync is False.
+        _start with the index of each bucket, and _finish once, when all have started. _start adds
+        one work to self.in_flight, and _finish resets the counts. Does nothing while self.sync is
+        False.
         """
         if not self.sync:
             return
@@ -151,7 +154,7 @@ class BucketSender(nn.Module):
         self._finish()
 
     def _start(self, index: int) -> None:
-        """Copy the gradients into self.flats[index], send that, and keep its work in in_flight.
+        """Copy the gradients into self.flats[index], send it, and append its work to in_flight.
 
         The all-reduce adds up over self.group. Returns while the message is still on its way.
         """
@@ -171,8 +174,12 @@ class BucketedDDP(BucketSender):
     def forward(self, *args: object, **kwargs: object) -> object:
         if any(self.num_ready):
             params = self.module.named_parameters()
-            empty = [name for name, p in params if p.requires_grad and p.grad is None]
-            raise ValueError(f"the last backward gave no gradient to {empty}: use or freeze them")
+            empty = [name for name, p in params if p in self.bucket_of and p not in self.seen]
+            raise ValueError(
+                f"the last backward gave no gradient to {empty}, so no rank's gradients were "
+                "averaged: use these parameters or freeze them"
+            )
+        self.seen.clear()
         return super().forward(*args, **kwargs)
 
     @contextmanager

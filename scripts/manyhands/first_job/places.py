@@ -61,8 +61,8 @@ def prepare_once(
         place: where this rank runs.
 
     Raises:
-        An exception on every rank, where a prepare() raised one: else ranks would wait for a rank
-        that has left. Where it happened, the message holds what that exception says.
+        An exception on every rank if a prepare() raised one: otherwise the others would wait for a
+        rank that has left. On the rank where it happened, the message contains what that says.
     """
     prepares = place.rank == 0 if is_shared else place.local_rank == 0
     problem = ""

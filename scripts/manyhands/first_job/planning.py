@@ -11,7 +11,7 @@ from collections.abc import Sequence
 def days_on_devices(
     petaflops_days: float, num_devices: int, peak_tflops: float, utilisation: float
 ) -> float:
-    """How many days a training takes, not rounded.
+    """How many days a training run takes, not rounded.
 
     Args:
         petaflops_days: its work. One is the work of a machine that does 1e15 floating-point
@@ -45,7 +45,7 @@ def device_hours(
     """The device-hours that a job is charged, and those of them in which a device worked.
 
     Args:
-        busy: for each rank how busy its device was, from 0 to 1, sampled at equal distances; a
+        busy: for each rank how busy its device was, from 0 to 1, sampled at equal intervals; a
             rank may have no sample, and counts as idle. Each rank's mean is over its own samples.
         num_granted: devices that the job asked for and got, with a rank or without one.
         seconds: how long the job had them.

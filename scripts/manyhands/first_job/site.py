@@ -21,7 +21,7 @@ lo          UNKNOWN      127.0.0.1/8
 eth0        UP           10.1.0.14/16                Ethernet, 10 Gbit/s
 ib0         UP           10.2.0.14/16                InfiniBand, 400 Gbit/s
 
-$ srun --partition=gpu getent hosts $(hostname)-ib   the node's name in the InfiniBand
+$ srun --partition=gpu getent hosts $(hostname)-ib   the node's name on the InfiniBand network
 10.2.0.14   g14-ib
 """
 

@@ -103,7 +103,7 @@ def descend_in_batches(
     step: Callable[[Tensor, Tensor], Tensor],
     generator: Generator,
 ) -> Tensor:
-    """Stochastic gradient descent: each step looks at one batch. A new epoch follows the last.
+    """Stochastic gradient descent: each step looks at one batch, and epochs follow one another.
 
     Args:
         start: [w, b]; left as it is. (2,)
@@ -137,8 +137,8 @@ def gradient_variance(
 class Momentum:
     """A step that remembers: velocity = momentum * velocity + gradient.
 
-    So older gradients count less. The step subtracts rate * velocity, where `rate` is the learning
-    rate. With momentum 0 this is plain gradient descent.
+    The older a gradient is, the less it counts. The step subtracts rate * velocity, where `rate` is
+    the learning rate. With momentum 0 this is plain gradient descent.
     """
 
     def __init__(self, rate: float, momentum: float) -> None:

@@ -1,6 +1,5 @@
 """How long a lesson takes, counted from its source, and the paths that fit into given hours."""
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +53,8 @@ def sections(lesson: Lesson) -> list[Section]:
 
 
 def total(parts: list[Section]) -> int:
-    """The minutes of some sections, rounded up to the next five."""
-    return 5 * math.ceil(sum(part.minutes for part in parts) / 5)
+    """The minutes of some sections, to the nearest five."""
+    return 5 * round(sum(part.minutes for part in parts) / 5)
 
 
 def core_minutes(lesson: Lesson) -> int:

@@ -33,7 +33,7 @@ def loss_at(
 ) -> float:
     """The loss at some distance: move along each direction by its distance, and evaluate.
 
-    Then the parameters are what they were, bit for bit, also where `loss` raises an error.
+    Afterwards the parameters are what they were, bit for bit, even if `loss` raises an error.
 
     Args:
         parameters: the model's own tensors; they are moved and put back in place.
@@ -58,7 +58,7 @@ def slice_between(
 
     Args:
         end: the parameters of another solution, of the same shapes.
-        shares: in the order of the losses; 0.5 is half way, 2 is as far again behind `end`.
+        shares: in the order of the losses; 0.5 is half way, 2 is as far again beyond `end`.
     """
     line = [other - own.detach() for own, other in zip(parameters, end, strict=True)]
     return [loss_at(loss, parameters, [line], [share]) for share in shares]
@@ -133,7 +133,7 @@ def roughness(losses: Tensor) -> float:
 
 
 def sharpness(loss: Loss, parameters: Sequence[Tensor], steps: int, generator: Generator) -> float:
-    """How strongly the loss curves where it curves most: the Hessian's eigenvalue largest in size.
+    """How strongly the loss curves where it curves most: the Hessian's largest eigenvalue in size.
 
     The Hessian H has P x P numbers for P parameters, too many to write down. But H times a vector
     v is the gradient of (gradient . v). Power iteration draws a random v (P,) and repeats `steps`

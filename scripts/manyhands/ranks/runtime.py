@@ -1,6 +1,6 @@
 """Processes: this rank's place in the job, its device, and joining and leaving the group.
 
-    torchrun --nproc-per-node=2 script.py          (one agent a node, one process a GPU)
+    torchrun --nproc-per-node=2 script.py          (one agent per node, one process per GPU)
         |-- RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --> place() -> World --> process_group(world)
         '-- RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 --> place() -> World --> process_group(world)
 
@@ -72,7 +72,8 @@ def place(environ: Mapping[str, str], num_gpus: int) -> World:
 
     Args:
         environ: holds RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE (processes on this node),
-            all as text. Where one is missing the process is alone: rank 0 of 1.
+            all as text. A missing one has the value of a process that is alone: a rank is 0, a
+            number of processes 1.
         num_gpus: GPUs of this node.
 
     Returns:
@@ -98,7 +99,7 @@ def process_group(world: World, timeout_s: float = 120) -> Iterator[None]:
     Joins with NCCL when `world.device` is a GPU and gloo when it is a CPU, as rank `world.rank` of
     `world.world_size`, and waits for no message longer than `timeout_s` seconds (a timedelta). The
     meeting place comes from the variables MASTER_ADDR and MASTER_PORT, which torch reads. Leaves
-    the group when the block ends, also when it raises.
+    the group when the block ends, also when it raises: then the error appears at the `yield`.
     """
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
@@ -115,14 +116,14 @@ def process_group(world: World, timeout_s: float = 120) -> Iterator[None]:
 def rendezvous_arguments(
     num_nodes: int, processes_per_node: int, head_node: str, job_id: int, is_head: bool
 ) -> list[str]:
-    """The arguments that make `num_nodes` torchrun agents, one a node, start one job together.
+    """The arguments that make `num_nodes` torchrun agents, one per node, start one job together.
 
     Args:
-        processes_per_node: ranks that this node's agent starts; one a GPU.
+        processes_per_node: ranks that this node's agent starts; one per GPU.
         head_node: name or address of the node where the agents meet, the same on every node.
         job_id: any number that the scheduler gives each job, however large. Agents with the same
             number belong together, and the port follows from it, so that two jobs on one node do
-            not collide: 20000 + job_id modulo 20000.
+            not collide: 20000 + (job_id % 20000).
         is_head: is this node the head node? It then holds the meeting place, even where the
             head's name in the network is not its own host name.
     """

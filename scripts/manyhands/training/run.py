@@ -102,7 +102,8 @@ def save_once(model: nn.Module, path: str | Path, group: dist.ProcessGroup | Non
     Rank 0 writes the state_dict to a second name first and moves it to `path` with os.replace, so
     that `path` holds the old file or the new one, never half of one. Then rank 0 prints one line
     with the path and the size in bytes. When this returns on any rank, the file is whole. Every
-    rank of `group` calls it. Without a process group, the one process is rank 0.
+    rank of `group` calls it. Where there is no process group (dist.is_initialized() is False), the
+    one process is rank 0.
     """
     path = Path(path)
     if not dist.is_initialized() or dist.get_rank(group) == 0:

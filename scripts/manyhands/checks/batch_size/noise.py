@@ -182,7 +182,7 @@ noise_scale = Spec(
         "sum? Write this down for both batch sizes: two equations, with the two unknowns V and "
         "|true gradient|^2.",
         "The mean of each list stands for its average: small_square = true + V / small, and "
-        "large_square = true + V / large. Subtract the equations, and `true` is gone.",
+        "large_square = true + V / large. Subtract the equations, and `true` drops out.",
         "V is (small_square - large_square) / (1 / small - 1 / large). Likewise the true square is "
         "(large * large_square - small * small_square) / (large - small). The noise scale is V "
         "divided by it.",

@@ -71,6 +71,11 @@ class Call(NamedTuple):
         """What the memory holds of the tensor."""
         return memory[:, 1] if self.form == "column" else memory
 
+    @property
+    def is_tuple(self) -> bool:
+        """Are the chunks given as a tuple, as tensor_split makes one? Else as a list."""
+        return self.form == "vector" and len(set(self.sizes)) > 1
+
     def chunks(self, tensor: Tensor) -> list[Tensor]:
         """The tensor as the chunks that the function is given."""
         return list(tensor.split(self.sizes))
@@ -109,7 +114,8 @@ def tell_chunks(name: str):
         options = "".join(f", {key}={value!r}" for key, value in case.options.items())
         sizes = ", ".join(map(str, case.sizes))
         kind = case.words.partition(" of ")[0] if case.form == "column" else "a vector"
-        return f"{name}(chunks of {sizes} elements of {kind} of {str(case.dtype)[6:]}{options})"
+        what = "a tuple of chunks" if case.is_tuple else "chunks"
+        return f"{name}({what} of {sizes} elements of {kind} of {str(case.dtype)[6:]}{options})"
 
     return tell
 
@@ -222,6 +228,11 @@ ADVICE = {
     UNTOUCHED: TOO_EARLY,
 }
 REASONS = {
+    "does not support item assignment": (
+        "The chunks may be a tuple, and `chunks[r] /= n` or `chunks[r] = ...` puts another element "
+        "into it.",
+        "Change the tensor itself, such as by chunks[r].div_(n) or chunks[r].copy_(...).",
+    ),
     "contiguous": (COLUMN, FLAT),
     "0-d tensor": NO_DIMENSION,
     "different size or type": (

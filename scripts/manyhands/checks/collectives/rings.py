@@ -86,7 +86,7 @@ def chunks_seen(answer, case: Call, place: Place, only_own: bool = False) -> dic
     tape = Tape(place)
     options = {"op": case.op} if only_own and case.op != "sum" else {}
     with tape:
-        answer(given, **options, **place.options)
+        answer(tuple(given) if case.is_tuple else given, **options, **place.options)
     left = [chunk.clone() for chunk in case.chunks(case.of(memory))]
     name, value = ("its own chunk", left[place.rank]) if only_own else ("its chunks", left)
     return {

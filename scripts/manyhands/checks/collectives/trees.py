@@ -304,7 +304,7 @@ def chunks_seen(answer, case: Call, place: Place) -> dict:
     given = list(chunks)
     tape = Tape(place)
     with tape:
-        answer(given, **case.options, **place.options)
+        answer(tuple(given) if case.is_tuple else given, **case.options, **place.options)
     is_root = place.rank == case.root
     own = case.chunks(case.of(before))[place.rank]
     is_sent = all(case.sizes)

@@ -223,13 +223,12 @@ fsdp = Spec(
         {FREE} => if index > 0 and not self.is_backward:
             Units are freed after forward although reshard is False. | Ask self.reshard.
         {FREE} => if index > 0 and self.reshard:
-            A unit that runs again in backward is freed too early. | Ask self.is_backward.
+            A unit that runs again in backward is freed too early.
+            | Ask self.is_backward, which before_backward sets to True.
         {FREE} => if index > 0 and self.reshard and not self.is_backward and self.training:
             Units are freed only in training.
         {FREE} => if False:
             No unit is freed after forward, so all of them are whole at once. | Ask self.reshard.
-        self.is_backward = True => pass
-            is_backward is never True. | Set it to True in before_backward.
         for flat in self.units[index - 1]:\n            flat.start() => pass
             Nothing brings the next unit in backward. | start() unit index - 1.
         {BEHIND} => for unit in []:

@@ -19,6 +19,7 @@ import train_loss_surface
 from jobs import ROOT
 from jobs import run as run_command
 from manyhands.batch_size import sweep
+from manyhands.batch_size.problem import of_images
 from manyhands.data import images
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
@@ -340,10 +341,11 @@ def test_another_run_s_folder_is_not_touched(whole, run):
 
 def test_squares_on_the_way_are_those_of_replicas_and_of_the_whole_batch(data):
     """The training is that of the whole batch, and the squares are of its own gradients."""
-    given, ways = images.load(data), (0.4, 3, 0.6, 200)
+    given, ways = of_images(images.load(data), "mlp"), (0.4, 3, 0.6, 200)
     small_squares, large_squares = sweep.squares_on_the_way(given, 8, 32, *ways)
     (num_steps,) = sweep.tune(given, 32, (0.4,), (3,), 0.6, 200)[0.4]
-    assert len(small_squares) == len(large_squares) == num_steps + sweep.PATIENCE - 1
+    later = (sweep.PATIENCE - 1) * sweep.steps_between(given, 32)  # until the target counts
+    assert len(small_squares) == len(large_squares) == num_steps + later
     training = sweep.Training(given, 32, 0.4, 3)
     for small, large in list(zip(small_squares, large_squares, strict=True))[:3]:
         chosen = next(training.batches)

@@ -323,8 +323,8 @@ def test_a_signal_in_the_validation_stops_all_ranks(clone, tmp_path, lesson, cha
     def train_and_signal(config: object) -> None:
         validation = Run.validation
 
-        def disturbed(run: Run, loader: object) -> Iterator:
-            for batch in validation(run, loader):
+        def disturbed(run: Run, loader: object, *noun: str) -> Iterator:
+            for batch in validation(run, loader, *noun):
                 yield batch
                 if run.world.rank == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -335,12 +335,15 @@ def test_a_signal_in_the_validation_stops_all_ranks(clone, tmp_path, lesson, cha
         finally:
             Run.validation = validation
 
-    out = tmp_path / "run"
-    config = config_of(lesson, clone, out, steps=4, **changes)
+    out, text = tmp_path / "run", tmp_path / "words.txt"
+    # Long enough for several batches to validate on.
+    text.write_text(6 * (clone / "text" / "words.txt").read_text())
+    changes = {**changes, "steps": 4, "data": str(text)}
+    config = config_of(lesson, clone, out, **changes)
     train(lesson, world_size, config, train_and_signal)
     assert json.loads((out / "status.json").read_text())["state"] == "stopped"
     train(lesson, world_size, config)
-    calm = config_of(lesson, clone, tmp_path / "calm", steps=4, **changes)
+    calm = config_of(lesson, clone, tmp_path / "calm", **changes)
     train(lesson, world_size, calm)
     ends = [json.loads((tmp_path / name / "status.json").read_text()) for name in ("run", "calm")]
     assert ends[0]["valid_loss"] == ends[1]["valid_loss"] > 0

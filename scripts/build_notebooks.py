@@ -49,7 +49,7 @@ from nbformat import NotebookNode
 
 from manyhands.jobs.mine import global_names
 from manyhands.jobs.notebook import kernel_environment, run_cells
-from manyhands.jobs.source import Lesson, read_lesson
+from manyhands.jobs.source import PICTURE, Lesson, read_lesson
 from manyhands.jobs.timetable import core_minutes, optional_minutes, path_row
 from manyhands.ranks.runtime import BadInput, command_line
 
@@ -57,7 +57,6 @@ ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
-PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]*)\)")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
 

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=3 scripts/train_data_parallel.py --impl s
 bash sbatch/data_parallel.sbatch --impl overlapped --mine     with your own functions in it
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -95,7 +95,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         floor=data.entropy_floor,
         num_shares=num_workers,
     )
-    sampler, loader, valid = make_loaders(data, config, worker, num_workers)
+    sampler, loader, valid, test = make_loaders(data, config, worker, num_workers)
 
     # Model
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
@@ -105,8 +105,12 @@ def train(config: Config, world: World, parts: Parts) -> float:
     if not has_server or world.is_main:
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
 
+    def mean_loss(batches: Iterator) -> float:
+        return wrapping.mean_over_ranks(*total_loss(model, batches, world.device))
+
     # Training
     run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for batch in run.batches(loader):
@@ -120,13 +124,12 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss if batch else None)
 
     # Result
-    total, count = total_loss(model, run.validation(valid), world.device)
-    valid_loss = wrapping.mean_over_ranks(total, count)
+    run.test(test, data.in_words)
     save_once(model, run.folder / "model.pt")
-    run.finish(valid_loss)
+    run.finish()
     if world.is_main:
         world.print(f"report: {write_report(run.folder)}")
-    return valid_loss
+    return run.valid_loss
 
 
 def replicate(impl: str, parts: Parts, model: nn.Module) -> tuple[nn.Module, list]:
@@ -156,15 +159,14 @@ def update(
 
 
 def make_loaders(data: corpus.Corpus, config: Config, worker: int, num_workers: int) -> tuple:
-    """A worker's sampler, and its batches for training and validation; a server's are empty."""
+    """A worker's sampler, and its batches to train, validate and test on; a server's are empty."""
     sampler = corpus.ShardedSampler(len(data.train), worker, num_workers, config.seed)
     if worker < 0:
         empty = [()] * (len(data.train) // config.batch)
-        return sampler, DataLoader(data.train, batch_sampler=empty, collate_fn=tuple), []
+        return sampler, DataLoader(data.train, batch_sampler=empty, collate_fn=tuple), [], []
     batch = config.batch // num_workers
-    share = range(worker, len(data.valid), num_workers)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    return sampler, loader, DataLoader(data.valid, batch, sampler=share)
+    return sampler, loader, *corpus.held_out(data, batch, worker, num_workers)
 
 
 if __name__ == "__main__":

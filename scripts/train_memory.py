@@ -101,11 +101,7 @@ def make_loaders(data: corpus.Corpus, config: Config, world: World) -> tuple:
     batch = config.batch // world.world_size
     sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    valid, test = (
-        DataLoader(part, batch, sampler=range(world.rank, len(part), world.world_size))
-        for part in (data.valid, data.test)
-    )
-    return sampler, loader, valid, test
+    return sampler, loader, *corpus.held_out(data, batch, world.rank, world.world_size)
 
 
 def saving(

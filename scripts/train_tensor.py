@@ -77,10 +77,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     batch = config.batch // num_shares
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
-    valid, test = (
-        DataLoader(part, batch, sampler=range(share, len(part), num_shares))
-        for part in (data.valid, data.test)
-    )
+    valid, test = corpus.held_out(data, batch, share, num_shares)
 
     # Model
     mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)

@@ -34,7 +34,8 @@ from IPython.display import Image, display
 from torch import Tensor
 
 from manyhands.checks import collectives as check, score
-from manyhands.collectives.bench import PROGRAMS, SLOW, against_ranks, race, time_collectives
+from manyhands.collectives.bench import PROGRAMS, SLOW, race, time_collectives
+from manyhands.collectives.figures import against_ranks
 from manyhands.collectives.trees import Group, all_reduce_tree
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, calls, traffic

@@ -678,11 +678,10 @@ if check.ready("6.3", "6.5", "6.6", "6.8"):
 #
 # In a long run the two drift apart. Several ranks add up the same numbers in a different order, and each
 # order rounds differently, in the seventh digit. Training amplifies such a difference: while the learning
-# rate is high, one of 1e-7 in the first losses can be one of 1e-2 fifty steps later. In float64, which
-# rounds a billion times more finely, the differences stay millions of times smaller, which shows that
-# rounding is the cause and the conversion is not to blame. (The test
-# `test_more_ranks_differ_by_the_rounding_of_sums_only` in `tests/test_transformer.py` trains both ways.) But
-# it is why the test above is a short one.
+# rate is high, it can be thousands of times larger fifty steps later. In float64, which rounds a billion
+# times more finely, the differences stay about as much smaller, which shows that rounding is the cause and
+# the conversion is not to blame. (The test `test_more_ranks_differ_by_the_rounding_of_sums_only` in
+# `tests/test_transformer.py` trains both ways.) But it is why the test above is a short one.
 
 # %% [markdown]
 # ## 10. Run it as a job, with your functions in it
@@ -832,7 +831,7 @@ assert seen["B"].losses == healthy.losses
 # equal except for rounding, so the training is correct. (To divide the same batch among more ranks is
 # called strong scaling; see section 13.) But half a batch per node leaves a GPU half empty, while the
 # messages cost as much as before. Raise the batch per node until the GPU is full, and then choose the
-# learning rate for the larger global batch (lesson 03).
+# learning rate for the larger global batch (lessons 03 and 07).
 # </details>
 #
 # The times depend on your machine and on what else runs there. The model is tiny, and two ranks may share

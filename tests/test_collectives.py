@@ -18,7 +18,8 @@ import bench_collectives
 from jobs import make_clone, run
 from manyhands.collectives import ring, trees
 from manyhands.collectives.alpha_beta import rounds_and_message
-from manyhands.collectives.bench import PROGRAMS, Network, against_ranks, race
+from manyhands.collectives.bench import PROGRAMS, Network, race
+from manyhands.collectives.figures import against_ranks
 from manyhands.instruments.figures import style
 from manyhands.instruments.ledger import Ledger, calls, rounds, traffic
 from manyhands.jobs import mine

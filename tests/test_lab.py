@@ -503,3 +503,12 @@ def test_ranks_know_the_callers_folder_and_arguments(tmp_path, monkeypatch):
 def test_world_size_zero_is_refused():
     with pytest.raises(ValueError, match="at least 1 rank"):
         run_ranks(total, 0)
+
+
+def test_ranks_see_no_gpu():
+    """They talk by gloo, and PyTorch's DeviceMesh would move a model to any GPU that it sees."""
+
+    def seen():
+        return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
+
+    assert run_ranks(seen, 2) == [("", 0)] * 2

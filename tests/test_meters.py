@@ -438,3 +438,16 @@ def test_a_real_gpu_tells_all():
 def test_time_limits_of_slurm():
     assert seconds_of("00:20:00") == 1200 and seconds_of("1-02:00:03") == 93603
     assert seconds_of("UNLIMITED") is seconds_of("Partition_Limit") is None
+
+
+def test_what_happens_inside_all_as_belongs_to_one_phase():
+    watch = meters.Stopwatch(torch.device("cpu"))
+    model = torch.nn.Linear(2, 2)
+    watch.watch(model, None)
+    watch.mark("data")
+    with watch.all_as("validation"):
+        model(torch.ones(1, 2))
+        time.sleep(0.02)
+    watch.mark("data")
+    found = watch.split()
+    assert found["validation"] > 0.02 and found["forward"] == found["backward"] == 0

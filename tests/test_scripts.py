@@ -143,7 +143,7 @@ def assert_same_training(folder: Path, other: Path) -> None:
 def write_mine(clone: Path) -> None:
     """Write mine/ as somebody does who has solved lessons 05 and 06."""
     lesson_06 = train_ddp.Parts(train=program.train)._asdict()
-    del lesson_06["BucketedDDP"], lesson_06["torch_ddp"]
+    del lesson_06["BucketedDDP"]
     mine.write("ddp", lesson_06, clone / "mine")
     for lesson in ("data_parallel", "memory", "fsdp", "pipeline", "tensor"):
         mine.write(lesson, SCRIPTS[lesson].Parts()._asdict(), clone / "mine")

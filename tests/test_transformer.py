@@ -70,6 +70,17 @@ def test_loss_is_the_mean_over_positions_of_the_surprise_at_the_target():
     assert model(inputs, targets).item() == pytest.approx(-sum(picked) / len(picked), rel=1e-5)
 
 
+def test_the_loss_of_a_bfloat16_model_is_in_float32():
+    """Its scores are of bfloat16; a loss of this type would be a multiple of 2^-6 above 2."""
+    torch.manual_seed(0)
+    model = Transformer(50, 8, 2).bfloat16()
+    inputs, targets = torch.randint(50, (2, 3, 8))
+    loss = model(inputs, targets)
+    exact = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+    assert loss.dtype == torch.float32 and loss.item() == exact.item()
+    assert loss.item() != loss.bfloat16().item()
+
+
 def test_attention_equals_the_textbook_formula_head_by_head():
     attention = tiny().blocks[0].attention
     x = torch.randn(2, T, 16)

@@ -514,6 +514,14 @@ def scatter_ring_without_op(chunks, op="sum", group=None):
         exchange_and_combine(newest, (rank + 1) % n, coming, (rank - 1) % n, group)
 
 
+@wrong("4.9", "may be a tuple")
+def scatter_ring_assigns_its_chunk(chunks, op="sum", group=None):
+    rank, n = me(group)
+    ring.reduce_scatter_ring(chunks, "sum" if op == "avg" else op, group)
+    if op == "avg":
+        chunks[rank] /= n  # changes the tensor, and then puts it into the list or tuple
+
+
 # ---- 4.10 all_reduce_ring -------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
 
 from manyhands.ranks.runtime import BadInput
 
@@ -420,6 +420,14 @@ class ShardedSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return how many sample numbers this rank reads in an epoch."""
         return len(range(self.rank, self.num_samples, self.world_size))
+
+
+def held_out(data: Corpus, batch: int, rank: int, world_size: int) -> list[DataLoader]:
+    """This rank's batches of the validation and of the test data: every N-th block, in order."""
+    return [
+        DataLoader(part, batch, sampler=range(rank, len(part), world_size))
+        for part in (data.valid, data.test)
+    ]
 
 
 def torch_sampler(num_samples: int, rank: int, world_size: int, seed: int = 0) -> Sampler[int]:

@@ -14,8 +14,8 @@ def days_on_devices(
     """How many days a training run takes, not rounded.
 
     Args:
-        petaflops_days: its work. One is the work of a machine that does 1e15 floating-point
-            operations in each second of a whole day.
+        petaflops_days: its work in PF/s-days. One is what a machine does that takes 1e15
+            floating-point operations in each second of a whole day.
         peak_tflops: what the data sheet promises of one device, in 1e12 operations per second.
         utilisation: the share of that peak that the training reaches, from 0 to 1.
     """
@@ -26,8 +26,8 @@ def days_on_devices(
 def my_share(tasks: Sequence, rank: int, world_size: int) -> list:
     """The tasks of one rank: those at the positions rank, rank + world_size, rank + 2 world_size...
 
-    A list; `tasks` stays as it is. Each task is done by one rank, and none has two more than
-    another.
+    A list; `tasks` stays as it is. Each task is done by exactly one rank, and the numbers of tasks
+    differ by at most one.
     """
     return list(tasks[rank::world_size])
 

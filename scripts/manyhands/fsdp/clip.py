@@ -36,22 +36,23 @@ def clip_grad_norm(
     Returns:
         The norm before it was clipped, a scalar, the same on every rank.
     """
-    mine = [param.grad for param in parts if param.grad is not None]
-    shared = [param.grad for param in copies if param.grad is not None]
+    mine = [*parts]
+    shared = [*copies]
     total = sum_of_squares(mine)
     for group in groups:
         dist.all_reduce(total, group=group)
-    norm = (total + sum_of_squares(shared).to(total.device)).sqrt()
+    norm = total.add_(sum_of_squares(shared)).sqrt() if shared else total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in [*mine, *shared]:
-        grad *= scale.to(grad.device)
+    for param in [*mine, *shared]:
+        if param.grad is not None:
+            param.grad *= scale
     return norm
 
 
-def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all numbers, in float32 or float64; 0 where there is no tensor."""
-    device = grads[0].device if grads else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
-        total += grad.square().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+def sum_of_squares(params: Sequence[nn.Parameter]) -> Tensor:
+    """The sum of the squares of all gradients, a scalar in float64; 0 where there is none."""
+    total = torch.zeros((), dtype=torch.float64, device=params[0].device)
+    for param in params:
+        if param.grad is not None:
+            total += param.grad.double().square().sum()
     return total

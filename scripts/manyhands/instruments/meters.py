@@ -16,8 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -225,6 +225,14 @@ class Stopwatch:
             self.marks.append((phase, event))
         else:
             self.marks.append((phase, time.perf_counter()))
+
+    @contextmanager
+    def all_as(self, phase: str) -> Iterator[None]:
+        """Count all that happens inside as `phase`, also what the hooks would mark."""
+        self.mark(phase)
+        num_marks = len(self.marks)
+        yield
+        del self.marks[num_marks:]
 
     def _mark_gradient(self, _: torch.Tensor) -> None:
         """Communication begins with the last gradient: each takes the place of the one before."""

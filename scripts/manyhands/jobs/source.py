@@ -11,6 +11,7 @@ from nbformat import NotebookNode
 
 from manyhands.ranks.runtime import BadInput
 
+PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]*)\)")  # what it shows, and its file
 HEADINGS = set("exercise todo minutes difficulty points show check answer tags jupyter".split())
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.jobs.source import Lesson
+from manyhands.jobs.source import PICTURE, Lesson
 from manyhands.ranks.runtime import BadInput
 
 WORDS_PER_MINUTE = 150
@@ -45,8 +45,8 @@ def sections(lesson: Lesson) -> list[Section]:
         if cell.cell_type == "markdown":
             if found := re.search(r"^## (.+)$", cell.source, re.MULTILINE):
                 parts.append(Section(found[1].strip()))
-            text = re.sub(r"!\[[^]]*\]\([^)]*\)", "", cell.source)
-            parts[-1].minutes += len(text.split()) / WORDS_PER_MINUTE
+            words = PICTURE.sub("", cell.source).split()
+            parts[-1].minutes += len(words) / WORDS_PER_MINUTE
         else:
             parts[-1].minutes += heading.get("minutes", MINUTES_PER_CELL)
     return parts

@@ -120,23 +120,27 @@ class Sleep(torch.autograd.Function):
         ctx: FunctionCtx, x: Tensor, weight: Tensor, forward_s: float, backward_s: float
     ) -> Tensor:
         ctx.backward_s = backward_s
+        ctx.shape = weight.shape
         time.sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         time.sleep(ctx.backward_s)
-        return grad, grad.new_zeros(1), None, None
+        return grad, grad.new_zeros(ctx.shape), None, None
 
 
 class Waiting(nn.Module):
     """A stage that computes nothing and only waits: many ranks can share few cores and not slow
-    each other down, so the time line shows the schedule itself."""
+    each other down, so the time line shows the schedule itself.
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    Its weight has `size` numbers: without one it would have no backward, and no gradient to send.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float, size: int = 1) -> None:
         super().__init__()
         self.seconds = forward_s, backward_s
-        self.weight = nn.Parameter(torch.zeros(1))  # a stage without one would have no backward
+        self.weight = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         return Sleep.apply(x, self.weight, *self.seconds)

@@ -8,7 +8,6 @@ gloo joins CPU processes and NCCL joins GPUs; the code above them is the same. W
 process is a world of one. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
-import gc
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
 
 
 class BadInput(ValueError):
@@ -149,9 +149,7 @@ def distributed(
 
     Every rank gets the same torch seed, so that all build the same model; after that, a script
     calls `torch.manual_seed(world.data_seed)`. Also works without torchrun, as a world of one.
-    The body must be one call (`return train(config, world)`): a DDP model that is still alive when
-    the group is destroyed can hang for ever. A learner's own `place` and `process_group` can take
-    the place of the course's.
+    A learner's own `place` and `process_group` can take the place of the course's.
 
     Raises:
         BadInput: the environment or the device asked for cannot be used.
@@ -164,14 +162,12 @@ def distributed(
     _sow(seed)
     try:
         with process_group(world, timeout_s):
+            # A DDP model that outlives the block, in a traceback for example, would destroy the
+            # group while it holds Python's lock, and wait for ever for a thread of gloo's that
+            # needs the lock. What Python itself holds is destroyed without it.
+            _last_groups[:] = [dist.group.WORLD]
             world.print(_one_line(world))
-            try:
-                yield world
-            except BaseException as error:
-                # The traceback holds the body's locals, and so its DDP model: see above.
-                traceback.clear_frames(error.__traceback__)
-                gc.collect()
-                raise
+            yield world
     except dist.DistNetworkError as error:
         raise BadInput(
             f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"

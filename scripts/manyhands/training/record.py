@@ -239,7 +239,11 @@ def read(folder: Path) -> Record:
         steps=read_lines(folder / "metrics.jsonl"),
         samples=[read_lines(path) for path in ranks],
         nodes={path.stem: by_time(read_lines(path)) for path in nodes},
-        valid=[(line["step"], line["valid_loss"]) for line in validated if line["valid_loss"]],
+        valid=[
+            (line["step"], line["valid_loss"])
+            for line in validated
+            if line["valid_loss"] is not None
+        ],
     )
 
 

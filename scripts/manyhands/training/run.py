@@ -272,12 +272,10 @@ class Run:
         known = self._checkpoints.losses
         if not self._measure or not self.step or not self._is_due or self.step in known:
             return
-        self.stopwatch.mark("validation")
-        num_marks = len(self.stopwatch.marks)
         rng = checkpoints.get_rng(self.world.device)
-        loss = self._measure(self.validation(self._valid))
+        with self.stopwatch.all_as("validation"):  # the model's forwards are no part of a step
+            loss = self._measure(self.validation(self._valid))
         checkpoints.set_rng(rng, self.world.device)
-        del self.stopwatch.marks[num_marks:]  # the model's forwards are no part of a step
         with self._life.ends_on_bad_input():
             self._checkpoints.add_loss(self.step, loss)
         is_best = loss <= min(known.values())
@@ -365,7 +363,6 @@ class Run:
             self._status["peak_bytes"] = peak_bytes
         if notes:
             self._status["notes"] = notes
-        self._measure = None  # it holds the model: a DDP must not outlive the process group
         self._life.close("finished")
         known = "" if self.valid_loss is None else f", validation loss {self.valid_loss:.4f}"
         floor = self._status["floor"]

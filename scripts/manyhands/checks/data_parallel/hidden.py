@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from manyhands.checks.engine.card import Verdict
 from manyhands.checks.engine.lesson import show
 from manyhands.data_parallel import replicas
 from manyhands.instruments.timeline import Timeline
+from manyhands.pipeline.stages import Waiting
 from manyhands.ranks import lab
 from manyhands.ranks.failures import RankFailed
 
@@ -44,34 +45,9 @@ class Shares(NamedTuple):
     mine: list[float]
 
 
-class Sleep(torch.autograd.Function):
-    """Adds a layer's weight up in no time, and sleeps in backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        return x + weight[:1]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(LAYER_S)
-        return grad, torch.ones(LAYER_SIZE)
-
-
-class Sleeper(nn.Module):
-    """A layer of which only the size of its weight matters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(LAYER_SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A vector of one number, changed by the weight."""
-        return Sleep.apply(x, self.weight)
-
-
 def sleepers() -> nn.Module:
     """A model whose backward takes NUM_LAYERS x LAYER_S."""
-    return nn.Sequential(*[Sleeper() for _ in range(NUM_LAYERS)])
+    return nn.Sequential(*[Waiting(0.0, LAYER_S, LAYER_SIZE) for _ in range(NUM_LAYERS)])
 
 
 def measure(answer: type, num_rounds: int = 7) -> Shares:

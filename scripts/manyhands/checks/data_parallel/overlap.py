@@ -18,7 +18,7 @@ from manyhands.checks.data_parallel.buckets import Crossed
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.values import difference, malformed
+from manyhands.checks.engine.values import first_difference, malformed
 from manyhands.data_parallel import replicas
 from manyhands.instruments.ledger import Ledger
 
@@ -218,7 +218,7 @@ def say_events(found: dict, wanted: dict) -> str:
         before = f"after {at} event(s)" if at else "at first"
         where = name.removeprefix("in order, the ")
         return f"shows in the {where}, {before}: {said[0]}, not {said[1]}"
-    return f"gives {difference(found, wanted)}"
+    return first_difference(found, wanted)
 
 
 SYNC = "if not self.sync:\n            return"

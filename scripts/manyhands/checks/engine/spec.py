@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manyhands.checks.engine.answer import parts_of
 from manyhands.checks.engine.mistakes import Mistake
-from manyhands.checks.engine.values import difference, same, show
+from manyhands.checks.engine.values import first_difference, same, show
 
 Layout = tuple[tuple[int, ...], ...]  # groups of ranks of the job
 Step = tuple[int, int]  # the layout's number, the case's number
@@ -41,16 +41,6 @@ class Place(NamedTuple):
     def job_rank(self) -> int:
         """This rank's number in the job: seeds made from it differ between groups."""
         return self.members[self.rank]
-
-
-BROKEN = "this does not hold: "  # how `difference` begins where a statement is false
-
-
-def _say(found: object, wanted: object) -> str:
-    told = difference(found, wanted)
-    return (
-        told.replace(BROKEN, "breaks this rule: ") if told.startswith(BROKEN) else f"gives {told}"
-    )
 
 
 @dataclass
@@ -102,7 +92,7 @@ class Spec:
     form: Callable = lambda value: value
     same: Callable = lambda found, wanted, case: same(found, wanted)
     tell: Callable | None = None
-    say: Callable = _say
+    say: Callable = first_difference
     facts: Callable = lambda found, wanted, case: ""
     advice: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, tuple[str, str]] = field(default_factory=dict)

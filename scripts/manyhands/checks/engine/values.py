@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+BROKEN = "this does not hold: "  # and which statement, where one is False
 
 
 class Malformed(Exception):
@@ -210,7 +211,7 @@ def difference(found: object, wanted: object, tolerance: float | None = None) ->
     if isinstance(found, dict) and isinstance(wanted, dict) and found.keys() == wanted.keys():
         name = next(n for n in wanted if not same(found[n], wanted[n], tolerance))
         if wanted[name] is True and found[name] is False:
-            return f"this does not hold: {name}"
+            return f"{BROKEN}{name}"
         return f"{name}: {difference(found[name], wanted[name], tolerance)}"
     if isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
         short = len(wanted) <= 12 and all(isinstance(one, Real) for one in [*found, *wanted])
@@ -222,6 +223,14 @@ def difference(found: object, wanted: object, tolerance: float | None = None) ->
         index, (one, other) = next(p for p in pairs if not same(*p[1], tolerance))
         return f"element {index} is {difference(one, other, tolerance)}"
     return pair(found, wanted)
+
+
+def first_difference(found: object, wanted: object) -> str:
+    """The first difference as a verdict says it, behind the words for the call."""
+    told = difference(found, wanted)
+    if told.startswith(BROKEN):
+        return f"breaks this rule: {told.removeprefix(BROKEN)}"
+    return f"gives {told}"
 
 
 def _tensor_difference(found: Tensor, wanted: Tensor, tolerance: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place as Seat
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import difference, kind, malformed
+from manyhands.checks.engine.values import kind, malformed
 from manyhands.first_job import places
 from manyhands.first_job.places import Place
 
@@ -107,7 +107,6 @@ device_map = Spec(
             f"{n.num_processes} processes, {n.num_gpus} GPUs on {n.host}" for n in case.nodes
         )
     ),
-    say=lambda found, wanted: f"gives {difference(found, wanted)}",
     advice={"": "Print what each rank knows of itself before anything is gathered."},
     reasons={
         "Can't pickle": (

@@ -348,7 +348,6 @@ make_grid = Spec(
     guards_group=False,
     advice={"": PLACES},
     refusal=("4 ranks are no multiple of that many stages.", RAISE_FIRST),
-    say=lambda found, wanted: f"gives {difference(found, wanted)}",
     hints=(
         "Write down the ranks of each pipeline for 4 ranks and 2 stages: 0 2 and 1 3. The replicas "
         "of a stage are 0 1 and 2 3.",

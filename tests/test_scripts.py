@@ -571,25 +571,21 @@ class {name}:
         print("this is {name} of {file}")
         return module
 """
-WRAPPERS = [  # which of mine/ddp.py and mine/data_parallel.py has what, and who wraps the model
-    ({"ddp": "torch_ddp"}, "torch_ddp of ddp"),
-    ({"ddp": "torch_ddp", "data_parallel": "average_gradients"}, "torch_ddp of ddp"),
-    ({"ddp": "torch_ddp", "data_parallel": "BucketedDDP"}, "BucketedDDP of data_parallel"),
-    ({"ddp": "BucketedDDP"}, "BucketedDDP of ddp"),
-]
+KEPT = "def mean_over_ranks(total, count):\n    return float(total) / float(count)\n"
 
 
-@pytest.mark.parametrize(("files", "speaker"), WRAPPERS)
-def test_impl_mine_of_lesson_06_wraps_with(warm, clone, folder_mine, tmp_path, files, speaker):
-    for file, name in files.items():
-        (folder_mine / f"{file}.py").write_text(SPEAKING.format(name=name, file=file))
+@pytest.mark.parametrize("file", ["data_parallel", "ddp"])
+def test_impl_mine_of_lesson_06_wraps_with(warm, clone, folder_mine, tmp_path, file):
+    (folder_mine / "ddp.py").write_text(KEPT)
+    with open(folder_mine / f"{file}.py", "a") as answers:
+        answers.write(SPEAKING.format(name="BucketedDDP", file=file))
     words = [clone / "scripts" / "train_ddp.py", *flags(clone, impl="mine", steps=1)]
     code, out, err = warm(tmp_path, words, {})
     assert code == 0, err
-    assert [line for line in out.splitlines() if line.startswith("this is ")] == [
-        f"this is {speaker}"
-    ]
-    assert f"yours: {speaker.split()[0]}; the course's: all else\n" in out
+    said = [line for line in out.splitlines() if line.startswith("this is ")]
+    assert said == [f"this is BucketedDDP of {file}"]
+    yours = next(line for line in out.splitlines() if line.startswith("yours: "))
+    assert "BucketedDDP" in yours and "mean_over_ranks" in yours
 
 
 def test_mine_of_lesson_05_is_what_trains(warm, clone, folder_mine, tmp_path):

@@ -28,16 +28,17 @@ def generator(seed: int) -> torch.Generator:
 
 
 def test_the_throughput_of_a_step_that_sleeps():
-    times_s = iter([0.2, 0.2] + [0.01, 0.02, 0.2, 0.02, 0.01, 0.02])  # two for the warm-up
+    slow = [0.2] + 5 * [0.01]
+    times_s = iter([0.2, 0.2] + 6 * [0.01] + slow + 6 * [0.01])  # two for the warm-up
     calls = []
 
     def step():
         calls.append("step")
         time.sleep(next(times_s))
 
-    found = throughput(step, 30, 2, 3, 2, lambda: calls.append("wait"))
-    assert 60 / 0.08 < found <= 60 / 0.03  # with the mean it would be 60 / 0.093 at the most
-    assert calls == ["step"] * 2 + ["wait", "step", "step", "wait"] * 3
+    found = throughput(step, 30, 2, 3, 6, lambda: calls.append("wait"))
+    assert 180 / 0.12 < found <= 180 / 0.06  # with the mean it would be 180 / 0.123 at the most
+    assert calls == ["step"] * 2 + ["wait", *["step"] * 6, "wait"] * 3
 
 
 # ---- steps ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import textwrap
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from audit import Audit
-from manyhands.checks.engine import cases, mistakes, trial, verdict
+from manyhands.checks.engine import cases, mistakes, trial, verdict, words
 from manyhands.checks.engine.card import NotJudged, Wrong
 from manyhands.checks.engine.lesson import Lesson, judge
 from manyhands.checks.engine.mistakes import Mistake, after, instead
@@ -196,6 +197,28 @@ def test_a_mistake_is_named_only_if_it_shows_the_same():
     assert "Two mistakes together show this." in told(MEAN, two_mistakes)
     words = told(MEAN, median)
     assert verdict.NO_CAUSE in words and "check.hint('90.1')" in words
+
+
+def spoils_x(x, group=None):
+    dist.all_reduce(x, group=group)
+    x += 1
+    return x - 1
+
+
+def fails_in_what_it_calls(x, group=None):
+    lines = ["all", "reduce"]
+    return textwrap.fill(lines)  # wants a text
+
+
+def test_a_statement_that_does_not_hold_is_said_as_such():
+    assert "breaks this rule: x is unchanged" in told(TOTAL, spoils_x)
+
+
+def test_an_error_in_what_an_answer_calls_is_told_with_the_answer_s_own_line():
+    line = fails_in_what_it_calls.__code__.co_firstlineno + 2
+    assert f"line {line} of test_engine.py" in told(TOTAL, fails_in_what_it_calls)
+    frames = [("/elsewhere/x.py", 3, "f"), (words.PACKAGE + "/data/y.py", 9, "g")]
+    assert words.own_frame(frames) == frames[0] and words.own_frame(frames[1:]) is None
 
 
 def test_mistakes_that_there_was_no_time_for_are_not_denied():

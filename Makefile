@@ -7,68 +7,78 @@ KILLS ?=
 ONLY ?=
 NODES ?=
 RUN ?=
+TORCH ?=
 
-BIN := .venv/bin
+# make test TORCH=2.11.0 has an environment of its own, with that version of torch.
+ENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(ENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	-c $(if $(TORCH),$(ENV)/)constraints.txt
 # In a container one is often root; Jupyter then wants to be told that this is meant.
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
-.PHONY: help install lab job report test bench notebooks lint solutions chaos
+.PHONY: help install lab job report test bench gpu notebooks lint solutions chaos
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-install: .venv/ready ## install the course into .venv, and nothing else
+install: $(ENV)/ready ## install the course into .venv, and nothing else
 
-lab: .venv/ready ## open the course in JupyterLab
+lab: $(ENV)/ready ## open the course in JupyterLab
 	$(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
 		--LabApp.default_url=/lab/tree/notebooks/start.ipynb $(AS_ROOT)
 
-job: .venv/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
+job: $(ENV)/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
 	@[ "$(DATA)" = embedded ] || [ -e "$(DATA)" ] || \
 		$(BIN)/python scripts/prepare_data.py --data "$(DATA)"  # a known name: fetch it, once
 	bash sbatch/ddp.sbatch --data "$(DATA)"
 
-report: .venv/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
+report: $(ENV)/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
 	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"
 
-test: lint ## lint, look for stale notebooks, run every test; ONLY=pipeline: a lesson's, ONLY=fast
+test: lint ## lint, find stale notebooks, run every test; ONLY=pipeline or ONLY=fast; TORCH=2.11.0
 	$(if $(ONLY),,$(BIN)/python scripts/build_notebooks.py --check)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal \
 		$(if $(ONLY),--only "$(ONLY)")
 
-chaos: .venv/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KILLS=3; nothing is lost
+chaos: $(ENV)/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KILLS=3; nothing is lost
 	$(BIN)/python tests/chaos.py $(if $(KILLS),--kills "$(KILLS)")
 
-bench: .venv/ready ## measure this machine into bench.json; ONLY=name measures one thing
+bench: $(ENV)/ready ## measure this machine into bench.json; ONLY=name measures one thing
 	$(BIN)/python scripts/bench.py $(if $(ONLY),--only "$(ONLY)") \
 		$(if $(filter-out embedded,$(DATA)),--data "$(DATA)")
 
-solutions: .venv/ready-dev ## run every lesson's solution and its job, in Slurm or here, for one table
+gpu: $(ENV)/ready ## measure on 1 to 8 GPUs what no CPU can show, in ten minutes; ONLY=name: a part
+	$(BIN)/python scripts/gpu.py $(if $(ONLY),--only "$(ONLY)")
+
+solutions: $(ENV)/ready-dev ## run every lesson's solution and its job, in Slurm or here, for one table
 	$(BIN)/python scripts/run_solutions.py --only "$(ONLY)" --nodes "$(or $(NODES),0)"
 
-notebooks: .venv/ready-dev ## build the notebooks and the course map from solutions/*.py
+notebooks: $(ENV)/ready-dev ## build the notebooks and the course map from solutions/*.py
 	$(BIN)/python scripts/build_notebooks.py $(if $(ONLY),--only "$(ONLY)")
 
-lint: .venv/ready-dev ## check the style of the code
+lint: $(ENV)/ready-dev ## check the style of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-.venv/ready: pyproject.toml constraints.txt
+$(ENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Many Hands needs Python 3.11 or newer, as in: make PYTHON=python3.12 lab" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(ENV) || { \
 		echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@# Older versions of torch want an older setuptools than the one that is pinned.
+	$(if $(TORCH),sed -e '/^setuptools==/d' -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt \
+		> $(ENV)/constraints.txt)
 	$(INSTALL) -e .
-	@mkdir -p .venv/etc/jupyter/labconfig
+	@mkdir -p $(ENV)/etc/jupyter/labconfig
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"},' \
 		'"@jupyterlab/notebook-extension:tracker": {"codeCellConfig":' \
 		'{"lineNumbers": false, "lineWrap": true}}}' \
-		> .venv/etc/jupyter/labconfig/default_setting_overrides.json
+		> $(ENV)/etc/jupyter/labconfig/default_setting_overrides.json
 	@touch $@
 
-.venv/ready-dev: .venv/ready
+$(ENV)/ready-dev: $(ENV)/ready
 	$(INSTALL) -e '.[dev]'
 	@touch $@

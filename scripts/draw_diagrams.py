@@ -497,26 +497,41 @@ def memory_stages(card: Card) -> None:
 
 
 def fsdp_unit(card: Card) -> None:
-    """How FSDP brings one unit's weights and lets them go: in forward the shards are gathered, the
-    unit computes, and its whole weights are freed; in backward they are gathered again, the unit
-    computes its gradients, a reduce-scatter leaves each rank its shard of their mean, and the whole
-    is freed. Meanwhile the next unit's weights are on their way.
+    """A step of FSDP on one rank, with a root and two units: in forward each unit is gathered while
+    the one before it computes, and is freed after it has computed; the root stays. In backward
+    unit 2 and then unit 1 are gathered again; each computes its gradients, is freed, and is reduced
+    by a reduce-scatter, while computing waits. The root is reduced and freed last.
     """
-    widths = {"gather": 92, "compute": 112, "reduce-scatter": 124, "free": 56}
-    for row, role in enumerate(("forward", "backward")):
-        card.text(20, 24 + 146 * row, role, BOLD + START)
-        for place in range(2):
-            x = 100 + 98 * place
-            y = 44 + 146 * row + 48 * place
-            card.text(x - 12, y + 19, f"unit {place + 1 if row == 0 else 2 - place}", END)
-            for step, width in widths.items():
-                if step != "reduce-scatter" or role == "backward":
-                    fill = "communication" if step in ("gather", "reduce-scatter") else LIGHT_GREY
-                    card.box(x, y, width, 38, step, fill=role if step == "compute" else fill)
-                    x += width + 6
-    card.line((560, 304), (700, 304))
-    card.text(548, 304, "time", END)
-    card.text(100, 304, "whole weights live from gather to free", START)
+    lanes = {
+        "compute": [
+            *(("forward", *box) for box in ((166, 200, "root"), (208, 262, "1"))),
+            *(("forward", *box) for box in ((264, 318, "2"), (320, 354, "root"))),
+            *(("backward", *box) for box in ((362, 396, "root"), (404, 490, "2"))),
+            *(("backward", *box) for box in ((532, 618, "1"), (660, 694, "root"))),
+        ],
+        "gather": [
+            *(("communication", *box) for box in ((124, 164, "root"), (166, 206, "1"))),
+            *(("communication", *box) for box in ((208, 248, "2"), (362, 402, "2"))),
+            ("communication", 404, 444, "1"),
+        ],
+        "reduce-scatter": [
+            *(("communication", *box) for box in ((492, 530, "2"), (620, 658, "1"))),
+            ("communication", 696, 736, "root"),
+        ],
+        "root is whole": [("weights", 124, 694, "")],
+        "unit 1 is whole": [("weights", 166, 262, ""), ("weights", 404, 618, "")],
+        "unit 2 is whole": [("weights", 208, 318, ""), ("weights", 362, 490, "")],
+    }
+    card.text(239, 20, "forward", BOLD)
+    card.text(549, 20, "backward", BOLD)
+    for lane, (words, boxes) in enumerate(lanes.items()):
+        y = 38 + 44 * lane
+        card.text(12, y + 17, words, START)
+        for role, left, right, name in boxes:
+            card.box(left, y, right - left, 34, *([name] if name else []), fill=role)
+    card.line((358, 34), (358, 292), more=DASHED)
+    card.line((124, 312), (736, 312))
+    card.text(112, 312, "time", END)
 
 
 def pipeline_stages(card: Card) -> None:
@@ -549,7 +564,7 @@ def tensor_mlp(card: Card) -> None:
     Backward, an all-reduce adds the gradients of x at f.
     """
     card.box(16, 96, 56, 60, "x", fill="activations")
-    card.line((74, 126), (112, 126), more="")
+    card.line((74, 126), (108, 126))
     card.box(112, 104, 44, 44, "f", fill="communication")
     for rank, y in enumerate((28, 156)):
         card.line((156, 126), (176, y + 36), (206, y + 36))

@@ -21,6 +21,7 @@ from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.ddp import wrapping as ddp
 from manyhands.fsdp import flat, fully_shard, units, zero
 from manyhands.instruments.live import Live, parts_of
+from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed
@@ -106,11 +107,13 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     model = Transformer(*shape).to(world.device)
     torch.manual_seed(world.data_seed)
     model, optimizer = shard(config, impl, parts, model, mesh)
-    live = Live(parts_of(model, optimizer), limit=int(config.limit_mb * 1e6) or None)
+    limit = int(config.limit_mb * 1e6) or None
+    live = Live(parts_of(model, optimizer), limit, device=world.device)  # not what is offloaded
 
     # Training
     inner = getattr(optimizer, "optimizer", optimizer)  # the one whose state a checkpoint holds
     run.resume(model, inner, sharded=SHARDED.get(impl, ["model", "optimizer"]))
+    reset_peaks(world.device)  # the whole model, which each rank built first, is set-up
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):

@@ -71,7 +71,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     broadcast_state(model)
     loss_of, num_pieces = saving(config, model, parts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-    live = Live(parts_of(model, optimizer))
+    live = Live(parts_of(model, optimizer), device=world.device)
 
     def mean_loss(batches: Iterator) -> float:
         return wrapping.mean_over_ranks(*total_loss(model, batches, world.device))

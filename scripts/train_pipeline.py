@@ -21,7 +21,7 @@ from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
-from manyhands.instruments.meters import Stopwatch
+from manyhands.instruments.meters import Stopwatch, reset_peaks
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token
 from manyhands.pipeline import bubble, schedules, stages, wiring
@@ -114,10 +114,13 @@ def train(config: Config, world: World, parts: Parts) -> float:
     model = nn.ModuleList(own.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     engine = make_engine(config, parts, own, size, place, run.stopwatch)
-    live = Live(parts_of(model, optimizer))
+    plan = schedule_words(config, size, place)
+    world.print(f"schedule: {plan}")
+    live = Live(parts_of(model, optimizer), device=world.device)
 
     # Training
     run.resume(model, optimizer, sharded=["model", "optimizer"])
+    reset_peaks(world.device)  # the whole model, which each rank built first, is set-up
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
@@ -131,7 +134,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    notes = {"waiting": idle_words(engine, config, place, world.device)}
+    notes = {"schedule": plan, "waiting": idle_words(engine, config, place, world.device)}
     valid_loss = mean_loss(run, config, data.valid, batch, own, place)
     whole = gather(own, place, Transformer(*shape), path)
     return finish(run, whole, valid_loss, live, notes)
@@ -166,12 +169,6 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
         raise BadInput(
             f"PyTorch's 1F1B with {m} micro-batches on {ranks} ranks: take --micro-batches {ranks} "
             "or more, or --impl scratch"
-        )
-    by_hand_on_gpus = config.impl != "torch" and world.device.type == "cuda"
-    if by_hand_on_gpus and config.schedule == "interleaved" and ranks == 2:
-        raise BadInput(
-            "two GPUs cannot be interleaved by hand: activations would go both ways in one queue "
-            "of NCCL, and wait for each other; take 3 ranks or more, or --impl torch"
         )
     pipe, replicas = parts.make_grid(ranks)
     back, _ = parts.make_grid(ranks)
@@ -282,6 +279,15 @@ def marked(engine: pipeline.Pipeline, stopwatch: Stopwatch) -> pipeline.Pipeline
     return engine
 
 
+def schedule_words(config: Config, size: int, place: Place) -> str:
+    """The schedule, and what one step of each pipeline is cut into."""
+    d = place.share[1]
+    return (
+        f"{config.schedule}, {config.micro_batches} micro-batch(es) of {size} sequences on "
+        f"{place.num_stages} stages of {place.ranks} rank(s)" + (f", {d} replicas" if d > 1 else "")
+    )
+
+
 def idle_words(
     engine: pipeline.Pipeline | Native, config: Config, place: Place, device: torch.device
 ) -> str:
@@ -312,12 +318,21 @@ def mean_loss(
     replica, d = place.share
     loader = DataLoader(valid, batch, sampler=range(replica, len(valid), d))
     schedule = schedules.forwards(place.ranks, 1, len(place.stages))
+    engines: dict[int, pipeline.Pipeline] = {}  # by size: the last batch may be smaller
     total = torch.zeros((), dtype=torch.float64, device=run.world.device)
     count = 0
     for inputs, targets in run.validation(loader):
-        message = message_shape(config, len(inputs))
-        engine = pipeline.Pipeline(own, schedule, token_loss, message, group=place.pipe)
-        loss = engine.step(inputs, targets)
+        size = len(inputs)
+        if size not in engines:
+            engines[size] = pipeline.Pipeline(
+                own,
+                schedule,
+                token_loss,
+                message_shape(config, size),
+                back=place.back,
+                group=place.pipe,
+            )
+        loss = engines[size].step(inputs, targets)
         total += loss.double() * targets.numel()
         count += targets.numel()
     return wrapping.mean_over_ranks(total, count)
@@ -329,7 +344,7 @@ def gather(
     """Set `plain` to the weights of the first pipeline, on rank 0; returns it on all ranks."""
     states: list | None = [None] * place.ranks if dist.get_rank() == 0 else None
     if place.share[0] == 0:
-        weights = {stage: local(module.state_dict()) for stage, module in own.items()}
+        weights = {stage: on_cpu(module) for stage, module in own.items()}
         dist.gather_object(weights, states, group=place.pipe, group_dst=0)
     if states:
         every = stages.cut(stages.layers_of(plain), storage.read_json(path)["bounds"])
@@ -337,6 +352,11 @@ def gather(
             for stage, tensors in state.items():
                 every[stage].load_state_dict(tensors)
     return plain
+
+
+def on_cpu(module: nn.Module) -> dict[str, Tensor]:
+    """Its weights in the CPU's memory: a pickled tensor of a GPU is loaded to the same GPU."""
+    return {name: tensor.cpu() for name, tensor in local(module.state_dict()).items()}
 
 
 if __name__ == "__main__":

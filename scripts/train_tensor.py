@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 from manyhands.data import corpus
 from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
+from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line
-from manyhands.tensor import dtensor
+from manyhands.tensor import dtensor, sequence
 from manyhands.tensor import model as split_model
 from manyhands.training.checkpoints import local
 from manyhands.training.report import finish
@@ -42,12 +43,15 @@ class Config(TrainConfig):
     """Ranks that hold one model together; 0 takes all. With fewer, there are replicas of it."""
     sequence: bool = False
     """Between the cut layers, keep only each rank's part of the positions."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To multiply matrices in; weights and their gradients stay float32."""
 
 
 class Parts(NamedTuple):
     """The exercises of lesson 13 that a job can use."""
 
     TensorParallel: Callable = split_model.TensorParallel
+    TensorSequenceParallel: Callable = sequence.TensorSequenceParallel
     data_place: Callable = split_model.data_place
 
 
@@ -85,13 +89,14 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # For PyTorch's plan, not fused: that takes no mixture of DTensors and plain tensors.
     adamw = {"foreach": False} if config.impl == "torch" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, **adamw)
-    live = Live(parts_of(model, optimizer))
+    live = Live(parts_of(model, optimizer), device=world.device)
 
     def mean_loss(batches: Iterator) -> float:
         return wrapping.mean_over_ranks(*total_loss(model, batches, world.device))
 
     # Training
     run.resume(model, optimizer, sharded=["model", "optimizer"])
+    reset_peaks(world.device)  # the whole model, which each rank built first, is set-up
     run.keep_best(mean_loss, valid)
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
@@ -123,7 +128,7 @@ class Native(nn.Module):
         return self.module(inputs, targets).full_tensor()
 
     def finish_gradients(self) -> None:
-        """Do nothing: DTensor completes the gradients of norms in backward."""
+        """Do nothing: DTensor sums the gradients of norms when the optimizer's step reads them."""
 
 
 def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
@@ -150,10 +155,17 @@ def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
 
 def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> nn.Module:
     """Cut the model over the ranks of this rank's row of the mesh."""
-    if config.impl == "torch":
-        return Native(dtensor.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
     group = mesh.get_group("tensor")
-    return parts.TensorParallel(model, config.sequence, config.seed, group)
+    if config.impl == "torch":
+        model = Native(dtensor.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
+    elif config.sequence:
+        model = parts.TensorSequenceParallel(model, config.seed, group=group)
+    else:
+        model = parts.TensorParallel(model, group=group)
+    is_half = config.dtype == "bfloat16"
+    autocast = torch.autocast(mesh.device_type, torch.bfloat16, enabled=is_half)
+    model.forward = autocast(model.forward)
+    return model
 
 
 def average_parts(model: nn.Module, replicas: dist.ProcessGroup) -> None:

@@ -22,6 +22,7 @@
 # %%
 import math
 import os
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from manyhands.instruments.replay import record, replay
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.jobs import watch
 from manyhands.ranks import lab
+from manyhands.ranks.failures import RuleBroken
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.network import SlowNetwork
 
@@ -680,6 +682,54 @@ if check.ready("4.10"):
 
 # %%
 print("gloo:", dist.is_gloo_available(), " NCCL:", dist.is_nccl_available())
+
+# %% [markdown]
+# ### What would hang on GPUs?
+#
+# Does a program that works with gloo also work with NCCL? Not always, because NCCL is stricter. It
+# keeps one queue for each pair of ranks in a group, and matches messages by their place in that queue
+# alone: it ignores tags, and does not notice when the two tensors differ in size. The first message
+# of a pair also sets up a connection, for which both ranks have to be there. You can find such
+# mistakes without a GPU, because `run_ranks(..., rules="nccl")` runs on gloo, but holds every call to
+# NCCL's rules and stops at the first one that breaks them.
+#
+# Here each of three ranks starts to send to the next one, then receives from the one before it, and
+# waits for its own message last. With gloo `isend` returns at once, so this works. What will the
+# rules say?
+
+
+# %%
+def round_the_circle():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    outgoing, incoming = torch.tensor([float(rank)]), torch.empty(1)
+    work = dist.isend(outgoing, dst=(rank + 1) % n)
+    dist.recv(incoming, src=(rank - 1) % n)
+    work.wait()
+    return incoming.item()
+
+
+print("gloo:", run_ranks(round_the_circle, 3))
+try:
+    run_ranks(round_the_circle, 3, rules="nccl")
+except RuleBroken as broken:
+    print(textwrap.fill(f"NCCL's rules: {broken}", 100))
+
+# %% [markdown]
+# With NCCL's rules even `isend` waits here: each rank sets up the connection to the next one, which
+# is busy setting up its own, and the circle is closed. On GPUs the program would hang in its first
+# step. Your ring sends the same messages, but as one batch, which NCCL carries together. The rules
+# have no objection to it.
+
+
+# %%
+def ring_of_ones():
+    tensor = torch.ones(12)
+    all_reduce_ring(tensor)
+    return tensor.unique().tolist()
+
+
+if check.ready("4.6", "4.10"):
+    print(run_ranks(ring_of_ones, 3, rules="nccl"))
 
 # %% [markdown]
 # ### A job with your functions in it

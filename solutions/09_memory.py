@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Memory, goal: "Say where the memory of training goes, part by part and rank by rank, predict it to the byte, and build three ways to need less", needs: [data_parallel], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# manyhands: {title: Memory, goal: "Say where the memory of training goes, part by part and rank by rank, predict it to the byte, and build ways to need less", needs: [data_parallel], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]
@@ -7,6 +7,7 @@
 #
 # A model with 7 billion parameters has 14 GB of weights in bfloat16, and a GPU has 80 GB. Yet training this
 # model on that GPU ends with "out of memory". Where do the other 66 GB go, and what can be done about it?
+# Section 10 answers with numbers, computed by the functions that you write on the way.
 #
 # There are four parts. You know the **weights** and their **gradients**. The **optimizer state** is what the
 # optimizer keeps for each parameter between steps; Adam keeps two numbers, its **moments**, which are running
@@ -17,11 +18,12 @@
 #
 # The picture shows the way out for the first three parts. In lesson 05 every rank held all of them, although
 # each part can be divided into **shards**, one for each rank. That is ZeRO, in its stages 1 to 3, which
-# lesson 10 builds. Here you find out how much sharding saves, and what helps against the fourth part.
+# lesson 10 builds. Here you find out how much sharding saves, and what helps against the fourth part. Sections
+# marked "optional" can wait for a second reading: no exercise of the others needs them.
 
 # %%
-import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,6 +40,7 @@ from manyhands.fsdp import flat, fully_shard, units as fsdp, zero
 from manyhands.instruments import figures
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import watch
+from manyhands.memory import accounting, bench as work, figures as drawings
 from manyhands.models.transformer import Block, Transformer, num_parameters
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
@@ -52,8 +55,8 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CP
 #
 # How many bytes does one parameter cost? The answer depends on the **data types**: a float32 number takes 4
 # bytes, a bfloat16 number takes 2. A common recipe, **mixed precision**, computes in bfloat16 and keeps a
-# second copy of the weights in float32 for the optimizer. This copy, the **master weights**, is the subject
-# of section 7.
+# second copy of the weights in float32 for the optimizer. Section 9 shows what this copy, the **master
+# weights**, is good for.
 #
 # Write the accounting as a function. It returns a `Recipe`, three numbers.
 
@@ -131,23 +134,6 @@ if check.ready("9.1", "9.2"):
 # %% [markdown]
 # Your function reproduces the paper's table. By the same recipe the 7 billion parameters of the introduction
 # take 7e9 x 16 bytes = 112 GB, so 80 GB are not enough even before the first activation is kept.
-#
-# ### Predict: how many GPUs for 66 billion parameters?
-#
-# Take the same recipe, stage 3, and GPUs of 80 GB, of which half has to stay free for activations. How many
-# GPUs are needed at least?
-
-# %%
-num_gpus = None  # your number
-
-# %% answer="true"
-num_gpus = 27
-
-# %% tags=["nbval-check-output"]
-if check.ready("9.1", "9.2"):
-    fits = (n for n in range(1, 100) if sum(bytes_per_rank([66 * 10**9], mixed, 3, n)) <= 40e9)
-    # 40 of the 80 GB are free for the three parts: 66e9 x 16 / 40e9 = 26.4
-    score("GPUs of 80 GB", num_gpus, math.ceil(66e9 * 16 / 40e9), next(fits))
 
 # %% [markdown]
 # ## 3. What forward keeps
@@ -189,19 +175,49 @@ check.block_activations(block_activations)
 if check.ready("9.3"):
     kept = block_activations(tokens=1, width=64, heads=2)
     for name, nbytes in kept.items():
-        print(f"{name:10} {nbytes:5} bytes a token")
-    print(f"{'together':10} {sum(kept.values()):5} bytes a token: 4 x (16 D + H + 4)")
+        print(f"{name:10} {nbytes:5} bytes per token")
+    print(f"{'together':10} {sum(kept.values()):5} bytes per token: 4 x (16 D + H + 4)")
 
 # %% [markdown]
-# In 2-byte numbers this is about 32 D bytes per token; the well-known 34 s b h of Korthikanti et al. (s b
-# tokens of width h) adds two dropout masks of one byte per number. So 7 billion parameters in 32 such blocks,
-# with D = 4096 and H = 32, keep 4.2 MB per token, or 17 GB for one sequence of 4096 tokens.
+# In 2-byte numbers this is about 32 D bytes per token. The well-known formula of Korthikanti et al., 34 s b h
+# bytes per layer (s b tokens of width h), counts the same tensors and adds two dropout masks of one byte per
+# number. So 32 such blocks with D = 4096 and H = 32, which is the shape of a model with about 7 billion
+# parameters, keep 4.2 MB per token, or 17 GB for one sequence of 4096 tokens.
 #
-# Is the formula right? PyTorch lets you check. Inside `torch.autograd.graph.saved_tensors_hooks(pack,
-# unpack)` every tensor that autograd keeps is passed to your `pack`, and autograd keeps what `pack` returns
-# in its place; `unpack` receives this object in backward. A `pack` that returns `tensor.detach()`, which
-# shares the tensor's memory, changes nothing and sees everything. (The tensor itself, returned, might keep
-# itself alive.)
+# Is the formula right? PyTorch lets you check, because autograd passes every tensor that it keeps to hooks
+# that you can set. The course's `accounting.saved_bytes(run, params)` calls `run()` inside such hooks and
+# returns the bytes that autograd kept, without those of `params`. (In section 4 you can write it yourself.)
+#
+# Compare the prediction with the measurement, for one block and for a whole Transformer. Outside its blocks the
+# Transformer keeps the input of the last norm and the input of the head, two numbers per token for that norm,
+# and V numbers per token for the loss.
+
+# %% tags=["nbval-check-output"]
+B, T, D, H, L, V = 8, 32, 64, 2, 3, 50
+torch.manual_seed(0)
+block, model = Block(D, H, 0.0), Transformer(V, T, L, H, D)
+x, tokens = torch.randn(B, T, D, requires_grad=True), torch.randint(V, (B, T))
+if check.ready("9.3"):
+    of_block = sum(block_activations(B * T, D, H).values())
+    of_model = L * of_block + 4 * B * T * (2 * D + 2 + V)
+    measured = accounting.saved_bytes(partial(block, x), block.parameters())
+    print(f"block: predicted {of_block:,}, measured {measured:,} bytes")
+    assert measured == of_block
+    measured = accounting.saved_bytes(partial(model, tokens, tokens), model.parameters())
+    print(f"model: predicted {of_model:,}, measured {measured:,} bytes")
+    assert abs(measured / of_model - 1) < 0.01
+
+# %% [markdown]
+# The block agrees to the byte. The model's 2052 bytes more are the token numbers, 8 bytes each, which the
+# embedding keeps, and one number of the loss.
+
+# %% [markdown]
+# ## 4. Count what autograd keeps (optional)
+#
+# How does one count what autograd keeps? Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` every
+# tensor that autograd keeps is passed to your `pack`, and autograd keeps what `pack` returns in its place;
+# `unpack` receives this object in backward. A `pack` that returns `tensor.detach()`, which shares the tensor's
+# memory, changes nothing and sees everything. (The tensor itself, returned, might keep itself alive.)
 #
 # There are two traps: several tensors may be views of the same memory, and the weights are kept as well,
 # although they would be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a
@@ -214,67 +230,45 @@ from manyhands.memory.accounting import saved_bytes
 check.saved_bytes(saved_bytes)
 
 # %% [markdown]
-# Compare prediction and measurement, for one block and for a whole Transformer. Outside its blocks the
-# Transformer keeps the input of the last norm and the input of the head, two numbers per token for that norm,
-# and V numbers per token for the loss.
-
-# %% tags=["nbval-check-output"]
-B, T, D, H, L, V = 8, 32, 64, 2, 3, 50
-torch.manual_seed(0)
-block, model = Block(D, H, 0.0), Transformer(V, T, L, H, D)
-x, tokens = torch.randn(B, T, D, requires_grad=True), torch.randint(V, (B, T))
-if check.ready("9.3", "9.4"):
-    of_block = sum(block_activations(B * T, D, H).values())
-    of_model = L * of_block + 4 * B * T * (2 * D + 2 + V)
-    measured = saved_bytes(partial(block, x), block.parameters())
-    print(f"block: predicted {of_block:,}, measured {measured:,} bytes")
-    assert measured == of_block
-    measured = saved_bytes(partial(model, tokens, tokens), model.parameters())
-    print(f"model: predicted {of_model:,}, measured {measured:,} bytes")
-    assert abs(measured / of_model - 1) < 0.01
-
-# %% [markdown]
-# The block agrees to the byte. The model's 2052 bytes more are the token numbers, 8 bytes each, which the
-# embedding keeps, and one number of the loss.
-#
 # ### What fused attention is worth
 #
 # Older attention computes all T x T scores and keeps them, which adds T numbers for each head and token. The
-# next cell measures both kinds for longer and longer texts: which of them grows with T? Both axes are
-# logarithmic, and the line is the formula with the scores in it.
+# next cell measures both kinds for longer and longer sequences, with your `saved_bytes`. The points are
+# measured, and the lines are the formulas without and with the scores: which of them grows with T? Both axes
+# are logarithmic.
 
 # %%
 if check.ready("9.3", "9.4"):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    lengths, kept = [64, 128, 256, 512, 1024], {"fused": [], "with scores": []}
+    lengths = [64, 128, 256, 512, 1024]
+    kinds = {"fused": SDPBackend.FLASH_ATTENTION, "with scores": SDPBackend.MATH}
+    kept, formulas = {name: [] for name in kinds}, {}
     for length in lengths:
         longer = torch.randn(2, length, D, requires_grad=True)
-        for name, backend in (
-            ("fused", SDPBackend.FLASH_ATTENTION),
-            ("with scores", SDPBackend.MATH),
-        ):
+        for name, backend in kinds.items():
             with sdpa_kernel(backend):
                 nbytes = saved_bytes(partial(block, longer), block.parameters())
             kept[name].append(nbytes / (2 * length))
-    formula = [4 * (16 * D + H + 4 + H * length) for length in lengths]
-    figure, ax = figures.new_figure()
-    series = {name: (lengths, values) for name, values in kept.items()}
-    names = ("sequence length T", "bytes kept a token")
-    predicted = {"4 (16 D + H + 4 + H T)": (lengths, formula)}
-    figures.measured_and_predicted(ax, series, predicted, *names)
-    ax.set_xticks(lengths, lengths)
-    ax.minorticks_off()
-    figures.show(figure, "Kept bytes a token against length: level, and growing with T.")
+    of_token = sum(block_activations(1, D, H).values())
+    formulas["fused"] = [of_token for _ in lengths]
+    formulas["with scores"] = [of_token + 4 * H * length for length in lengths]
+    for name in kinds:
+        assert all(abs(a / b - 1) < 0.01 for a, b in zip(kept[name], formulas[name], strict=True))
+    figure = drawings.kept_against_length(lengths, kept, formulas)
+    figures.show(figure, "Bytes kept per token against length: fused is level, scores grow with T.")
+    growth = [2 * kept["with scores"][i + 1] / kept["with scores"][i] for i in (0, -2)]
+    print(f"twice the length keeps {growth[0]:.1f} and {growth[1]:.1f} times the bytes with scores")
 
 # %% [markdown]
-# Fused attention is level: a token costs the same in a text of any length. With scores the bytes per token
-# grow with T. So doubling the length multiplies the memory of the whole text by 2.2 at the left end of the
-# figure and by 3 at the right end, and the factor approaches 4 for still longer texts. That is why long texts
-# were so expensive before 2022 (Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135).
+# Fused attention is level: a token costs the same in a sequence of any length. With scores the bytes per token
+# grow with T. The line below the figure gives what doubling the length does to the memory of the whole
+# sequence, at the left end of the figure and at its right end; the factor approaches 4 for still longer
+# sequences. That is why long sequences were so expensive before 2022 (Dao et al., "FlashAttention",
+# https://arxiv.org/abs/2205.14135).
 
 # %% [markdown]
-# ## 4. Prediction and measurement for every part
+# ## 5. Prediction and measurement for every part
 #
 # Do the formulas hold in training? `Live` counts the bytes of all tensors that exist on a rank, part by part.
 # It looks at the tensors themselves and not at the size of the process, so its numbers can be compared with a
@@ -286,7 +280,7 @@ if check.ready("9.3", "9.4"):
 
 # %%
 def sharded(stage, model):
-    """The model and its optimizer in a ZeRO stage, and the sizes of the vectors that are cut."""
+    """The model and its optimizer in a ZeRO stage, and the sizes of the sharded vectors."""
     blocks, adamw = list(model.blocks), partial(torch.optim.AdamW, lr=1e-3)
     in_blocks = set(model.blocks.parameters())
     root = [param for param in model.parameters() if param not in in_blocks]
@@ -305,7 +299,7 @@ def sharded(stage, model):
 
 # %%
 def weigh(stage):
-    """Bytes by part on this rank, measured in the third step; and the sizes that were cut."""
+    """Bytes by part on this rank, measured in the third step, and the sizes of the vectors."""
     torch.manual_seed(0)
     model, optimizer, sizes = sharded(stage, Transformer(V, T, L, H, D))
     inputs = torch.randint(V, (B, T))
@@ -324,7 +318,7 @@ def weigh(stage):
 
 
 # %% tags=["nbval-check-output"]
-if check.ready("9.1", "9.2", "9.3", "9.4"):
+if check.ready("9.1", "9.2", "9.3"):
     bars, peaks = [], []
     for stage in range(4):
         measured, sizes, peak = run_ranks(weigh, 2, stage)[1]
@@ -337,14 +331,16 @@ if check.ready("9.1", "9.2", "9.3", "9.4"):
         peaks.append(peak)
 
 # %%
-if check.ready("9.1", "9.2", "9.3", "9.4"):
+if check.ready("9.1", "9.2", "9.3"):
     figure, ax = figures.new_figure(8, 4)
     in_mb = [(name, {k: v / 1e6 for k, v in parts.items()}) for name, parts in bars]
-    figures.stacked_bars(ax, in_mb, "MB on a rank, 2 ranks", gap_every=2)
+    figures.stacked_bars(ax, in_mb, "MB per rank, 2 ranks", gap_every=2)
     figures.legend_below(figure, ax)
     in_words = ", ".join(f"{peak / 1e6:.2f}" for peak in peaks)
     print(f"most bytes that ever lived at the same time, stages 0 to 3: {in_words} MB")
     figures.show(figure, "Stacked bars of four parts in stages 0 to 3: predicted equals measured.")
+    sums = [sum(parts.values()) for _, parts in bars[1::2]]
+    assert [peak < of_parts for peak, of_parts in zip(peaks, sums, strict=True)] == [1, 1, 1, 0]
 
 # %% [markdown]
 # Weights, gradients and optimizer state agree to the byte, and the activations to within one percent. The
@@ -377,7 +373,7 @@ parts = {"weights": "weights", "optimizer": "optimizer", "gradients": "gradients
 parts |= {"other": "activations"}
 figure, ax = figures.new_figure()
 areas = {role: [now[part] / 1e6 for now in steps] for part, role in parts.items()}
-figures.stack(ax, range(len(steps)), areas, "operations since the step began", "MB that live")
+figures.stack(ax, range(len(steps)), areas, "operations since the step began", "MB of tensors")
 figures.show(figure, "Bytes of each part over the operations of a step: a mountain of activations.")
 
 # %% [markdown]
@@ -388,12 +384,9 @@ figures.show(figure, "Bytes of each part over the operations of a step: a mounta
 #
 # In stage 3 whole layers are gathered for a moment, and no bar counts them. In a model of three layers, these
 # gathered layers take more memory than stage 3 saves over stage 2; lesson 10 shows it.
-#
-# On a GPU the CUDA context, NCCL's buffers and fragmented memory of PyTorch's allocator come on top of the
-# tensors, so a prediction needs a margin.
 
 # %% [markdown]
-# ## 5. Save: smaller pieces
+# ## 6. Save: smaller pieces
 #
 # What if the activations of a large batch do not fit? Activations grow with the batch, so split the batch
 # into **micro-batches**, run forward and backward for each of them, and let the gradients add up, since
@@ -445,7 +438,7 @@ if check.ready("9.5"):
 # (https://github.com/huggingface/transformers/pull/34191).
 
 # %% [markdown]
-# ## 6. Save: compute twice
+# ## 7. Save: compute twice
 #
 # **Activation checkpointing** (which has nothing to do with the checkpoint files of lesson 05) drops a
 # block's activations in forward and keeps only the block's input. Backward runs the block again just before
@@ -482,7 +475,7 @@ from manyhands.memory.savings import checkpointed
 # %% [markdown]
 # Predict, then measure: 8 blocks of width 64 with 2 heads are checkpointed one by one. Autograd then keeps
 # only the input of each block, D numbers per token, besides what is kept outside the blocks. By which factor
-# do the kept bytes fall? And is a step a third slower?
+# do the kept bytes fall?
 
 # %%
 factor = None  # your number: kept without checkpoints / kept with them
@@ -504,40 +497,57 @@ def native(block, x):
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 
-def timed(model, repeats=7):
-    """Median seconds of forward and backward."""
-    seconds = []
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        model(tokens, tokens).backward()
-        seconds.append(time.perf_counter() - start_s)
-    return sorted(seconds)[repeats // 2]
+def one_step(model):
+    model(tokens, tokens).backward()
 
 
 # %%
-if check.ready("9.4", "9.6"):
-    plain, mine, theirs = (deep(how) for how in (None, checkpointed, native))
-    kept = [saved_bytes(partial(m, tokens, tokens), m.parameters()) for m in (plain, mine)]
+if check.ready("9.6"):
+    ways = {"plain": None, "Checkpoint": checkpointed, "PyTorch's": native}
+    models = {name: deep(how) for name, how in ways.items()}
+    kept = {
+        name: accounting.saved_bytes(partial(model, tokens, tokens), model.parameters())
+        for name, model in models.items()
+    }
     around = 2 * D + 2 + V
     formula = (8 * (16 * D + H + 4) + around) / (8 * D + around)
-    score("times fewer bytes kept", factor, formula, kept[0] / kept[1])
-    seconds = [timed(model) for model in (plain, mine, theirs)]
-    for name, spent_s in zip(("plain", "Checkpoint", "PyTorch's"), seconds, strict=True):
-        print(f"{name:11} {1e3 * spent_s:5.1f} ms a step, {spent_s / seconds[0]:.2f} x")
-    grads = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, mine)]
-    assert torch.allclose(*grads, atol=1e-6)
+    score("times fewer bytes kept", factor, formula, kept["plain"] / kept["Checkpoint"])
+    for model in models.values():
+        one_step(model)
+    grads = {n: torch.cat([p.grad.flatten() for p in m.parameters()]) for n, m in models.items()}
+    assert torch.allclose(grads["plain"], grads["Checkpoint"], atol=1e-6)
 
 # %% [markdown]
-# The kept bytes fall as predicted, but the step is probably slower than 1.33 x; in the stored run it was 1.6
-# x, and 1.9 x with PyTorch's version. At this size Python's overhead outweighs the arithmetic, and PyTorch's
-# version has more of it because it does more (nested calls, several inputs, early stops). With large matrices
-# expect about a third.
+# The kept bytes fall by an order of magnitude, as predicted, and the gradients are the same. Is a step a third
+# slower? The next cell counts the operations of all matrix products, which is the same on every machine, and
+# takes the time of a step, which is not.
+
+# %%
+if check.ready("9.6"):
+    costs = work.work_and_time({name: partial(one_step, model) for name, model in models.items()})
+    flops, seconds = zip(*costs.values(), strict=True)
+    for name, ops, spent_s in zip(costs, flops, seconds, strict=True):
+        words = f"{ops / flops[0]:.2f} x the arithmetic, {spent_s / seconds[0]:.2f} x the time"
+        print(f"{name:11} {words} ({1e3 * spent_s:.1f} ms a step)")
+    assert 1.32 < flops[1] / flops[0] < 4 / 3
+    grown = [costs[1] / costs[0] - 1 for costs in (flops, seconds)]
+    print(f"Checkpoint: {grown[0]:+.0%} arithmetic, {grown[1]:+.0%} time on this machine")
+
+# %% [markdown]
+# The arithmetic of the blocks grows by a third, as predicted, and the head, which is not checkpointed, adds no
+# more. PyTorch's version computes less a second time, because it stops as soon as it has the last tensor that
+# backward needs: here it leaves out the product `down`, whose output no gradient formula uses.
+#
+# The time can differ from the arithmetic. The matrices of this model are so small that Python's own work, such
+# as the extra calls of each checkpoint, is a large part of a step, and PyTorch's version has more of it because
+# it does more (nested calls, several inputs, early stops). This part does not grow with the matrices, so for
+# large ones the arithmetic is the better prediction.
 #
 # While backward differentiates a block, this block's own activations are in memory again. So the peak is the
 # kept bytes plus one block's activations.
 
 # %% [markdown]
-# ## 7. Save: shorter numbers
+# ## 8. Save: shorter numbers
 #
 # What do shorter numbers save, and what do they break? bfloat16 has float32's range, but only 8 binary digits
 # of precision, which are 2 to 3 decimal digits. `torch.autocast` computes matrix products in bfloat16. GELU
@@ -562,25 +572,23 @@ print("loss:                      ", loss.dtype)
 # few tokens and for many?
 
 # %% tags=["nbval-check-output"]
-if check.ready("9.4"):
-    short = partial(torch.autocast, "cpu", torch.bfloat16)
-    for batch in (1, 64):
-        inputs = torch.randn(batch, T, D, requires_grad=True)
-        full = saved_bytes(partial(block, inputs), block.parameters())
-        with short():
-            half = saved_bytes(partial(block, inputs), block.parameters())
-        print(
-            f"{batch * T:5} tokens: {full:9,} bytes, with autocast {half:9,}: {half / full:.2f} x"
-        )
+for batch in (1, 64):
+    inputs = torch.randn(batch, T, D, requires_grad=True)
+    full = accounting.saved_bytes(partial(block, inputs), block.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        half = accounting.saved_bytes(partial(block, inputs), block.parameters())
+    print(f"{batch * T:5} tokens: {full:9,} bytes, with autocast {half:9,}: {half / full:.2f} x")
+    assert (half > full) == (batch == 1)
 
 # %% [markdown]
 # With few tokens the copies of the weights take more than the shorter activations save. With many the kept
 # bytes fall to 58 %; the norms' inputs are most of what is missing to a half.
+
+# %% [markdown]
+# ## 9. Why a master copy? (optional)
 #
-# ### Why a master copy?
-#
-# To halve weights, gradients and state as well, everything would have to be bfloat16. Try small steps on a
-# weight of 1:
+# What would be lost if weights, gradients and state were all bfloat16, so that every part is halved? Try small
+# steps on a weight of 1:
 
 # %% tags=["nbval-check-output"]
 weight = torch.ones(1, dtype=torch.bfloat16)
@@ -636,6 +644,7 @@ if check.ready("9.7"):
         for how, found in curves.items()
     }
     figures.lines(ax, smooth, "step", "loss (nats per token)", data.entropy_floor)
+    ax.set_title("one run each, seed 0; mean of 30 steps", fontsize=10)
     figures.show(figure, "Loss of three trainings: bfloat16 alone stays above the other two.")
     last = {how: sum(found[-60:]) / 60 for how, found in curves.items()}
     print(", ".join(f"{how} {loss:.3f}" for how, loss in last.items()))
@@ -644,17 +653,109 @@ if check.ready("9.7"):
     )
 
 # %% [markdown]
-# bfloat16 alone falls behind: its final loss in the stored run is about 0.06 nats higher. It loses small
-# steps of its weights, and its moments, which are bfloat16 as well, lose small changes in the same way. For
-# example, AdamW multiplies the mean of the squares by 0.999 in each step, and this change is rounded away.
-# With master weights and moments in float32 the curve is practically that of float32. (Each curve is one run
-# with one seed, so differences of a few thousandths mean nothing.)
+# bfloat16 alone falls behind, by about 0.06 nats at the end of the stored run. It loses small steps of its
+# weights, and its moments, which are bfloat16 as well, lose small changes in the same way. For example, AdamW
+# multiplies the mean of the squares by 0.999 in each step, and this change is rounded away. With master weights
+# and moments in float32 the curve is practically that of float32. (Each curve is one run with one seed, so
+# differences of a few thousandths mean nothing.)
 #
 # Between steps the price is 2 + 2 + 12 bytes per parameter. During its step `MasterWeights` holds the
 # gradients in float32, so there it is 2 + 4 + 12.
 
 # %% [markdown]
-# ## 8. Save: leave it on the CPU
+# ## 10. How many GPUs for 7 billion parameters?
+#
+# Now the question of the introduction. Take 7 billion parameters in bfloat16 with a float32 master copy, 32
+# blocks of width 4096 with 32 heads, a vocabulary of 32,000, and on each GPU one sequence of 4096 tokens,
+# which is the smallest batch there is. The first three parts are 7e9 x 16 bytes = 112 GB, and stage 3 divides
+# them by the number of GPUs. The activations are not divided, because every GPU has a sequence of its own.
+#
+# What the activations take depends on what is kept. Korthikanti et al. give 34 s b h + 5 a s^2 b bytes per
+# layer (a heads), for numbers of 2 bytes and a block with GELU and dropout whose attention keeps its scores.
+# The second term is for the softmax of the scores, a dropout mask, and the result of that dropout; without
+# dropout 2 a s^2 b remain of it, and with fused attention nothing. If every block is checkpointed, only 2 s b
+# h remain per layer, and one block at a time is whole. The next cell computes the four cases from your
+# `block_activations`, which has no dropout, and compares it with the paper's first term.
+
+# %% tags=["nbval-check-output"]
+s, b, h, a, num_layers, vocab = 4096, 1, 4096, 32, 32, 32_000
+if check.ready("9.1", "9.2", "9.3"):
+    of_layer = sum(block_activations(s * b, h, a, nbytes=2).values())
+    masks = 2 * s * b * h  # of two dropouts, one byte per number
+    assert of_layer + masks == 34 * s * b * h + 2 * s * b * (a + 4)
+    outside = s * b * (2 * (2 * h + 2) + 4 * vocab)  # as in section 3; the loss is in float32
+    layers = {
+        "checkpointed": num_layers * 2 * s * b * h + of_layer,
+        "fused attention": num_layers * of_layer,
+        "with scores": num_layers * (of_layer + 2 * a * s**2 * b),
+        "scores + dropout": num_layers * (of_layer + masks + 5 * a * s**2 * b),
+    }
+    activations = {name: (nbytes + outside) / 1e9 for name, nbytes in layers.items()}
+    for name, gb in activations.items():
+        print(f"{name:16} {gb:6.1f} GB of activations on each GPU")
+
+# %% [markdown]
+# ### Predict: how many GPUs?
+#
+# How many GPUs of 80 GB are needed at least, in stage 3 with fused attention and no checkpoints, if 8 of the
+# 80 GB have to stay free? (Below you find out what for.) The table adds the three parts, in its first column,
+# to each kind of activations.
+
+# %%
+num_gpus = None  # your number
+
+# %% answer="true"
+num_gpus = 3
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.1", "9.2", "9.3"):
+    mixed = recipe(bf16, bf16, [fp32, fp32], fp32)
+    print("GB per GPU " + "".join(f"{name:>18}" for name in ("three parts", *activations)))
+    enough = {}
+    for num in range(1, 9):
+        shards = sum(bytes_per_rank([7_000_000_000], mixed, 3, num)) / 1e9
+        sums = {name: shards + gb for name, gb in activations.items()}
+        fits = {name: num for name, gb in sums.items() if gb <= 72}
+        enough = fits | enough  # the first number that fits stays
+        print(f"{num} x 80 GB  " + "".join(f"{gb:18.1f}" for gb in (shards, *sums.values())))
+    words = (f"{name} {enough.get(name, 'none up to 8')}" for name in activations)
+    print("GPUs needed: " + ", ".join(words))
+    assert enough == {"checkpointed": 2, "fused attention": 3, "with scores": 6}
+    least = 112 / (72 - activations["fused attention"])  # GPUs, from 112 / n + activations = 72
+    score("GPUs of 80 GB", num_gpus, int(least) + 1, enough["fused attention"])
+
+# %% [markdown]
+# One GPU is never enough, because the three parts alone take 112 GB. Two are enough if all blocks are
+# checkpointed, three with fused attention, and six if attention keeps its scores. With scores and dropout no
+# number of GPUs is enough: the activations of a single sequence take more than a GPU has, sharding does not
+# make them smaller, and there is no batch of less than one sequence. That is why long sequences need fused
+# attention or checkpoints, or a model whose blocks are divided among GPUs, as in lessons 12 and 13. With 8
+# GPUs and fused attention more than half of the memory is free, and a larger batch can use it.
+#
+# ### What else is on a GPU?
+#
+# The four parts are not all that a GPU holds, so a prediction needs a margin. The 8 GB above are one, chosen by
+# us; how much is needed differs from machine to machine. It is for:
+#
+# - **The CUDA context**, with the machine code of the kernels. The first CUDA call of a process takes 0.5 to 2
+#   GB, depending on the GPU and on the version of PyTorch (Bekman, "Machine Learning Engineering Open Book").
+# - **NCCL's buffers**, through which messages pass. They belong to the communicators, so every further process
+#   group adds some. The size of one buffer is `NCCL_BUFFSIZE`, 4 MiB by default (NCCL's documentation,
+#   "Environment Variables").
+# - **The reserve of PyTorch's allocator.** It keeps freed memory for the next tensors of this process:
+#   `torch.cuda.memory_reserved()` counts what it holds, `torch.cuda.memory_allocated()` what tensors use, and
+#   `nvidia-smi` shows more than both, because it includes the context.
+# - **Fragmentation.** Free memory helps only if one piece of it is large enough. Rajbhandari et al. saw runs
+#   that were out of memory with over 30 % of it free ("ZeRO", section 3.2). The setting
+#   `PYTORCH_ALLOC_CONF=expandable_segments:True` lets pieces grow, which makes that rarer.
+# - **What lives for a moment**, such as the weights that stage 3 gathers: 7e9 / 32 x 2 bytes = 0.44 GB for each
+#   block that is whole at the same time.
+#
+# Where there is a GPU, `make gpu ONLY=memory` measures this margin: its report sets the predicted bytes of a
+# training step beside the measured ones, beside what the allocator holds, and beside what is in use on the GPU.
+
+# %% [markdown]
+# ## 11. Save: leave it on the CPU (optional)
 #
 # A node often has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the
 # optimizer state there, brings a block's weights to the GPU when they are needed, and takes the gradients
@@ -684,21 +785,35 @@ print("losses without", without, "and with offload", with_offload)
 assert without == with_offload
 
 # %% [markdown]
-# The losses are equal. What does offload cost on a GPU? Count the bytes for 7 billion parameters on 8 GPUs.
-# The shards are float32, and they become bfloat16 only on the GPU:
-#
-# - Each GPU's shard, 3.5 GB, goes up twice in a step, before forward and before backward: 7 GB.
-# - Its gradients come down once: 3.5 GB.
-# - A PCI Express 5 link with 16 lanes carries at most 64 GB/s in each direction (PCI-SIG), so the way up
-#   alone takes at least 0.11 s per step.
-# - The CPU's AdamW works on 16 bytes for each of 0.9 billion parameters, on every rank.
-#
-# No run on a GPU is stored with this course yet. On a node with GPUs, run `sbatch sbatch/fsdp.sbatch --impl
-# torch --offload` and the same without `--offload`, and compare their reports. (Look at the memory of each
-# device: the row "tensors at their peak" counts tensors on the CPU, too.)
+# The losses are equal, but a CPU cannot show what offload saves and costs, since nothing moves. On a GPU both
+# can be counted in advance. Take 7 billion parameters on 8 GPUs, in stage 3, where the shards are float32 and
+# become bfloat16 only on the GPU (nearly all of them go up twice in a step; the root's shards go up once):
+
+# %% tags=["nbval-check-output"]
+shard_gb = 4 * 7 / 8  # float32; a GPU's share of 7 billion parameters
+link_gb_per_s = 64  # PCI Express 5 with 16 lanes, at most, in each direction (PCI-SIG)
+print(f"off the GPU: weights, gradients and moments, {4 * shard_gb:.1f} GB per GPU")
+print(f"up in a step, before forward and again before backward: {2 * shard_gb:.1f} GB")
+print(f"down in a step, the gradients: {shard_gb:.1f} GB")
+print(f"the way up takes at least {2 * shard_gb / link_gb_per_s:.2f} s in each step")
+print(f"the CPU's AdamW steps {7 / 8:.2f} billion parameters for each GPU of the node")
 
 # %% [markdown]
-# ## 9. As many ranks as you like
+# So offload pays where a step takes much longer than this way, for example with large batches, or where the
+# model does not fit in any other way. How much of the way is hidden behind computation, and how long AdamW takes
+# on the CPU, only a run on a GPU can say. `make gpu ONLY=offload` trains the same model with and without offload,
+# and its report shows the memory and the time of a step of both. With a job of your own, run `sbatch
+# sbatch/fsdp.sbatch --impl torch --offload` and the same without `--offload`; the row "tensors at their peak" of
+# their reports counts only tensors on the GPU.
+#
+# The optimizer state alone can go as well, and the weights stay. `MasterWeights` of section 9 is close to it: if
+# `__init__` made its copies with `.float().cpu()`, and `step` moved each gradient with `param.grad.to(master)`,
+# the copies and the moments would be in the CPU's memory, 12 of the 16 bytes per parameter, and
+# `param.copy_(master)` would bring the new weights to the GPU (Ren et al., "ZeRO-Offload",
+# https://arxiv.org/abs/2101.06840).
+
+# %% [markdown]
+# ## 12. As many ranks as you like (optional)
 #
 # How much does each of 512 ranks hold? PyTorch has a **fake** process group: a single process acts as rank 0
 # of 512, and its messages go nowhere. The weights are on the **meta** device, where tensors have a shape but
@@ -770,7 +885,7 @@ for gpu in range(4):
 # another GPU. So the sum is more than 16 N, and it is the largest piece that has to fit.
 
 # %% [markdown]
-# ## 10. Run it as a job
+# ## 13. Run it as a job
 #
 # What do all savings achieve together, and what do they cost? The job trains the language model on two ranks
 # and uses your `accumulate` and your `Checkpoint`. `--save all` means autocast, checkpoints, and each batch
@@ -786,20 +901,27 @@ if check.ready("9.5", "9.6"):
 if check.ready("9.5", "9.6"):
     plain = watch.run("../sbatch/memory.sbatch", "--impl", "scratch", "--save", "nothing", *short)
 
-# %% tags=["nbval-check-output"]
+# %%
 if check.ready("9.5", "9.6"):
-    for name, folder in (("all", saving), ("nothing", plain)):
+    most, speed = {}, {}
+    for name, folder in (("nothing", plain), ("all", saving)):
         peak = storage.read_json(folder / "status.json")["peak_bytes"]
         words = ", ".join(f"{part} {nbytes:,}" for part, nbytes in peak.items())
-        print(f"--save {name}: {sum(peak.values()):,} bytes at the peak ({words})")
+        most[name] = sum(peak.values())
+        print(f"--save {name}: {most[name]:,} bytes at the peak ({words})")
+        steps = storage.read_lines(folder / "metrics.jsonl")
+        speed[name] = statistics.median(step["tokens_per_s"] for step in steps)
+    less, slower = most["all"] / most["nothing"], speed["all"] / speed["nothing"]
+    print(f"with all three: {less:.2f} x the bytes, {slower:.2f} x the tokens/s of a typical step")
+    assert 1 / 3 < less < 0.45
 
 # %% [markdown]
 # With all three the peak is a little more than a third, and its parts have changed: gradients remain from
 # piece to piece, so they are already there when the activations are highest.
 #
-# The price is speed: every block is computed twice, small pieces use the cores less well, and many CPUs have
-# no fast bfloat16 arithmetic. In the stored run throughput fell to about a fifth; that number is of the last
-# step only, so yours will differ. On a GPU autocast usually makes training faster.
+# The price is speed, and the last line says how much of it on your machine. Every block is computed twice,
+# small pieces use the cores less well, and many CPUs have no fast bfloat16 arithmetic. On a GPU autocast
+# usually makes training faster.
 #
 # On a CPU the report's "Memory of each device" is that of the whole process, most of which is PyTorch itself.
 # The report's row "tensors at their peak" is the number above.
@@ -813,10 +935,11 @@ check.summary()
 # You can now
 #
 # - say for any recipe and stage what each rank holds, to the byte, and prove it on real tensors,
-# - count what forward keeps, operation by operation, and check what autograd really kept,
+# - count what forward keeps, operation by operation,
+# - say how many GPUs a given model needs, and what a GPU holds besides tensors,
 # - train a large batch in small pieces, so that the gradient is the same,
 # - trade about a third more computation for an order of magnitude fewer activations,
-# - say what autocast changes, and why bfloat16 weights need a master copy.
+# - say what autocast changes, and why weights, gradients and state do not shrink with it.
 #
 # **Questions**
 #

@@ -14,15 +14,18 @@
 # gradients, stage 3 also the weights. In stage 3 a layer's weights are put together on every rank just before
 # the layer computes, and dropped right after it.
 #
-# ![In forward a unit's shards are gathered, the unit computes, and its whole weights are freed, while the next unit is being gathered; in backward it is gathered again, a reduce-scatter leaves each rank its shard of the mean gradients, and it is freed](figures/fsdp_unit.svg)
+# ![A step with a root and two units on one rank: in forward each unit is gathered while the one before it computes, and freed after it has computed; in backward unit 2 and then unit 1 are gathered again, compute, are freed, and are reduced; the root stays whole until the end](figures/fsdp_unit.svg)
 #
 # PyTorch calls stage 3 **FSDP**, fully sharded data parallelism, and its function for it `fully_shard`. You
-# will use that, too, and predict every message that it sends.
+# will use that, too, and predict every message that it sends. The picture shows a step of it on one rank.
+# When is a unit's memory taken, and when is it given back?
+#
+# Sections marked optional can wait: no section outside them needs what you write there.
 
 # %%
 import os
 import time
-from collections import Counter
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -31,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,11 +42,16 @@ from manyhands.checks import fsdp as check, score
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel import replicas
 from manyhands.data_parallel.replicas import broadcast_state, pack
+from manyhands.fsdp import bench, figures as pictures
+from manyhands.fsdp.flat import make_flats
+from manyhands.fsdp.fully_shard import full_state
 from manyhands.fsdp.guard import guard
+from manyhands.fsdp.meta import Draw
+from manyhands.fsdp.model import ShardedModel
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
-from manyhands.jobs import watch
+from manyhands.jobs import watch as jobs
 from manyhands.models.transformer import Transformer, num_parameters
 from manyhands.ranks import lab
 from manyhands.ranks.failures import RankFailed
@@ -73,23 +80,24 @@ print(
 from manyhands.fsdp.flat import all_gather, reduce_scatter
 
 # %% [markdown]
-# `pack`, from lesson 05, copies tensors into one vector.
-#
-# The class `Flat` holds such a vector. Its trick is in `show`, which makes the model's parameters **views**
-# of the vector. The model computes with them as before, and when the vector changes, the model has new
-# weights without any copying back.
-#
-# You write three methods:
+# The model computes with parameters of many shapes, but the collectives want one vector. `Views` makes the
+# parameters **views** of the vector: the model computes with them as before, and when the vector changes, the
+# model has new weights without any copying back. `gather` fills the vector from all ranks' shards.
+
+# %% show="true"
+from manyhands.fsdp.flat import Views
+
+# %% [markdown]
+# You write two methods of `Flat`, with `pack` from lesson 05, which copies tensors into one vector:
 #
 # - `__init__` builds the padded vector `whole`, shows it to the parameters, and makes `shard` from this
 #   rank's part.
-# - `gather` starts an all-gather that fills `whole`.
 # - `reduce` turns the gradients into `shard.grad`, their mean over the ranks.
 #
-# `self.replicas` is `None` until section 7. There it is a second group of ranks, over which the reduced shard
+# `self.replicas` is `None` until section 9. There it is a second group of ranks, over which the reduced shard
 # is averaged as well.
 
-# %% exercise="Flat.__init__ Flat.gather Flat.reduce" todo="10.1" minutes=30 difficulty=2 points=3
+# %% exercise="Flat.__init__ Flat.reduce" todo="10.1" minutes=25 difficulty=2 points=3
 from manyhands.fsdp.flat import Flat
 
 # %% check="10.1" tags=["nbval-check-output"]
@@ -101,7 +109,7 @@ check.Flat(Flat)
 # Which rank owns the padding?
 
 
-# %%
+# %% tags=["nbval-check-output"]
 def look_at_shards():
     layer = nn.Linear(3, 2, bias=False)
     layer.bias = nn.Parameter(torch.tensor([9.0]))
@@ -111,57 +119,16 @@ def look_at_shards():
     return flat.whole.tolist(), flat.shard.tolist()
 
 
-# %% tags=["nbval-check-output"]
 if check.ready("10.1"):
     for rank, (whole, mine) in enumerate(run_ranks(look_at_shards, 3)):
         print(f"rank {rank}: whole {whole}, shard {mine}")
 
 # %% [markdown]
-# ## 2. Stage 1: shard the optimizer state
+# ### The training to compare with
 #
-# How much can be saved without touching forward and backward? In stage 1 every rank still has all weights,
-# and backward gives it the gradients of its own samples, as in lesson 05. Then, in place of the all-reduce:
-#
-# 1. Reduce-scatter the gradients, so that each rank has the mean for its own shard.
-# 2. Step the shard. The optimizer knows only the shard, so its state is 1/n as large.
-# 3. All-gather the new weights.
-#
-# On a ring this sends no more bytes than before, because an all-reduce *is* a reduce-scatter and an
-# all-gather (lesson 04). But in the simple version that you write, neither call overlaps with computation.
-# Both can be hidden: Megatron-LM, for example, gathers the new weights layer by layer during the next
-# forward.
-
-# %% exercise="ShardedOptimizer.step" todo="10.2" minutes=10 difficulty=2 points=2
-from manyhands.fsdp.zero import ShardedOptimizer
-
-# %% check="10.2" tags=["nbval-check-output"]
-check.ShardedOptimizer(ShardedOptimizer)
-
-# %% [markdown]
-# ## 3. Stage 2: shard the gradients
-#
-# Stage 1 collects a whole set of gradients, 4 bytes per parameter, only to reduce them to shards. But
-# backward produces them layer by layer. So divide the model into several Flats, one for each block, and
-# reduce each one as soon as its last gradient has arrived. Its whole gradients are then dropped while
-# backward continues.
-#
-# The hook for this is the one of lesson 05: `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)`
-# when `param.grad` has just been written. It works only for parameters with `requires_grad`; a frozen Flat
-# has no gradients to reduce.
-
-# %% exercise="reduce_during_backward" todo="10.3" minutes=15 difficulty=2 points=2
-from manyhands.fsdp.zero import reduce_during_backward
-
-# %% check="10.3" tags=["nbval-check-output"]
-check.reduce_during_backward(reduce_during_backward)
-
-# %% [markdown]
-# ### Is it the same training?
-#
-# Train for ten steps of AdamW on four ranks, each with a quarter of the batch, and compare with one process
-# that gets the whole batch. The cell prints the largest difference between a weight here and the same weight
-# there. Each block is a unit of its own; what is in no block (the embeddings, the last norm and the head)
-# forms the **root** unit.
+# Whatever you build in this lesson has to train as one process does. So here is one process: ten steps of
+# AdamW with the whole batch. Your ranks will each take a share of the same batches, and at the end every
+# weight is compared with the same weight here.
 #
 # AdamW divides each gradient by its usual size, plus `eps`. So where a gradient is nearly 0, its last,
 # rounded digits would decide the step, and they differ from processor to processor. A larger `eps` keeps this
@@ -195,6 +162,33 @@ def one_process():
 WEIGHTS = one_process()
 
 
+# %% [markdown]
+# ## 2. Stage 1: shard the optimizer state (optional)
+#
+# How much can be saved without touching forward and backward? In stage 1 every rank still has all weights,
+# and backward gives it the gradients of its own samples, as in lesson 05. Then, in place of the all-reduce:
+#
+# 1. Reduce-scatter the gradients, so that each rank has the mean for its own shard.
+# 2. Step the shard. The optimizer knows only the shard, so its state is 1/n as large.
+# 3. All-gather the new weights.
+#
+# On a ring this sends no more bytes than before, because an all-reduce *is* a reduce-scatter and an
+# all-gather (lesson 04). But in the simple version that you write, neither call overlaps with computation.
+# Both can be hidden: Megatron-LM, for example, gathers the new weights layer by layer during the next
+# forward.
+
+# %% exercise="ShardedOptimizer.step" todo="10.2" minutes=10 difficulty=2 points=2
+from manyhands.fsdp.zero import ShardedOptimizer
+
+# %% check="10.2" tags=["nbval-check-output"]
+check.ShardedOptimizer(ShardedOptimizer)
+
+# %% [markdown]
+# Is it the same training? Four ranks each take a quarter of the batch. Each block is a unit of its own; what
+# is in no block (the embeddings, the last norm and the head) forms the **root** unit. The cell prints the
+# largest difference between a weight here and the same weight of one process.
+
+
 # %%
 def units_of(model):
     """The parameters of the root unit, and then of each block."""
@@ -218,17 +212,41 @@ def train_in_stage(stage):
 
 
 # %%
-for stage, needs in ((1, ["10.1", "10.2"]), (2, ["10.1", "10.2", "10.3"])):
-    if check.ready(*needs):
-        off = max(run_ranks(train_in_stage, 4, stage))
-        print(f"stage {stage}: the weights differ from one process by at most {off:.1e}")
-        assert off < 1e-5
+if check.ready("10.1", "10.2"):
+    off = max(run_ranks(train_in_stage, 4, 1))
+    print(f"stage 1: the weights differ from one process by at most {off:.1e}")
+    assert off < 1e-5
+
+# %% [markdown]
+# ## 3. Stage 2: shard the gradients (optional)
+#
+# Stage 1 collects a whole set of gradients, 4 bytes per parameter, only to reduce them to shards. But
+# backward produces them layer by layer. So divide the model into several Flats, one for each block, and
+# reduce each one as soon as its last gradient has arrived. Its whole gradients are then dropped while
+# backward continues.
+#
+# The hook for this is the one of lesson 05: `param.register_post_accumulate_grad_hook(fn)` calls `fn(param)`
+# when `param.grad` has just been written. It works only for parameters with `requires_grad`; a frozen Flat
+# has no gradients to reduce.
+
+# %% exercise="reduce_during_backward" todo="10.3" minutes=15 difficulty=2 points=2
+from manyhands.fsdp.zero import reduce_during_backward
+
+# %% check="10.3" tags=["nbval-check-output"]
+check.reduce_during_backward(reduce_during_backward)
+
+# %%
+if check.ready("10.1", "10.2", "10.3"):
+    off = max(run_ranks(train_in_stage, 4, 2))
+    print(f"stage 2: the weights differ from one process by at most {off:.1e}")
+    assert off < 1e-5
 
 # %% [markdown]
 # ## 4. Stage 3: shard the weights
 #
-# Each rank still holds the whole weights. How can they exist only while they are used? `ShardedFlat` is a
-# `Flat` whose shard has memory of its own, so that the memory of `whole` can be given back.
+# Stages 1 and 2 shard the optimizer's state and the gradients, while every rank holds the whole weights. How
+# can the weights, too, exist only while they are used? `ShardedFlat` is a `Flat` whose shard has memory of
+# its own, so that the memory of `whole` can be given back.
 #
 # Giving it back has a catch. In forward, autograd keeps the weights for backward. They are views of `whole`,
 # so if you dropped `whole`, autograd's views would keep the memory alive, and nothing would be gained. The
@@ -250,7 +268,7 @@ check.ShardedFlat(ShardedFlat)
 # Follow one layer through a step on two ranks. When does `whole` take memory?
 
 
-# %%
+# %% tags=["nbval-check-output"]
 def life_of_a_layer():
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)
@@ -274,7 +292,6 @@ def life_of_a_layer():
     return told
 
 
-# %% tags=["nbval-check-output"]
 if check.ready("10.1", "10.4"):
     for when, whole_bytes, shard_bytes in run_ranks(life_of_a_layer, 2)[0]:
         print(f"{when:15} whole {whole_bytes:6,} bytes, shard {shard_bytes:5,} bytes")
@@ -282,27 +299,32 @@ if check.ready("10.1", "10.4"):
 # %% [markdown]
 # ### Around forward and backward
 #
-# Now let all of this happen by itself. `FSDP` wraps a model, and hooks call four methods for each unit:
-# before and after its forward, before and after its backward. You write these four. The hooks are given, and
-# so is a helper that makes Flats.
-#
-# Two rules matter most:
+# Now let all of this happen by itself. PyTorch calls **hooks** around the forward of a module, when the
+# gradient of its output is there, and when a parameter's gradient is there. `watch` puts such hooks on one
+# unit. They call four methods, which you will write: before and after the unit's forward, before and after
+# its backward.
+
+# %% show="true"
+from manyhands.fsdp.model import watch
+
+# %% [markdown]
+# The class `ShardedModel`, in `scripts/manyhands/fsdp/model.py`, makes the Flats of all units, calls `watch`
+# for each, and settles two rarer matters: frozen parameters, and units that run again in backward because of
+# activation checkpointing (lesson 09). Your `FSDP` is a `ShardedModel` with four methods, in which two rules
+# matter:
 #
 # - **Prefetch.** While a unit computes, the next one should be on its way, which hides its gather behind the
 #   computation. In forward that is the unit after it, in backward the unit before it, in the order of
 #   forward. `start` begins a gather, `wait` waits for it.
 # - **The root stays.** Its head is used last in forward and first in backward, so the root is not freed in
-#   between.
+#   between, and its backward begins first. So the last unit follows it, and unit 1 has nothing to start.
 #
-# Units are numbered in the order of forward, and the root is unit 0. `self.units[index]` is a list of Flats,
-# usually only one. You set `self.is_backward`: to True in `before_backward`, and back to False before the
-# root's forward. There, free everything first, because weights still gathered may date from before the last
-# optimizer step.
+# Units are numbered in the order of forward, and the root is unit 0. `self.units[index]` is the list of a
+# unit's Flats, usually only one, and `self.trainable[index]` holds those of them that get gradients. Before
+# the root's forward free everything, because weights still gathered may date from before the last optimizer
+# step.
 
-# %% show="true"
-from manyhands.fsdp.flat import make_flats
-
-# %% exercise="FSDP.before_forward FSDP.after_forward FSDP.before_backward FSDP.after_backward" todo="10.5" minutes=35 difficulty=3 points=4
+# %% exercise="FSDP.before_forward FSDP.after_forward FSDP.before_backward FSDP.after_backward" todo="10.5" minutes=30 difficulty=3 points=4
 from manyhands.fsdp.units import FSDP
 
 # %% check="10.5" tags=["nbval-check-output"]
@@ -310,12 +332,9 @@ check.FSDP(FSDP)
 
 # %% [markdown]
 # The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
-# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same and
-# end the process by a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such a read into an
-# error. `full_state` collects the weights from the shards.
-
-# %% show="true"
-from manyhands.fsdp.fully_shard import full_state
+# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same
+# and end the process by a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such a read
+# into an error. `full_state` collects the weights from the shards, on rank 0.
 
 
 # %%
@@ -342,60 +361,120 @@ if check.ready("10.1", "10.4", "10.5"):
 # ### Look: the memory of a step
 #
 # What does stage 3 gain? The cell plots all bytes that live on rank 0 of four, after every operation of a
-# step: in stage 2, where the weights stay whole, and in stage 3. The batch is small, so that the weights
+# step: in plain data parallelism, where all is whole, and in stage 3. The batch is small, so that the weights
 # stand out.
 
 
 # %%
-def history(stage):
-    model = Transformer(V, T, layers=6, heads=4, width=128)
-    tokens = batches(1)[0, 0, :1]
-    if stage == 3:
+def history(is_sharded):
+    model = Transformer(V, T, layers=3, heads=4, width=128)
+    if is_sharded:
         model = FSDP(model, list(model.blocks))
-        optimizer = ADAMW(model.parameters(), foreach=False)
-    else:
-        flats = [Flat(unit) for unit in units_of(model)]
-        reduce_during_backward(flats)
-        optimizer = ShardedOptimizer(flats, partial(ADAMW, foreach=False))
+    optimizer, tokens = ADAMW(model.parameters(), foreach=False), batches(1)[0, 0, :1]
     for step in range(2):
         with Live(parts_of(model, optimizer), keep=step == 1) as live:
             model(tokens, tokens).backward()
+            if not is_sharded:
+                replicas.average_gradients(model)
             optimizer.step()
             model.zero_grad()
     return live.history
 
 
 # %%
-if check.ready("10.1", "10.2", "10.3", "10.4", "10.5"):
+if check.ready("10.1", "10.4", "10.5"):
     roles = {"weights": "weights", "optimizer": "optimizer", "gradients": "gradients"}
     roles |= {"other": "activations"}
     figure, axes = figures.new_figure(8, 3.4, cols=2)
-    for ax, stage in zip(axes, (2, 3), strict=True):
-        steps = run_ranks(history, 4, stage)[0]
+    for ax, name in zip(axes, ("all whole", "stage 3"), strict=True):
+        steps = run_ranks(history, 4, name == "stage 3")[0]
         areas = {role: [now[part] / 1e6 for now in steps] for part, role in roles.items()}
-        figures.stack(ax, range(len(steps)), areas, f"operations, stage {stage}", "MB on rank 0")
-        ax.set_ylim(0, 11)
+        figures.stack(ax, range(len(steps)), areas, f"operations, {name}", "MB on rank 0")
+    highest = max(ax.get_ylim()[1] for ax in axes)
+    for ax in axes:
+        ax.set_ylim(0, highest)
     figures.legend_below(figure, axes[0])
     figures.show(
         figure,
-        "Memory over a step: level weights in stage 2, in stage 3 a lower plateau that falls.",
+        "Memory over a step: all whole, level weights and growing gradients; in stage 3 a plateau.",
     )
 
 # %% [markdown]
-# In stage 2 all weights are there all the time. In stage 3 only a quarter of them is, and while forward and
-# backward run a plateau lies on top of it: the root, the block that computes, and the one on its way. The
-# plateau dips at the turn, where the last block has been freed and is gathered again. When the step ends,
-# only shards are left. The spikes are copies of gradients being packed into a vector; `Live` counts such
-# temporary values with the activations.
+# On the left all weights and Adam's state are there all the time, and backward adds a whole set of gradients.
+# In stage 3 only a quarter of each is, and while forward and backward run a plateau lies on top of it: the
+# root, the block that computes, and the one on its way. The plateau dips at the turn, where the last block
+# has been freed and is gathered again. In backward the gradients of one block at a time come, are reduced,
+# and leave a quarter of themselves. When the step ends, only shards are left. The spikes are copies of
+# gradients being packed into a vector; `Live` counts such temporary values with the activations.
 
 # %% [markdown]
-# ## 5. Predict the messages
+# ## 5. What prefetch hides
+#
+# How much time does prefetch save? Two ranks of one machine cannot show it, because their messages use the
+# same cores as their computation. So the next cell replaces both: four blocks that only wait, for 20 ms in
+# forward and 40 ms in backward, and a simulated link that needs 15 ms for each block's gather and for each
+# reduction. Your own class decides what is started when. Beside it runs a version that waits for each unit
+# and starts no other.
+#
+# Every block is gathered twice in a step, which makes eight gathers. How many of them will cost no time with
+# prefetch?
+
+# %%
+hidden_gathers = None  # your number
+
+# %% answer="true"
+hidden_gathers = 6
+
+
+# %%
+class WithoutPrefetch(FSDP):
+    def before_forward(self, index):
+        if index == 0:
+            for flat in chain(*self.units):
+                flat.free()
+        for flat in self.units[index]:
+            flat.wait()
+
+    def before_backward(self, index):
+        for flat in self.units[index]:
+            flat.wait()
+
+
+# %%
+if check.ready("10.1", "10.4", "10.5"):
+    without, prefetched = run_ranks(bench.record_steps, 2, (WithoutPrefetch, FSDP))[0]
+    saved_s = bench.length_s(without) - bench.length_s(prefetched)
+    score("gathers that are hidden", hidden_gathers, 6, saved_s / bench.MESSAGE_S)
+    gather_ms = 1e3 * bench.MESSAGE_S
+    print(
+        f"prefetch makes the step {1e3 * saved_s:.0f} ms shorter; a gather takes {gather_ms:.0f} ms"
+    )
+    steps = {"without prefetch": without, "with prefetch": prefetched}
+    figures.show(
+        pictures.steps_of_a_rank(steps),
+        "Time lines of one rank: with prefetch most gathers lie under the computation.",
+    )
+
+# %% [markdown]
+# A box carries the number of its block; the root is left out. (`measured` is the saved time divided by 15 ms,
+# and other work on the machine moves it a little.) With prefetch all gathers but two lie under the
+# computation of another block. The first of forward has nothing to hide behind. Neither has the first of
+# backward: block 4 was freed after its forward and is needed again at once. `fully_shard` lets you choose for
+# each unit whether it is freed, so the last block can be kept.
+#
+# Two costs remain. A gather that takes longer than the computation beside it is hidden only in part. And the
+# reductions are not hidden at all, because `reduce` waits in the middle of backward. With NCCL it would not
+# be different: called like this, a reduce-scatter holds up the stream that computes. `fully_shard` reduces on
+# a stream of its own, while backward goes on with the block before.
+
+# %% [markdown]
+# ## 6. Predict the messages (optional)
 #
 # How many collectives does a rank call in one forward and backward? Write it as a function of the number of
 # blocks.
 #
 # `reshard` (PyTorch: `reshard_after_forward`) says whether a block is freed after its forward. If it is not,
-# backward finds it whole and needs no second gather. `replicas` is for section 7: where several ranks hold
+# backward finds it whole and needs no second gather. `replicas` is for section 9: where several ranks hold
 # the same shard, each unit's reduced gradients are all-reduced among them.
 
 # %% exercise="calls_per_step" todo="10.6" minutes=10 difficulty=2 points=2
@@ -444,7 +523,7 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
 # as an all-reduce, but when forward ends, all weights are whole at the same time.
 
 # %% [markdown]
-# ## 6. PyTorch's own: fully_shard
+# ## 7. PyTorch's own: fully_shard
 #
 # `fully_shard(module)` makes one unit of all parameters below `module` that no earlier call has taken, so it
 # is called for each block first and then for the root. It changes the module in place: its parameters become
@@ -471,6 +550,8 @@ if check.ready("10.7"):
     assert off < 1e-5
 
 # %% [markdown]
+# ## 8. What fully_shard does not tell you (optional)
+#
 # Does `fully_shard` send the same messages as your FSDP?
 
 # %% tags=["nbval-check-output"]
@@ -497,25 +578,25 @@ def wrap_by_class(model, _):
     return fully_shard(model)
 
 
-def peak_bytes(wrap):
+def one_step(wrap):
+    """The number of units, the calls of a step, and the most bytes."""
     model = make_model()
     model = wrap(model, list(model.blocks))
     num_units = sum(isinstance(module, FSDPModule) for module in model.modules())
     optimizer, (inputs, targets) = ADAMW(model.parameters()), batches(1)[0]
     for _ in range(2):
-        with Live(parts_of(model, optimizer)) as live:
+        with Ledger() as ledger, Live(parts_of(model, optimizer)) as live:
             model(inputs[:1], targets[:1]).backward()
             optimizer.step()
         optimizer.zero_grad()
-    return num_units, live.total
+    return num_units, calls(ledger.entries), live.total
 
 
 # %%
 if check.ready("10.7"):
     peaks = []
     for name, wrap in (("by class", wrap_by_class), ("every block", torch_fsdp)):
-        num_units, peak = run_ranks(peak_bytes, 4, wrap)[0]
-        counted, _ = run_ranks(ledger_of, 4, wrap)[0]
+        num_units, counted, peak = run_ranks(one_step, 4, wrap)[0]
         print(f"{name:12} {num_units} unit(s), {dict(counted)}, at most {peak:,} bytes")
         peaks.append(peak)
     assert peaks[0] > peaks[1]
@@ -556,10 +637,10 @@ if check.ready("10.7"):
 #
 # ### What is the norm of a gradient that nobody holds?
 #
-# Training scripts clip: if the norm of all gradients exceeds a limit, they are all scaled down to it. But under
-# FSDP a rank holds only its shard of the gradients. The next cell takes the norm in three ways on two ranks,
-# and compares each with that of one process on the whole batch. Which ways do you trust? Recall what squares of
-# norms do when a vector is cut: they add up.
+# Training scripts clip: if the norm of all gradients exceeds a limit, they are all scaled down to it. But
+# under FSDP a rank holds only its shard of the gradients. The next cell takes the norm in three ways on two
+# ranks, and compares each with that of one process on the whole batch. Which ways do you trust? Recall what
+# squares of norms do when a vector is cut: they add up.
 
 # %% show="true"
 from manyhands.fsdp.clip import clip_grad_norm, sum_of_squares
@@ -598,7 +679,7 @@ if check.ready("10.1", "10.4", "10.5", "10.7"):
 # number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does this itself.
 
 # %% [markdown]
-# ## 7. Two dimensions: shards and replicas
+# ## 9. Two dimensions: shards and replicas (optional)
 #
 # FSDP gathers every layer's weights, which is quick inside a node and slow between nodes. Can the gathers
 # stay inside a node? They can, if the model is sharded over the GPUs of one node only and every node holds a
@@ -649,13 +730,16 @@ def replicas_apart(how, same_seed):
     return (others[0] - others[1]).abs().max().item()
 
 
+def all_ways():
+    ways = [(how, same) for how in ("fully_shard", "torch_fsdp") for same in (True, False)]
+    return {way: replicas_apart(*way) for way in ways}
+
+
 # %% tags=["nbval-check-output"]
 if check.ready("10.7", "10.8"):
-    for how in ("fully_shard", "torch_fsdp"):
-        for same_seed in (True, False):
-            apart = max(run_ranks(replicas_apart, 4, how, same_seed))
-            print(f"{how:11} {'equal' if same_seed else 'unequal'} seeds: {apart:.2f} apart")
-            assert apart == 0 or (how, same_seed) == ("fully_shard", False)
+    for (how, same_seed), apart in run_ranks(all_ways, 4)[0].items():
+        print(f"{how:11} {'equal' if same_seed else 'unequal'} seeds: {apart:.2f} apart")
+        assert apart == 0 or (how, same_seed) == ("fully_shard", False)
 
 # %% [markdown]
 # With unequal seeds bare `fully_shard` trains a patchwork: every rank took its shard from a different model,
@@ -687,7 +771,7 @@ if check.ready("10.9"):
         print(f"{name:20} {options_of(name)}")
 
 # %% [markdown]
-# ## 8. All of it together
+# ## 10. All of it together (optional)
 #
 # Write a complete sharded training with PyTorch's parts: shard, make the optimizer, train, and collect the
 # whole weights at the end. Keep this order, and give each rank its own share of each batch. `full_state`
@@ -700,7 +784,7 @@ from manyhands.fsdp.fully_shard import train_sharded
 check.train_sharded(train_sharded)
 
 # %% [markdown]
-# ## 9. What it costs and what it saves
+# ## 11. What it costs and what it saves (optional)
 #
 # Which stage is worth its price? The cell measures peak memory and time of a step on four ranks: plain data
 # parallelism, stages 1 to 3, hybrid, and PyTorch's version. The model has 0.8 million parameters. The ranks
@@ -728,7 +812,7 @@ def build(how):
     return model, ADAMW(model.parameters())
 
 
-def cost(how, repeats=5):
+def cost(how, repeats=3):
     """Peak bytes of this rank, and the median seconds of a step."""
     model, optimizer = build(how)
     inputs, targets = batches(1)[0, :, :1]
@@ -750,19 +834,27 @@ def cost(how, repeats=5):
     return live.total, sorted(seconds)[repeats // 2]
 
 
+def costs_of(names):
+    return {how: cost(how) for how in names}
+
+
 # %%
 HOW = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP", "hybrid", "torch")
 if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
-    costs = {how: run_ranks(cost, 4, how)[0] for how in HOW}
+    costs = run_ranks(costs_of, 4, HOW)[0]
     for how, (nbytes, spent_s) in costs.items():
-        print(f"{how:7} {nbytes / 1e6:5.1f} MB at most, {1e3 * spent_s:4.0f} ms a step")
+        print(f"{how:7} {nbytes / 1e6:5.1f} MB at most, {1e3 * spent_s:4.0f} ms per step")
+    peaks = [costs[how][0] for how in ("FSDP", "ZeRO-2", "ZeRO-1", "DDP")]
+    assert peaks == sorted(peaks) and costs["FSDP"][0] < costs["hybrid"][0]
+    copies = 4 * num_parameters(V, T, 4, 128)
+    print(f"{copies / 1e6:.1f} MB of DDP's are the room in which BucketedDDP copies its gradients")
 
 # %%
 if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     figure, axes = figures.new_figure(8, 3, cols=2)
     values = [[nbytes / 1e6, 1e3 * spent_s] for nbytes, spent_s in costs.values()]
     for ax, numbers, name in zip(
-        axes, zip(*values, strict=True), ("peak (MB a rank)", "step (ms)"), strict=True
+        axes, zip(*values, strict=True), ("peak (MB per rank)", "step (ms)"), strict=True
     ):
         figures.bars(ax, {"": numbers}, HOW, name)
     figures.show(
@@ -770,36 +862,94 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     )
 
 # %% [markdown]
-# Memory falls with every stage. (3.2 MB of DDP's bar are the room in which `BucketedDDP` copies its
-# gradients.) Hybrid holds shards of half the model in place of a quarter, so it needs more than FSDP.
+# Memory falls with every stage, and most of all from DDP to stage 1, which drops three quarters of Adam's
+# state and DDP's copies. Hybrid holds shards of half the model in place of a quarter, so it needs more than
+# FSDP.
 #
-# The price is time, and here it is higher than section 5 suggests. gloo makes a reduce-scatter out of a whole
-# all-reduce, so stages 1 and 2 send about 1.5 times as much as DDP in this cell, and FSDP twice as much.
-# NCCL, on GPUs, has a real reduce-scatter. Besides, the reductions and the gather of new weights make your
-# rank wait, whereas DDP's messages travel during backward. Hybrid's groups of two ranks tend to be quicker
-# than one of four. Where PyTorch's version takes longest, one reason may be that it shards every parameter by
-# itself, which takes many small copies. On a GPU those are cheap, and `fully_shard` reduces on a stream of
-# its own while backward continues, so the order may be different there.
+# The price is time, and on an idle machine it is higher here than section 6 suggests. gloo makes a
+# reduce-scatter out of a whole all-reduce, so stages 1 and 2 send about 1.5 times as much as DDP in this
+# cell, and FSDP twice as much. NCCL, on GPUs, has a real reduce-scatter. Besides, the reductions and the
+# gather of new weights make your rank wait, whereas DDP's messages travel during backward. Hybrid's groups of
+# two ranks tend to be quicker than one of four. Where PyTorch's version takes longest, one reason may be that
+# it shards every parameter by itself, which takes many small copies. On a GPU those are cheap, and
+# `fully_shard` reduces on a stream of its own while backward continues, so the order may be different there.
 #
 # So FSDP needs a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline
-# may be better (lesson 12). And one limit does not move with the number of ranks: a rank must hold the root
-# and two more units whole, the gradients of one unit, and its own activations. Beyond that the layers
-# themselves have to be split (lesson 13).
+# may be better (lesson 12).
+
+# %% [markdown]
+# ## 12. A model that one rank cannot hold
 #
-# ### What does not fit on one
+# All our models were first built whole, on every rank, and then cut. So a model larger than a rank's memory
+# would fail before the first step. How can it be built in shards?
 #
-# `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes. Allow each rank only
-# 12 bytes per parameter: can it train alone, and can four ranks?
+# First build it on PyTorch's **meta** device, where tensors have shapes and types but no memory. Then give
+# memory to one unit at a time, draw its first weights, keep this rank's shard of them, and free the rest. The
+# FSDP paper calls this deferred initialization. `materialise` does it for one unit, and `ShardedModel` calls
+# it where it is given `draw`, a function that returns the first values of a parameter by its name.
+#
+# Are these the weights that one process would draw? They are, if no number depends on those drawn before it,
+# so `draw_weight` makes a random generator of its own for each parameter, seeded by the parameter's name.
+
+# %% show="true"
+from manyhands.fsdp.meta import draw_weight, materialise
+
+# %% [markdown]
+# The cell builds a model of eight blocks on four ranks, in both ways, and measures the most bytes that live
+# on a rank meanwhile. Deferred, that should be at most a quarter of the model and two copies of one unit: as
+# it was drawn, and as the vector into which it is packed.
+
+
+# %%
+def build_sharded(is_deferred):
+    """FSDP of eight blocks."""
+    draw = partial(draw_weight, layers=8)
+    if is_deferred:
+        with torch.device("meta"):
+            model = Transformer(V, 8, layers=8, heads=2, width=64)
+        return FSDP(model, list(model.blocks), draw=draw)
+    model = Transformer(V, 8, layers=8, heads=2, width=64)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(draw(name, param))
+    return FSDP(model, list(model.blocks))
+
+
+def peak_of_building():
+    """For each way: the most bytes of this rank, and on rank 0 the whole weights."""
+    found = []
+    for is_deferred in (False, True):
+        with Live(dict, device="cpu") as live:  # what is on the meta device takes no memory
+            sharded = build_sharded(is_deferred)
+        found.append((live.total, full_state(sharded)))
+    return found
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("10.1", "10.4", "10.5"):
+    (whole_first, weights), (deferred, others) = run_ranks(peak_of_building, 4)[0]
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    in_bytes = 4 * num_parameters(V, 8, 8, 64)
+    one_block = 4 * (12 * 64**2 + 2 * 64)
+    print(f"the model: {in_bytes:,} bytes, a block: {one_block:,}")
+    print(f"built whole first: {whole_first:,} bytes at most")
+    print(f"deferred:          {deferred:,} bytes at most, and the same weights")
+    assert deferred <= in_bytes / 4 + 2 * one_block < in_bytes < whole_first
+
+# %% [markdown]
+# So no rank ever holds the model. `fully_shard` can do the same: after it has sharded a model on the meta
+# device, `to_empty` gives memory to the shards only, and your code fills them.
+#
+# Now train it. `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes; allow
+# each rank only 8 bytes per parameter, from the first byte on. Can one rank train, and can four?
 
 
 # %%
 def train_within(limit):
-    torch.manual_seed(0)
-    model = Transformer(V, 8, layers=8, heads=2, width=64)
-    sharded = FSDP(model, list(model.blocks))
-    optimizer, tokens = ADAMW(sharded.parameters()), torch.arange(8)[None]
     losses = []
-    with Live(parts_of(sharded, optimizer), limit=limit):
+    with Live(dict, limit=limit, device="cpu"):
+        sharded = build_sharded(is_deferred=True)
+        optimizer, tokens = ADAMW(sharded.parameters()), torch.arange(8)[None]
         for _ in range(3):
             loss = sharded(tokens, tokens)
             loss.backward()
@@ -811,7 +961,7 @@ def train_within(limit):
 
 # %% tags=["nbval-check-output"]
 if check.ready("10.1", "10.4", "10.5"):
-    limit = 12 * num_parameters(V, 8, 8, 64)
+    limit = 8 * num_parameters(V, 8, 8, 64)
     for num_ranks in (1, 4):
         try:
             print(f"{num_ranks} rank(s): losses {run_ranks(train_within, num_ranks, limit)[0]}")
@@ -819,15 +969,12 @@ if check.ready("10.1", "10.4", "10.5"):
             print(f"{num_ranks} rank(s): {failed.failure.message}")
 
 # %% [markdown]
-# On one rank the run ends in the first step, when the optimizer allocates its state. On four ranks it trains.
-#
-# The limit holds for the training only: before it, every rank built the whole model. A model too large even
-# for that is built and sharded on PyTorch's *meta* device, where tensors have shapes but no memory. Then each
-# rank allocates its own shards (`to_empty`) and initializes them. The FSDP paper calls this deferred
-# initialization.
+# One rank fails, and four train. But one limit does not move with the number of ranks: a rank must hold the
+# root and two more units whole, the gradients of one unit, and its own activations. Beyond that the layers
+# themselves have to be split (lesson 13).
 
 # %% [markdown]
-# ## 10. Run it as a job
+# ## 13. Run it as a job
 #
 # The job trains with your own functions; with your `FSDP`, that is stage 3. Its checkpoints hold a file for
 # each rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live` does, in the
@@ -837,9 +984,7 @@ if check.ready("10.1", "10.4", "10.5"):
 # %%
 if check.ready("10.1", "10.4", "10.5"):
     check.keep()
-    watch.run(
-        "../sbatch/fsdp.sbatch", "--impl", "mine", *"--steps 60 --layers 2 --block 32".split()
-    )
+    jobs.run("../sbatch/fsdp.sbatch", "--impl", "mine", *"--steps 40 --layers 2 --block 32".split())
 
 # %%
 check.summary()
@@ -850,11 +995,12 @@ check.summary()
 # You can now
 #
 # - divide parameters into shards, and move between shards and whole,
-# - build ZeRO stages 1 to 3 by hand, each equal to one process,
-# - say which collectives FSDP calls, how many, and with how many bytes,
-# - use `fully_shard` on blocks and root, on one row of ranks or on a mesh, and check whether it did what you
-#   meant,
-# - say when FSDP pays, and what it cannot do.
+# - build stage 3 of ZeRO by hand, equal to one process,
+# - say which gathers prefetch hides, and which messages it cannot hide,
+# - use `fully_shard` on blocks and root,
+# - build a model in shards that no rank could hold whole,
+# - and, from the optional sections, build stages 1 and 2, predict the calls and bytes of a step, check what
+#   `fully_shard` made of your model, shard over a mesh, and say what each stage costs.
 #
 # **Questions**
 #
@@ -875,9 +1021,9 @@ check.summary()
 # <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>
 #
 # The optimizer sees one long shard and not the matrices, so it takes the norm of the shard. `fully_shard`
-# keeps the parameters apart, as DTensors, whose norm is that of the whole. Clipping only needs the norm of all
-# gradients together, so one sum over the ranks mends it; LAMB needs a norm for each matrix, and `Flat` does not
-# know where one ends.
+# keeps the parameters apart, as DTensors, whose norm is that of the whole. Clipping only needs the norm of
+# all gradients together, so one sum over the ranks mends it; LAMB needs a norm for each matrix, and `Flat`
+# does not know where one ends.
 # </details>
 #
 # **Sources**: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054; Zhao et al. 2023, "PyTorch

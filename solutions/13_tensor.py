@@ -13,13 +13,17 @@
 #
 # The picture shows the trick: the first matrix is cut by columns and the second by rows, so nothing has to
 # travel between the two.
+#
+# Sections 1 to 9 are the core: you cut a whole Transformer, train it, and find out where the cut pays. The
+# optional sections after it are a second sitting: data shares, sequence parallelism, and PyTorch's own way.
 
-# %%
+# %% jupyter={"source_hidden": true}
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -40,22 +44,24 @@ from torch.distributed.tensor.parallel import (
 )
 
 from manyhands.checks import score, tensor as check
+from manyhands.collectives.alpha_beta import predicted_s
 from manyhands.collectives.trees import Group
+from manyhands.compare import figures as compare_figures, measure, ways
 from manyhands.data_parallel.replicas import broadcast_state, pack, unpack
 from manyhands.fsdp.flat import all_gather, reduce_scatter
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
+from manyhands.instruments.timing import slowest_rank
 from manyhands.jobs import watch
 from manyhands.memory.savings import rng_states, set_rng_states
 from manyhands.models.transformer import MLP, Block, Transformer
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
+from manyhands.tensor import bench, figures as tensor_figures
 
 lab.warm_up()
-print(
-    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
-)
+print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo")
 
 # %% [markdown]
 # ## 1. Two ways to cut a matrix
@@ -79,8 +85,6 @@ print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
 # An MLP computes y = gelu(x A) B. Cut A by columns: each rank then has some columns of x A, final values and
 # not terms of a sum, so it can apply gelu to them. They are exactly the input that a row slice of B needs. So
 # the only communication is one sum at the end.
-#
-# (Cutting A by rows would not work, because gelu(a + b) is not gelu(a) + gelu(b).)
 #
 # ## 2. What backward needs: f and g
 #
@@ -106,42 +110,31 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 # %% [markdown]
 # ## 3. Cut layers
 #
-# Which rank gets which part? If the size does not divide evenly, the first ranks get one more. And some
-# groups of rows must not be cut apart: attention has heads, and a head must stay in one piece. So parts are
-# counted in **units**, and a unit, such as the rows of one head, stays together.
-
-# %% exercise="my_range" todo="13.2" minutes=10 difficulty=2 points=1
-from manyhands.tensor.layers import my_range
-
-# %% check="13.2" tags=["nbval-check-output"]
-check.my_range(my_range)
-
-# %% tags=["nbval-check-output"]
-if check.ready("13.2"):
-    print("10 over 3 ranks:              ", run_ranks(lambda: my_range(10), 3))
-    print("3 heads of 8 rows over 2 ranks:", run_ranks(lambda: my_range(24, 8), 2))
+# Which rank gets which part? Some groups of rows must not be cut apart: attention has heads, and a head must
+# stay in one piece. So parts are counted in **units**, and a unit, such as the rows of one head, stays
+# together. Where the number of units does not divide evenly, the first ranks get one more. The next cell
+# gives you both helpers: `my_range` says which part is this rank's, and `my_part` copies it into a parameter.
+# `Region` is the type of f and g as functions: `CopyToRanks.apply` brings x to all ranks and is called as
+# `enter(x, group)`, `SumOverRanks.apply` sums the ranks' parts and is called as `leave(part, group)`.
 
 # %% show="true"
-from manyhands.tensor.layers import Region, my_part
+from manyhands.tensor.layers import Region, my_part, my_range
 
 # %% [markdown]
 # Now the two layers. `nn.Linear` stores its matrix transposed, as (out, in). So to cut A by *columns*, cut
-# the *rows* of `weight`, and cut the bias in the same way.
+# the *rows* of `weight`, and cut the bias in the same way. `ColumnLinear.__init__`, which is given, does so.
 #
 # `enter` is the way into the cut layers, here f, and `leave` is the way out, here g. They are arguments
-# because section 6 replaces them. `Region` is the type of both.
-#
-# In the row layer `leave` adds up all ranks' terms. The bias belongs to the sum, so add it once, after
-# `leave`.
+# because section 11 replaces them. The bias of the row layer belongs to the sum, so add it once, after `leave`.
 
-# %% exercise="ColumnLinear.__init__ ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=20 difficulty=2 points=2
+# %% exercise="ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=15 difficulty=2 points=2
 from manyhands.tensor.layers import ColumnLinear, RowLinear
 
 # %% check="13.3" tags=["nbval-check-output"]
 check.ColumnLinear(ColumnLinear, RowLinear)
 
 # %% [markdown]
-# Does an MLP on two ranks compute the same as the whole MLP? The next cells print how far the output and the
+# Does an MLP on two ranks compute the same as the whole MLP? The next cell prints how far the output and the
 # gradient of x differ, and which messages were sent. Differences around 1e-6 or less are float32 rounding.
 
 
@@ -161,8 +154,7 @@ def cut_mlp():
     return off, dict(calls(forward.entries)), dict(calls(backward.entries))
 
 
-# %%
-if check.ready("13.1", "13.2", "13.3"):
+if check.ready("13.1", "13.3"):
     off, forward, backward = run_ranks(cut_mlp, 2)[0]
     print(f"output off by {off[0]:.1e}, gradient of x by {off[1]:.1e}")
     print(f"messages forward: {forward}, backward: {backward}")
@@ -179,8 +171,7 @@ if check.ready("13.1", "13.2", "13.3"):
 #
 # In our model the rows of `qkv` go head by head: 3 x head_width rows for the query, key and value of head 0,
 # then those of head 1, and so on. The columns of `out` also go head by head, head_width each.
-# `block.attention.head_width` is the width of a head. A checkpoint that stores all queries, then all keys,
-# then all values would have to be reordered first, or a rank gets one head's queries with another's keys.
+# `block.attention.head_width` is the width of a head.
 
 # %% exercise="cut_block" todo="13.4" minutes=10 difficulty=2 points=2
 from manyhands.tensor.model import cut_block
@@ -198,16 +189,33 @@ def cut_a_block(heads):
     return (block(x) - y).abs().max().item(), block.attention.qkv.weight.shape[0] // 72
 
 
-# %% tags=["nbval-check-output"]
-if check.ready("13.1", "13.2", "13.3", "13.4"):
+if check.ready("13.1", "13.3", "13.4"):
     for heads, num_ranks in ((4, 2), (3, 2), (6, 4)):
         offs, have = zip(*run_ranks(cut_a_block, num_ranks, heads), strict=True)
         print(
             f"{heads} heads on {num_ranks} ranks: {list(have)} heads each, right: {max(offs) < 1e-5}"
         )
+        assert max(offs) < 1e-5
 
 # %% [markdown]
 # The output is right even where the heads do not divide evenly.
+#
+# A warning for the weights of other people: many checkpoints store all queries, then all keys, then all
+# values in one matrix (GPT-2 does). A part of its rows is then no set of whole heads. The next cell cuts such
+# a matrix of two heads over two ranks, as it is stored and after its rows were reordered.
+
+# %% tags=["nbval-check-output"]
+names = ["q0", "q1", "k0", "k1", "v0", "v1"]  # the rows of head 0's query, of head 1's query, ...
+as_stored = torch.arange(6)
+by_heads = as_stored.view(3, 2, 1).transpose(0, 1).flatten()  # (q k v, heads, rows of each)
+for what, order in (("as stored", as_stored), ("reordered", by_heads)):
+    rank0, rank1 = ([names[i] for i in part] for part in order.chunk(2))
+    print(f"{what}: rank 0 has {rank0}, rank 1 has {rank1}")
+
+# %% [markdown]
+# As stored, rank 0 would take head 1's query for a key and head 0's key for a value. Every shape would still
+# fit, so no error would tell you. For a real matrix (3D, D) the same line reads
+# `weight.view(3, heads, head_width, D).transpose(0, 1).reshape(3 * D, D)`.
 #
 # ## 5. The vocabulary
 #
@@ -217,7 +225,7 @@ if check.ready("13.1", "13.2", "13.3", "13.4"):
 # **Embedding.** Each rank looks up the tokens that it has, and its part is zero for all others. The sum over
 # the ranks, `leave`, is the whole embedding.
 
-# %% exercise="VocabEmbedding.__init__ VocabEmbedding.forward" todo="13.5" minutes=15 difficulty=2 points=2
+# %% exercise="VocabEmbedding.forward" todo="13.5" minutes=10 difficulty=2 points=2
 from manyhands.tensor.vocabulary import VocabEmbedding
 
 # %% check="13.5" tags=["nbval-check-output"]
@@ -244,7 +252,331 @@ from manyhands.tensor.vocabulary import vocab_cross_entropy
 check.vocab_cross_entropy(vocab_cross_entropy)
 
 # %% [markdown]
-# ## 6. Sequence parallelism
+# ## 6. A whole model, trained
+#
+# You have every part of a Transformer: the embedding, the blocks, the head and the loss. `CutTransformer`,
+# which is given, puts the cut parts into one module.
+
+# %% show="true"
+from manyhands.tensor.model import CutTransformer
+
+# %% [markdown]
+# Write what it computes. `through_blocks` goes from the tokens to the end of the last block. `forward` goes on
+# to the loss: the head is cut by columns, like a `ColumnLinear`, so x passes through `self.enter` before it.
+# The scores, flattened to (B T, V/N), go to `vocab_cross_entropy` together with `self.tokens.mine`.
+
+# %% exercise="TensorParallel.through_blocks TensorParallel.forward" todo="13.10" minutes=10 difficulty=2 points=2
+from manyhands.tensor.model import TensorParallel
+
+# %% check="13.10" tags=["nbval-check-output"]
+check.TensorParallel(TensorParallel)
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# The next two cells take ten steps of AdamW on 2 and 4 ranks. Up to rounding, the losses and the weights must
+# be equal to those of one process. And what every rank holds whole, norms and positions, must stay equal on
+# all ranks to the last bit. The second line of each pair has dropout. All ranks draw the same random numbers,
+# so even the dropped elements should be those of one process.
+
+# %%
+V, T, L, D, B = 50, 16, 3, 96, 8
+PARTS = ("13.1", "13.3", "13.4", "13.5", "13.6", "13.10")
+
+
+def batches(num=10):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(V, (num, 2, B, T), generator=generator)
+
+
+def make_model(dropout=0.0):
+    torch.manual_seed(0)
+    return Transformer(V, T, L, heads=4, width=D, dropout=dropout)
+
+
+def train(model, data, finish=lambda: None, learning_rate=3e-4):
+    # with this eps the rounding of a gradient that is nearly 0 decides no step
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, eps=1e-6)
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        loss = model(inputs, targets)
+        loss.backward()
+        finish()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+TRUTH = {dropout: (model := make_model(dropout), train(model, batches())) for dropout in (0.0, 0.1)}
+
+
+# %%
+def train_cut(kind, dropout=0.0):
+    """How far losses and matrices are from one process; and the whole parameters, as bytes."""
+    model = kind(make_model(dropout))
+    losses = train(model, batches(), model.finish_gradients)
+    whole, truth = TRUTH[dropout]
+    loss_off = max(abs(a - b) for a, b in zip(losses, truth, strict=True))
+    pairs = [(model.tokens.weight, whole.tokens.weight, model.tokens.mine, 0)]
+    for ours, theirs in zip(model.blocks, whole.blocks, strict=True):
+        pairs += [(ours.mlp.up.weight, theirs.mlp.up.weight, my_range(4 * D), 0)]
+        pairs += [(ours.mlp.down.weight, theirs.mlp.down.weight, my_range(4 * D), 1)]
+    weight_off = 0.0
+    for part, weight, mine, dim in pairs:
+        expected = weight.narrow(dim, mine.start, len(mine))
+        weight_off = max(weight_off, (part - expected).abs().max().item())
+    copies = [model.positions.weight, model.norm.weight, model.blocks[0].norm1.weight]
+    return loss_off, weight_off, pack(copies).numpy().tobytes()
+
+
+def train_each(kind, dropouts):
+    return [train_cut(kind, dropout) for dropout in dropouts]
+
+
+def compare_training(num_ranks, kind, dropouts):
+    results = run_ranks(train_each, num_ranks, kind, dropouts)
+    for dropout, of_ranks in zip(dropouts, zip(*results, strict=True), strict=True):
+        losses, weights, copies = zip(*of_ranks, strict=True)
+        name = f"{num_ranks} ranks, dropout {dropout}"
+        print(f"{name}: losses off by {max(losses):.1e}, weights by {max(weights):.1e}")
+        assert max(losses + weights) < 1e-5 and len(set(copies)) == 1
+
+
+if check.ready(*PARTS):
+    for num_ranks in (2, 4):
+        compare_training(num_ranks, TensorParallel, (0.0, 0.1))
+
+# %% [markdown]
+# Differences below 1e-5 are rounding, so it is the same training, and a matrix that no rank holds whole has
+# learned what it would have learned in one process.
+#
+# ## 7. Where the cut pays
+#
+# ### What a step sends
+#
+# Compare with lesson 12. A pipeline of two stages sends one activation forward and one gradient backward, so
+# in a step each rank sends one tensor of B x T x D numbers. How many tensors of this size does each of *two*
+# ranks send here, with L = 3 blocks? Count the all-reduces of f and g in attention, MLP, embedding and head,
+# forward and backward; on two ranks a ring sends one whole tensor per rank and all-reduce. Write your number
+# down, then let the ledger count.
+
+# %%
+times_as_many = None  # your number
+
+# %% answer="true"
+times_as_many = 14  # (2 L + 1) all-reduces each way
+
+
+# %%
+def two_stages(x, inner):
+    """A step through a pipeline of two stages that hand over x, as lesson 12 cut it."""
+    with Ledger() as ledger:
+        if dist.get_rank() == 0:
+            y = inner(x)
+            dist.send(y.detach(), 1)
+            dist.recv(grad := torch.empty_like(y), 1)
+            y.backward(grad)
+        else:
+            dist.recv(given := torch.empty_like(x), 0)
+            inner(given.requires_grad_()).sum().backward()
+            dist.send(given.grad, 0)
+    return sum(entry.nbytes for entry in ledger.entries if entry.op == "send")
+
+
+def cut_inside():
+    model = TensorParallel(make_model())
+    with Ledger() as ledger:
+        model(*batches(1)[0]).backward()
+    # a ring of two sends the tensor once; the loss adds two small all-reduces
+    return calls(ledger.entries), sum(entry.nbytes for entry in ledger.entries)
+
+
+if check.ready(*PARTS):
+    stage = max(run_ranks(two_stages, 2, torch.randn(B, T, D), Block(D, 4, 0.0)))
+    counted, inside = run_ranks(cut_inside, 2)[0]
+    print(f"a step of the cut model: {dict(counted)}; the loss makes two of them")
+    score("bytes per rank, cut inside / between layers", times_as_many, 4 * L + 2, inside / stage)
+    assert counted == {"all_reduce": 4 * L + 4} and round(inside / stage) == 4 * L + 2
+
+# %% [markdown]
+# So each block costs four all-reduces, and, apart from the loss, the embedding and the head one each. Each
+# block has to wait for all four of its own, because the next matrix needs the sum. (Megatron-LM hides those
+# of backward behind the computation of the weights' gradients.)
+#
+# ### A calculator
+#
+# Do so many messages matter? That depends on how long they take *compared with the matrix products* that they
+# interrupt. A block has 12 D² weights, and forward and backward take 6 operations per weight and token, of
+# which a rank does 1/N. Against them stand four all-reduces, whose time you know from lesson 04.
+
+# %% show="true"
+from manyhands.tensor.cost import Link, messages_s, products_s
+
+# %% [markdown]
+# Latencies aside, both times are proportional to the tokens, which therefore cancel. With b bytes per number,
+# F operations/s and W bytes/s
+#
+# $$\frac{\text{messages}}{\text{products}} = \frac{(N - 1)\, b\, F}{9\, D\, W}$$
+#
+# Twice the width halves this share, and twice the ranks double it: the products of a rank shrink, but its
+# messages do not. Faster processors on the same network make it worse.
+#
+# The figure uses the data sheet of the H100 and its node, as lesson 00 quotes it: 989 TFLOP/s for 16-bit
+# numbers, 450 GB/s over NVLink inside the node, 50 GB/s over InfiniBand to other nodes. The latencies, 3.4 and
+# 9.6 microseconds, are those with which NVIDIA's library NCCL plans its rings. Real products and real links
+# both stay below their data sheets, so the ratio is a first estimate. **Above the line at 1 a GPU spends more
+# time on messages than on products.** Which widths cross the line inside a node, and which between nodes?
+
+# %% tags=["nbval-check-output"]
+from manyhands.tensor.cost import narrowest
+
+H100 = 989e12  # FLOP/s, 16 bits, dense
+NVLINK = Link("NVLink inside a node", bytes_per_s=450e9, latency_s=3.4e-6)
+INFINIBAND = Link("InfiniBand between nodes", bytes_per_s=50e9, latency_s=9.6e-6)
+figures.show(
+    tensor_figures.messages_against_products(
+        {NVLINK: (2, 4, 8), INFINIBAND: (2, 4, 8, 16, 32)}, H100
+    ),
+    "Message time over product time rises with the ranks; wider models lie lower, InfiniBand higher.",
+)
+for link, num_ranks in ((NVLINK, 2), (NVLINK, 8), (INFINIBAND, 2), (INFINIBAND, 8)):
+    least = narrowest(8192, num_ranks, H100, link)
+    share = messages_s(16384, 8192, num_ranks, link) / products_s(16384, 8192, num_ranks, H100)
+    print(
+        f"{num_ranks} ranks, {link.name}: messages are the shorter part from width {least:,.0f} on;"
+    )
+    print(f"   at width 16,384 (Llama 3 405B) they take {share:.0%} of the products' time")
+
+# %% [markdown]
+# Inside a node eight GPUs can share a block from a width of about 4,000 on, that of models with 7 billion
+# parameters. Between nodes they would need about 31,000, twice the width of Llama 3 405B. So the cut pays
+# inside a node, and stops to pay at its border. Measurements agree: across two nodes tensor parallelism lost
+# about 43 % of its throughput, and a pipeline about 14 % (Ultra-Scale Playbook, 2025).
+#
+# ### Is tensor parallelism still used?
+#
+# Some slides say no, and cite Llama 3. Is it true? The paper's own table (Grattafiori et al. 2024, table 4)
+# says over how many GPUs each dimension is cut; "context" means the positions of long sequences:
+#
+# | GPUs | tensor | context | pipeline | data | TFLOP/s per GPU |
+# |---|---|---|---|---|---|
+# | 8,192 | 8 | 1 | 16 | 64 | 430 |
+# | 16,384 | 8 | 1 | 16 | 128 | 400 |
+# | 16,384 | 8 | 16 | 16 | 8 | 380 |
+#
+# Every row has tensor parallelism over the 8 GPUs of one node, where the calculator says that it pays. A
+# pipeline runs between the nodes, and data parallelism around both. Lesson 14 combines them.
+#
+# ## 8. All techniques side by side
+#
+# You have now built four ways to train on several processors. How do they compare on one model, with one
+# global batch? The next cell trains the same small Transformer on two ranks in each way, with your
+# `TensorParallel` among them. Before you run it, predict: which way sends the fewest bytes? Which keeps the
+# fewest activations on a rank, and which the least optimizer state?
+
+# %%
+if check.ready(*PARTS):
+    chosen = {name: way for name, way in ways.WAYS.items() if name != "fully_shard"}
+    yours = {"tensor": partial(ways.tensor, cut=TensorParallel)}
+    found = run_ranks(
+        measure.compare, 2, ways.Setting(), ways=chosen | yours, steps=3, timeout_s=120
+    )[0]
+    print(compare_figures.table(found))
+    figures.show(compare_figures.draw(found), compare_figures.in_words(found))
+    of_way = {name: way for name, way in found["ways"].items() if name != "one process"}
+    sent = {name: sum(way["sent"].values()) for name, way in of_way.items()}
+    kept = {name: way["parts"]["activations"] for name, way in of_way.items()}
+    states = {name: way["parts"]["optimizer"] for name, way in of_way.items()}
+    print(f"fewest bytes sent: {min(sent, key=sent.get)}, most: {max(sent, key=sent.get)}")
+    print(f"fewest activations: {min(kept, key=kept.get)}, most: {max(kept, key=kept.get)}")
+    halved = [name for name in states if states[name] < 0.6 * states["DDP"]]
+    print(f"about half of DDP's optimizer state, or less: {', '.join(halved)}")
+    assert sent["tensor"] > sent["DDP"] > sent["pipeline (1F1B)"]
+    assert kept["tensor"] > kept["DDP"] > kept["pipeline (1F1B)"]
+
+# %% [markdown]
+# No way wins everywhere. DDP sends each gradient once, whatever the batch, and repeats everything else. ZeRO
+# shards first the optimizer state and last the weights, which then travel as well. The pipeline sends least and
+# has a bubble. Cut matrices halve weights, gradients and optimizer state without gathering any of them, but
+# every rank works on *all* samples: what lies between the cut layers is whole on both (section 11 cuts it), and
+# what is sent grows with the tokens of a step. The times are those of two cores and a small model; on GPUs the
+# same comparison is a job, `sbatch sbatch/compare.sbatch`.
+#
+# ## 9. Run it as a job
+#
+# The job trains with your `TensorParallel`, which calls your other functions, since they are in the same
+# file. Here two ranks hold one model. In the report, the layers' messages count as forward and backward:
+# "communication" begins only after a rank's last gradient. On GPUs, `--dtype bfloat16` multiplies in 16
+# bits.
+
+# %%
+if check.ready(*PARTS):
+    check.keep()
+    watch.run(
+        "../sbatch/tensor.sbatch", "--impl", "mine", *"--steps 30 --layers 2 --block 32".split()
+    )
+
+# %% [markdown]
+# This is the end of the core. The recap at the end of the notebook asks three questions about it.
+#
+# ## 10. Which data? (optional)
+#
+# The ranks that hold one model together must see the **same batch**, because each computes a part of the
+# answer for it. With more ranks there are several models, replicas, and each *model* gets its own share of
+# the data, not each rank. The job does so where `--tensor 2` cuts each model over two of four ranks.
+#
+# Compute which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k ranks the second, and so
+# on.
+
+# %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
+from manyhands.tensor.model import data_place
+
+# %% check="13.11" tags=["nbval-check-output"]
+check.data_place(data_place)
+
+# %% [markdown]
+# ### May each rank of a model draw its own batches?
+#
+# A script that is often shown for tensor parallelism gives `DistributedSampler` the number of *all* ranks, so
+# each rank of one model gets a different batch. Does that matter? Train both ways on two ranks, compare the
+# losses on one batch that both know, and watch for an error.
+
+
+# %%
+def train_with(data_of_rank):
+    model = TensorParallel(make_model())
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(V, (40, B, 1), generator=generator)
+    texts = (tokens + torch.arange(T + 1)) % V  # each next token is one more
+    mine = data_of_rank(texts)
+    train(model, [(text[:, :-1], text[:, 1:]) for text in mine], learning_rate=3e-3)
+    with torch.no_grad():
+        return model(texts[0][:, :-1], texts[0][:, 1:]).item()
+
+
+def one_batch_for_all(texts):
+    share, num_shares = data_place(dist.get_rank(), dist.get_world_size(), 2)
+    return texts[:, share::num_shares]
+
+
+def other_batches(texts):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return texts[torch.randperm(len(texts), generator=generator)]
+
+
+if check.ready(*PARTS, "13.11"):
+    same, other = (run_ranks(train_with, 2, data)[0] for data in (one_batch_for_all, other_batches))
+    print(f"loss after training: {same:.3f} with the same batch, {other:.3f} with other batches")
+    print(f"other batches cost {other / same:.1f} times the loss, and nothing raised an error")
+    assert other > 1.3 * same
+
+# %% [markdown]
+# With different batches the embedding mixes the sequences: each rank adds the rows of its own tokens for its
+# own batch, so a position gets the tokens of both batches, of one, or of none. The loss mixes the targets in
+# the same way. The model trains, but partly on nonsense, and on this easy text its loss ends clearly higher.
+#
+# ## 11. Sequence parallelism (optional)
 #
 # Between the cut layers are norms, dropouts and additions. All ranks apply them to all positions: N times the
 # same work, and N copies of what backward needs. Can these be cut, too? An all-reduce is a reduce-scatter and
@@ -255,21 +587,23 @@ check.vocab_cross_entropy(vocab_cross_entropy)
 # - Norm, dropout and addition work on these positions.
 # - Into the next cut layers goes an **all-gather** of the positions.
 #
-# A ring sends as many bytes as before (section 9 has an exception), while the memory kept between the layers
-# falls to 1/N.
+# A ring sends as many bytes as before, while the memory kept between the layers falls to 1/N. (gloo, the
+# backend of this notebook, makes a reduce-scatter out of a whole all-reduce, so here half as many bytes again
+# are sent. On GPUs, with NCCL, they are as many.)
 #
 # These two are mirror images as well: what is gathered forward is reduce-scattered backward, and vice versa.
-# Write `gather_positions` and `sum_positions` first; they are at the end of the cell. The collectives of
-# lesson 10 work on the *first* dimension, but positions are the second. `all_gather(whole, part, group)` only
-# starts the transfer, so `.wait()` for it; `reduce_scatter(part, whole, group)` returns when it is done.
+# The collectives of lesson 10 work on the *first* dimension, but positions are the second. `gather_positions`,
+# which is given, shows how to deal with that. `all_gather(whole, part, group)` only starts the transfer, hence
+# the `.wait()`; `reduce_scatter(part, whole, group)` returns when it is done.
 
-# %% exercise="gather_positions sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=20 difficulty=2 points=3
-from manyhands.tensor.sequence import (
-    GatherSequence,
-    ScatterSequence,
-    gather_positions,
-    sum_positions,
-)
+# %% show="true"
+from manyhands.tensor.sequence import gather_positions
+
+# %% [markdown]
+# Write `sum_positions` first, which is at the end of the cell, and then both classes.
+
+# %% exercise="sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=15 difficulty=2 points=3
+from manyhands.tensor.sequence import GatherSequence, ScatterSequence, sum_positions
 
 # %% check="13.7" tags=["nbval-check-output"]
 check.GatherSequence(GatherSequence, ScatterSequence)
@@ -310,169 +644,95 @@ def draw():
     return common, mine
 
 
-# %% tags=["nbval-check-output"]
 if check.ready("13.9"):
-    for rank, (common, mine) in enumerate(run_ranks(draw, 2)):
+    masks = run_ranks(draw, 2)
+    for rank, (common, mine) in enumerate(masks):
         print(f"rank {rank}: common {common}, its own {mine}")
+    assert masks[0][0] == masks[1][0] and masks[0][1] != masks[1][1]
 
 # %% [markdown]
 # The common masks are equal, and the ranks' own masks differ.
 #
-# ## 7. The whole model
+# ### The whole model once more
 #
-# `TensorParallel` takes a Transformer apart: the embedding, all blocks, and the head, which shares its matrix
-# with the embedding. Write its forward.
-#
-# The head is cut by columns, like a `ColumnLinear`, so x passes through `self.enter` before it. The scores,
-# flattened to (B T, V/N), go to `vocab_cross_entropy` together with `self.tokens.mine`.
+# `TensorSequenceParallel` is your `TensorParallel` with other ways in and out of the cut layers. Two things
+# are different inside. `self.tokens(inputs)` returns this rank's positions only, because its `leave` is a
+# reduce-scatter, so you need the same part of the position embeddings. And what is dropped is a part of x, so
+# draw from `self.random`.
 
-# %% exercise="TensorParallel.forward" todo="13.10" minutes=15 difficulty=2 points=2
-from manyhands.tensor.model import TensorParallel
+# %% exercise="TensorSequenceParallel.through_blocks" todo="13.14" minutes=10 difficulty=2 points=2
+from manyhands.tensor.sequence import TensorSequenceParallel
 
-# %% check="13.10" tags=["nbval-check-output"]
-check.TensorParallel(TensorParallel)
-
-# %% [markdown]
-# ### Is it the same training?
-#
-# The next cells take ten steps of AdamW on 2 and 4 ranks, with and without sequence parallelism. Up to
-# rounding, the losses and the weights must be equal to those of one process. And what every rank holds whole,
-# norms and positions, must stay equal on all ranks to the last bit.
+# %% check="13.14" tags=["nbval-check-output"]
+check.TensorSequenceParallel(TensorSequenceParallel)
 
 # %%
-V, T, L, D, B = 50, 16, 3, 96, 8
-PARTS = ("13.1", "13.2", "13.3", "13.4", "13.5", "13.6", "13.10")
-
-
-def batches(num=10):
-    generator = torch.Generator().manual_seed(4)
-    return torch.randint(V, (num, 2, B, T), generator=generator)
-
-
-def make_model(dropout=0.0, heads=4):
-    torch.manual_seed(0)
-    return Transformer(V, T, L, heads=heads, width=D, dropout=dropout)
-
-
-def train(model, data, finish=lambda: None, learning_rate=3e-4):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, eps=1e-6)
-    losses = []
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        loss = model(inputs, targets)
-        loss.backward()
-        finish()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-TRUTH = {dropout: (model := make_model(dropout), train(model, batches())) for dropout in (0.0, 0.1)}
-
-
-# %%
-def train_cut(sequence=False, dropout=0.0):
-    """How far losses and matrices are from one process; and the whole parameters, as bytes."""
-    model = TensorParallel(make_model(dropout), sequence)
-    losses = train(model, batches(), model.finish_gradients)
-    whole, truth = TRUTH[dropout]
-    loss_off = max(abs(a - b) for a, b in zip(losses, truth, strict=True))
-    pairs = [(model.tokens.weight, whole.tokens.weight, model.tokens.mine, 0)]
-    for ours, theirs in zip(model.blocks, whole.blocks, strict=True):
-        pairs += [(ours.mlp.up.weight, theirs.mlp.up.weight, my_range(4 * D), 0)]
-        pairs += [(ours.mlp.down.weight, theirs.mlp.down.weight, my_range(4 * D), 1)]
-    weight_off = 0.0
-    for part, weight, mine, dim in pairs:
-        expected = weight.narrow(dim, mine.start, len(mine))
-        weight_off = max(weight_off, (part - expected).abs().max().item())
-    copies = [model.positions.weight, model.norm.weight, model.blocks[0].norm1.weight]
-    return loss_off, weight_off, pack(copies).numpy().tobytes()
-
-
-# %%
-if check.ready(*PARTS, "13.7", "13.8", "13.9"):
+SEQUENCE = ("13.7", "13.8", "13.9", "13.14")
+if check.ready(*PARTS, *SEQUENCE):
     for num_ranks in (2, 4):
-        for sequence in (False, True):
-            losses, weights, copies = zip(*run_ranks(train_cut, num_ranks, sequence), strict=True)
-            name = f"{num_ranks} ranks, {'with' if sequence else 'without'} sequence parallelism"
-            print(f"{name}: losses off by {max(losses):.1e}, weights by {max(weights):.1e}")
-            assert max(losses + weights) < 1e-5 and len(set(copies)) == 1
+        compare_training(num_ranks, TensorSequenceParallel, (0.0,))
 
 # %% [markdown]
-# Differences below 1e-5 are rounding, so it is the same training. The same holds with dropout. Without
-# sequence parallelism all ranks draw the same random numbers, so even the dropped elements are those of one
-# process.
-
-# %%
-if check.ready(*PARTS):
-    off = max(loss_off for loss_off, *_ in run_ranks(train_cut, 2, False, 0.1))
-    print(f"2 ranks, dropout 0.1: losses off by {off:.1e}")
-    assert off < 1e-5
-
-# %% [markdown]
-# ## 8. Which data?
+# Again it is the training of one process. (With dropout it is not: the ranks drop other elements than one
+# process would, though as many.)
 #
-# The ranks that hold one model together must see the **same batch**, because each computes a part of the
-# answer for it. With more ranks there are several models, replicas, and each *model* gets its own share of
-# the data, not each rank.
+# ### What it saves
 #
-# Compute which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k ranks the second, and so
-# on.
-
-# %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
-from manyhands.tensor.model import data_place
-
-# %% check="13.11" tags=["nbval-check-output"]
-check.data_place(data_place)
-
-# %% [markdown]
-# ### May each rank of a model draw its own batches?
-#
-# A script that is often shown for tensor parallelism gives `DistributedSampler` the number of *all* ranks, so
-# each rank of one model gets a different batch. Does that matter? Train both ways on two ranks, compare the
-# losses on one batch that both know, and watch for an error.
+# The next cell measures what a rank holds between forward and backward, where activations are at their peak:
+# on one rank, and on two and four ranks, without and with sequence parallelism. Watch the activations.
 
 
 # %%
-def train_with(data_of_rank):
-    model = TensorParallel(make_model())
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(V, (40, B, 1), generator=generator)
-    texts = (tokens + torch.arange(T + 1)) % V  # each next token is one more
-    mine = data_of_rank(texts)
-    train(model, [(text[:, :-1], text[:, 1:]) for text in mine], learning_rate=3e-3)
-    with torch.no_grad():
-        return model(texts[0][:, :-1], texts[0][:, 1:]).item()
+def held_mb(kind):
+    model = make_model() if kind is None else kind(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for _ in range(2):
+        with Live(parts_of(model, optimizer)) as live:
+            loss = model(*batches(1)[0])
+            held = live.now()  # between forward and backward
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    named = {name: held[name] for name in ("weights", "optimizer")} | {"activations": held["other"]}
+    return {name: nbytes / 1e6 for name, nbytes in named.items()}
 
 
-def one_batch_for_all(texts):
-    share, num_shares = data_place(dist.get_rank(), dist.get_world_size(), 2)
-    return texts[:, share::num_shares]
-
-
-def other_batches(texts):
-    return texts[
-        torch.randperm(len(texts), generator=torch.Generator().manual_seed(dist.get_rank()))
-    ]
-
-
-# %%
-if check.ready(*PARTS, "13.11"):
-    for name, data in (("the same batch", one_batch_for_all), ("other batches", other_batches)):
-        print(f"{name:15} loss after training {run_ranks(train_with, 2, data)[0]:.3f}")
+if check.ready(*PARTS, *SEQUENCE):
+    kinds = {"1 rank": (1, None), "2 ranks": (2, TensorParallel)}
+    kinds |= {"2 ranks,\nsequence": (2, TensorSequenceParallel), "4 ranks": (4, TensorParallel)}
+    kinds |= {"4 ranks,\nsequence": (4, TensorSequenceParallel)}
+    bars = [(name, run_ranks(held_mb, n, kind)[0]) for name, (n, kind) in kinds.items()]
+    figure, ax = figures.new_figure(7, 3.6)
+    figures.stacked_bars(ax, bars, "MB per rank after forward")
+    alt = "Bars: weights and optimizer shrink with ranks, activations most with both."
+    figures.show(figure, alt)
+    for name, parts in bars[1:]:
+        shares = {part: parts[part] / bars[0][1][part] for part in parts}
+        in_words = ", ".join(f"{part} {share:.2f}" for part, share in shares.items())
+        print(f"{name.replace(chr(10), ' '):17} of one rank's: {in_words}")
 
 # %% [markdown]
-# With different batches the embedding mixes the sequences: each rank adds the rows of its own tokens for its
-# own batch, so a position gets the tokens of both batches, of one, or of none. The loss mixes the targets in
-# the same way. The model trains, but partly on nonsense, and on this easy text its loss ends clearly higher:
-# in our run 0.20 instead of 0.08. No error tells you.
+# Weights and optimizer state shrink to almost 1/N, because only norms and positions stay whole on all ranks.
+# The activations inside the cut layers shrink as well, and sequence parallelism also cuts those between the
+# layers. But even then the gathered inputs stay whole: each layer cut by columns keeps its whole input for
+# the gradient of its weights. That is why the activations shrink to less than half on four ranks, but not to
+# a quarter. (Megatron-LM keeps only a rank's own positions there, and gathers again in backward.)
 #
-# ## 9. Count the messages
+# A question before you go on:
 #
-# Predict first: how many all-reduces are in one forward and backward of a model with L blocks? Count those of
-# f and g in attention, MLP, embedding and head. The loss adds two: one for the largest scores, and one for
-# both sums together. And what becomes of all these messages with sequence parallelism?
+# <details><summary>On 4 ranks with sequence parallelism the loss is right, but after some steps the norms' weights differ between the ranks. What was forgotten?</summary>
+#
+# With sequence parallelism each rank's norms see only its own positions, so their gradients have to be added
+# up after each backward.
+#
+# </details>
+#
+# ## 12. Count the messages, and time them (optional)
+#
+# How many collectives are in one forward and backward of a model with L blocks? You counted the all-reduces of
+# f and g for L = 3 in section 7. The loss adds two: one for the largest scores, and one for both sums
+# together. Now write the count for any L. And what becomes of all these messages with sequence parallelism?
 
 # %% exercise="calls_per_step" todo="13.12" minutes=10 difficulty=2 points=1
 from manyhands.tensor.model import calls_per_step
@@ -482,8 +742,8 @@ check.calls_per_step(calls_per_step)
 
 
 # %%
-def ledger_of(sequence):
-    model = TensorParallel(make_model(), sequence)
+def ledger_of(kind):
+    model = kind(make_model())
     inputs, targets = batches(1)[0]
     with Ledger() as ledger:
         model(inputs, targets).backward()
@@ -491,28 +751,43 @@ def ledger_of(sequence):
     return calls(ledger.entries), sum(entry.nbytes for entry in ledger.entries)
 
 
-# %% tags=["nbval-check-output"]
-if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
-    for sequence in (False, True):
-        counted, nbytes = run_ranks(ledger_of, 2, sequence)[0]
-        expected = calls_per_step(L, sequence)
+if check.ready(*PARTS, *SEQUENCE, "13.12"):
+    for kind in (TensorParallel, TensorSequenceParallel):
+        counted, nbytes = run_ranks(ledger_of, 2, kind)[0]
+        expected = calls_per_step(L, kind is TensorSequenceParallel)
         assert all(counted[name] == n for name, n in expected.items()), f"not {dict(counted)}"
-        print(f"{'with' if sequence else 'without'} sequence parallelism: {dict(counted)}")
+        print(f"{kind.__name__}: {dict(counted)}")
         print(f"  {nbytes:,} bytes; 2 (2L + 1) activations are {2 * (2 * L + 1) * 4 * B * T * D:,}")
 
 # %% [markdown]
 # The ledger counts the whole tensor once per call. A ring all-reduce sends about twice that, and a gather or
 # a reduce-scatter about once (lesson 04). So the doubled number with sequence parallelism is the same
-# traffic. But gloo makes a reduce-scatter out of a whole all-reduce, so here the real traffic is about 1.5
-# times as large.
+# traffic, except that gloo makes a reduce-scatter from a whole all-reduce: here it is 1.5 times as much.
 #
-# What does the count mean for a real model? A block all-reduces its activation four times per step, and here
-# the block cannot continue until each all-reduce is done. (Megatron-LM hides the all-reduces of backward
-# behind the computation of the weights' gradients.) So tensor parallelism needs the fastest network there is:
-# the links inside a node. Across two nodes it lost about 43 % of its throughput, while a pipeline lost about
-# 14 % (Ultra-Scale Playbook, 2025).
+# ### And on this machine?
 #
-# ## 10. PyTorch's own: a plan
+# The ranks of this notebook are CPU cores with gloo between them, neither H100 nor NVLink, but the rule is the
+# same: wide blocks should gain from two ranks and narrow ones lose. The next cell times forward and backward
+# of one block, on one rank and on two, in turn. The vertical bars hold the middle half of the rounds: where one
+# crosses the line at 1, this machine is too noisy to decide.
+
+# %%
+if check.ready("13.1", "13.3", "13.4"):
+    widths, gains = (64, 256, 1024), []
+    for width in widths:
+        times = slowest_rank(run_ranks(bench.time_cut, 2, cut_block, width, 7))
+        gains.append([whole / cut for whole, cut in zip(*times, strict=True)])
+        print(
+            f"width {width:4}: two ranks are {statistics.median(gains[-1]):.2f} times as fast as one"
+        )
+    alt = "Two ranks' speed over one's, by width: it rises with the width."
+    figures.show(tensor_figures.speed_up(widths, gains, 2), alt)
+
+# %% [markdown]
+# A narrow block has little to compute between two messages, so the latency of a message decides. For a wide
+# block the products decide, and two ranks come closer to their limit of twice the speed of one.
+#
+# ## 13. PyTorch's own: a plan (optional)
 #
 # In PyTorch you write down how each module is cut, and **DTensor** does the rest. A DTensor (distributed
 # tensor) looks like the whole tensor, while each rank holds its part. `ColwiseParallel` and `RowwiseParallel`
@@ -522,7 +797,8 @@ if check.ready(*PARTS, "13.7", "13.8", "13.9", "13.12"):
 # `Shard(-1)`, and `RowwiseParallel` does the opposite.
 #
 # Write the plan, a dictionary from names such as `"blocks.0.mlp.up"` to styles. The activation between the
-# layers is `Replicate()` without sequence parallelism and `Shard(1)` with it:
+# layers is `Replicate()` without sequence parallelism and `Shard(1)` with it (section 11 explains what that
+# is for; the plan itself does not need your functions from there):
 #
 # - `tokens` is `RowwiseParallel` with a whole input. For an embedding this means rows of tokens.
 # - `head` is `ColwiseParallel`. Its input is the activation between the layers. Its output stays cut by the
@@ -561,7 +837,6 @@ def train_torch(sequence):
     return off, dict(calls(ledger.entries)), type(model.tokens.weight).__name__
 
 
-# %%
 if check.ready("13.13"):
     for sequence in (False, True):
         off, counted, kind = run_ranks(train_torch, 2, sequence)[0]
@@ -575,138 +850,9 @@ if check.ready("13.13"):
 # optimizer's step. With it this plan also all-reduces the whole embedding and cuts it afterwards, so one
 # all-reduce per step replaces a reduce-scatter.
 #
-# ## 11. Where the cut pays
-#
-# The work of a block grows with the square of its width, but a message grows only in proportion to the width.
-# So narrow layers lose by the cut and wide ones gain. From which width on does the cut pay on this machine?
-# The next cells time forward and backward of one block, for one rank with one thread and for two ranks with
-# one thread each, by hand and with DTensor. Look for the width at which the lines cross.
-
-
-# %%
-def block_ms(width, how, repeats=7):
-    """Median time of forward and backward of a block on (4, 32, width), in ms."""
-    torch.manual_seed(0)
-    block, x = Block(width, 4, 0.0), torch.randn(4, 32, width, requires_grad=True)
-    if how == "by hand":
-        cut_block(block)
-    if how == "DTensor":
-        parts = {name.removeprefix("blocks.0."): style for name, style in plan(1).items()}
-        styles = {name: style for name, style in parts.items() if name.startswith(("att", "mlp"))}
-        block = parallelize_module(block, init_device_mesh("cpu", (2,)), styles)
-    times = []
-    for _ in range(repeats):
-        if dist.get_world_size() > 1:
-            dist.barrier()
-        start_s = time.perf_counter()
-        block(x).sum().backward()
-        times.append(1e3 * (time.perf_counter() - start_s))
-    return statistics.median(times)
-
-
-# %%
-WIDTHS = (64, 128, 256, 512, 1024)
-if check.ready("13.1", "13.2", "13.3", "13.4", "13.13"):
-    ways = {"1 rank": (1, "whole"), "2 ranks, by hand": (2, "by hand")}
-    ways |= {"2 ranks, native DTensor": (2, "DTensor")}
-    times = {
-        name: (WIDTHS, [max(run_ranks(block_ms, n, width, how)) for width in WIDTHS])
-        for name, (n, how) in ways.items()
-    }
-    figure, ax = figures.new_figure(7, 3.6)
-    figures.lines(ax, times, "width D", "forward and backward of a block (ms)")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_major_formatter("{x:g}")
-    figures.show(
-        figure, "Lines over the width: one rank, two ranks by hand, two ranks with DTensor."
-    )
-    whole, by_hand = times["1 rank"][1], times["2 ranks, by hand"][1]
-    for width, one, two in zip(WIDTHS, whole, by_hand, strict=True):
-        print(f"width {width:4}: 1 rank {one:6.1f} ms, 2 ranks {two:6.1f} ms: {one / two:.2f} x")
-
-# %% [markdown]
-# For a narrow block the four all-reduces cost more than the halved work saves: in our run two ranks were
-# nearly four times slower at width 64. For a wide block the work dominates, so two ranks are faster: in our
-# run 1.5 times at width 1024, with the crossing between 512 and 1024. Each point is one short run, so your
-# crossing may differ. DTensor also works out in Python, for each operation, which message it needs. That
-# takes about the same time for every width, so it matters least for wide layers; and on a GPU, where Python
-# runs ahead of the device, it may not show at all.
-#
-# ### Is tensor parallelism still used?
-#
-# Some slides say that it is no longer used, and cite Llama 3. That paper's own table (Grattafiori et al.
-# 2024, table 4) says over how many GPUs each dimension is cut; "context" means the positions of a long
-# sequence:
-#
-# | GPUs | tensor | context | pipeline | data | sequence length | TFLOP/s per GPU |
-# |---|---|---|---|---|---|---|
-# | 8,192 | 8 | 1 | 16 | 64 | 8,192 | 430 |
-# | 16,384 | 8 | 1 | 16 | 128 | 8,192 | 400 |
-# | 16,384 | 8 | 16 | 16 | 8 | 131,072 | 380 |
-#
-# Every row has tensor parallelism over 8 GPUs, those of one node. So it was used where the links are fastest,
-# together with a pipeline between the nodes and data parallelism around both. The next lesson combines them.
-#
-# ## 12. What it saves
-#
-# The next cell measures what a rank holds between forward and backward, where activations are at their peak:
-# on one rank, and on two and four ranks, without and with sequence parallelism. Watch the activations.
-
-
-# %%
-def held_mb(how):
-    model = make_model()
-    if how != "whole":
-        model = TensorParallel(model, sequence=how == "sequence")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    for _ in range(2):
-        with Live(parts_of(model, optimizer)) as live:
-            loss = model(*batches(1)[0])
-            held = live.now()  # between forward and backward
-            loss.backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        del loss
-    named = {"activations": held["other"], **{k: held[k] for k in ("weights", "optimizer")}}
-    return {name: nbytes / 1e6 for name, nbytes in named.items()}
-
-
-# %%
-if check.ready(*PARTS, "13.7", "13.8", "13.9"):
-    ways = {"1 rank": (1, "whole"), "2 ranks": (2, "tensor"), "2 ranks,\nsequence": (2, "sequence")}
-    ways |= {"4 ranks": (4, "tensor"), "4 ranks,\nsequence": (4, "sequence")}
-    bars = [(name, run_ranks(held_mb, n, how)[0]) for name, (n, how) in ways.items()]
-    figure, ax = figures.new_figure(7, 3.6)
-    figures.stacked_bars(ax, bars, "after forward (MB a rank)")
-    figures.show(
-        figure, "Bars: weights and optimizer shrink with ranks, activations most with both."
-    )
-
-# %% [markdown]
-# Weights and optimizer state shrink to almost 1/N, because only norms and positions stay whole on all ranks.
-# The activations inside the cut layers shrink as well, and sequence parallelism also cuts those between the
-# layers. But even then the gathered inputs stay whole: each layer cut by columns keeps its whole input for
-# the gradient of its weights. That is why the activations shrink to less than half on four ranks, but not to
-# a quarter. (Megatron-LM keeps only a rank's own positions there, and gathers again in backward.)
-#
-# ## 13. Run it as a job
-#
-# The job trains with your `TensorParallel`, which calls your other functions, since they are in the same
-# file. Here two ranks hold one model; with `--tensor 2` on four ranks there would be two, and your
-# `data_place` would deal out the data. In the report, the layers' messages count as forward and backward:
-# "communication" begins only after a rank's last gradient.
-
-# %%
-if check.ready(*PARTS, "13.11"):
-    check.keep()
-    watch.run(
-        "../sbatch/tensor.sbatch", "--impl", "mine", *"--steps 60 --layers 2 --block 32".split()
-    )
-
-# %%
-check.summary()
+# DTensor also works out in Python, for each operation, which message it needs. That takes about the same time
+# for every width, so it matters least for wide layers; and on a GPU, where Python runs ahead of the device, it
+# may not show at all.
 
 # %% [markdown]
 # ## Recap
@@ -715,9 +861,8 @@ check.summary()
 #
 # - cut a layer by columns or by rows, and say which messages forward and backward need,
 # - cut attention by heads and the vocabulary by tokens, and compute the loss without gathering the scores,
-# - keep norms and dropouts correct, copied or cut by positions,
-# - count the collectives of a block, and say where the cut pays,
-# - write the same as a plan for DTensor.
+# - train a model that no rank holds whole, equal to one process,
+# - set the time of a block's messages against that of its products, and say where the cut pays.
 #
 # **Questions**
 #
@@ -728,13 +873,6 @@ check.summary()
 #
 # </details>
 #
-# <details><summary>On 4 ranks the loss is right, but after some steps the norms' weights differ between the ranks. What was forgotten?</summary>
-#
-# With sequence parallelism each rank's norms see only its own positions, so their gradients have to be added
-# up after each backward.
-#
-# </details>
-#
 # <details><summary>A node has 8 GPUs with fast links. A model needs 16 GPUs to fit. Should tensor parallelism span all 16?</summary>
 #
 # Better to use it over the 8 GPUs of a node, with two pipeline stages on two nodes. Tensor parallelism sends
@@ -742,8 +880,22 @@ check.summary()
 #
 # </details>
 #
+# <details><summary>From lessons 09 and 10: on two ranks ZeRO-3 and tensor parallelism both leave each rank half of the weights. You double the sequences of a step. Which of the two sends more bytes than before? Predict, then run section 8 again with <code>ways.Setting(batch=32)</code>.</summary>
+#
+# Tensor parallelism: it sends activations, which double with the tokens. ZeRO-3 gathers weights and reduces
+# gradients, and neither depends on the batch. So ZeRO-3 goes well with many tokens per rank, and tensor
+# parallelism with few.
+#
+# </details>
+
+# %%
+check.summary()
+
+# %% [markdown]
 # **Sources.** f, g, heads and vocabulary: Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 # Sequence parallelism: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198. Llama 3: Grattafiori et al.
 # 2024, https://arxiv.org/abs/2407.21783. DTensor:
 # https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html. Speed across nodes: The Ultra-Scale
-# Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook.
+# Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook. H100: NVIDIA, data sheets of
+# H100 and DGX H100. Latencies of a ring (`hwLat`, NVLink and network, "Simple"): NCCL,
+# https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc.

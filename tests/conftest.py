@@ -28,6 +28,14 @@ FAST = set(
     "timeline transformer".split()
 )
 
+# Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs.
+UNDER_RULES = set(
+    "collectives data_parallel fsdp layerwise pipeline scripts sequence split_model tensor "
+    "vocabulary".split()
+)
+# These measure times, which the notes of a watched rank would change.
+NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")
+
 OF_MANY_LESSONS = set("bench checks ledger live meters mine report scripts".split())
 
 
@@ -104,6 +112,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU and torch sees none here"))
+
+
+@pytest.fixture(autouse=True)
+def rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the ranks of some files' tests to NCCL's rules."""
+    is_held = request.path.stem.removeprefix("test_") in UNDER_RULES
+    if is_held and not request.node.name.startswith(NOT_UNDER_RULES):
+        monkeypatch.setenv("MANYHANDS_RULES", "nccl")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -297,6 +297,55 @@ def test_a_parameter_that_backward_never_reaches_is_named(set_to_none):
         run_ranks(unused, 2)
 
 
+class Branches(nn.Module):
+    """Two layers, of which `extra` is used on the ranks that are told so."""
+
+    def __init__(self, users):
+        super().__init__()
+        self.always, self.extra, self.users = nn.Linear(2, 1), nn.Linear(2, 1), users
+
+    def forward(self, x):
+        out = self.always(x)
+        return out + self.extra(x) if dist.get_rank() in self.users else out
+
+
+def test_replicas_drift_if_a_parameter_is_unused_in_the_last_step():
+    """As the module's docstring says: no forward comes after it that could tell."""
+
+    def last_step():
+        model = data_parallel.BucketedDDP(Branches(users=()))
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        return model.module.always.weight.grad
+
+    first, second = run_ranks(last_step, 2)
+    assert torch.equal(first, torch.ones(1, 2)) and torch.equal(second, 2 * first)
+
+
+def test_a_parameter_that_is_unused_on_one_rank_is_named_there_while_the_other_waits():
+    def two_steps():
+        model = data_parallel.BucketedDDP(Branches(users=(0,)))
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(RankFailed, match=r"to \['extra.weight', 'extra.bias'\]") as failed:
+        run_ranks(two_steps, 2)
+    assert failed.value.rank == 1
+
+
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_not_averaged():
+    def unfreeze():
+        module = Branches(users=(0, 1))
+        module.extra.requires_grad_(False)
+        model = data_parallel.BucketedDDP(module)
+        module.extra.requires_grad_(True)
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        return module.always.weight.grad, module.extra.weight.grad
+
+    for rank, (averaged, own) in enumerate(run_ranks(unfreeze, 2)):
+        assert torch.equal(averaged, torch.full((1, 2), 1.5))
+        assert torch.equal(own, torch.full((1, 2), 1.0 + rank))
+
+
 def test_buckets_are_filled_from_the_last_layer_and_split_by_type():
     model = Model()
     buckets = data_parallel.make_buckets(model.parameters(), bucket_bytes=5000)

@@ -2,6 +2,8 @@
 collectives are those predicted; and what is too large for one rank trains on four."""
 
 import copy
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.data_parallel.replicas import broadcast_state
-from manyhands.fsdp import flat, fully_shard, zero
+from manyhands.fsdp import bench, flat, fully_shard, meta, zero
 from manyhands.fsdp import units as fsdp
 from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.ledger import Ledger, calls
@@ -234,6 +236,19 @@ def by_torch(module, dtype):
     return fully_shard.torch_fsdp(module, [module.block], dtype=dtype)
 
 
+def root_after_a_step():
+    """The root is a head alone, so its gradients are there before backward reaches the block."""
+    model = fsdp.FSDP(module := TwoOutputs(), [module.block])
+    with Ledger() as ledger:
+        model(torch.ones(2, 8), shift=torch.ones(8))["out"].sum().backward()
+    return calls(ledger.entries), [one.is_whole for unit in model.units for one in unit]
+
+
+def test_a_root_that_is_done_before_the_units_is_not_gathered_again():
+    for found, is_whole in run_ranks(root_after_a_step, 2):
+        assert found == {"all_gather": 3, "reduce_scatter": 2} and is_whole == [False, False]
+
+
 @pytest.mark.parametrize("used", [["out"], ["out", "loss"]])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_unit_may_take_and_return_more_than_a_tensor(dtype, used):
@@ -413,6 +428,45 @@ def skip_a_layer():
     sharded(x, y)
 
 
+def unfreeze_late():
+    model = Blocks()
+    sharded = fsdp.FSDP(model, model.units())
+    model.b.requires_grad_(True)
+    sharded(*data()[:, 0])
+
+
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_told():
+    with pytest.raises(RankFailed, match="no shard would get it: unfreeze it before wrapping"):
+        run_ranks(unfreeze_late, 2)
+
+
+def zero1_with_an_unused_parameter():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(3, 2)})
+    optimizer = zero.ShardedOptimizer([flat.Flat(model.parameters())], adamw)
+    x = torch.linspace(-1, 1, 32).view(8, 4)[dist.get_rank() :: dist.get_world_size()]
+    for _ in range(3):
+        model["used"](x).square().mean().backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def test_zero1_counts_an_unused_parameter_as_zeros():
+    """AdamW decays it, where an optimizer of one process would leave it alone."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(3, 2)})
+    optimizer = adamw(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model["used"](torch.linspace(-1, 1, 32).view(8, 4)).square().mean().backward()
+        for param in model["unused"].parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    for found in run_ranks(zero1_with_an_unused_parameter, 2):
+        for name, weight in weights_of(model).items():
+            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0)
+
+
 def test_a_parameter_without_a_gradient_is_told():
     with pytest.raises(RankFailed, match="in units .1. a parameter got no gradient"):
         run_ranks(skip_a_layer, 2)
@@ -488,6 +542,117 @@ def test_what_one_rank_cannot_hold_trains_on_four():
     over = int(said.message.split(" bytes of tensors, ")[1].split(" more than")[0].replace(",", ""))
     total = int(said.message.split(" bytes of tensors, ")[0].replace(",", ""))
     assert over == total - limit > 0
+
+
+# ---- a model that is never whole ---------------------------------------------------------------
+
+LAYERS, WIDTH = 8, 32
+DRAW = partial(meta.draw_weight, layers=LAYERS, seed=5)
+
+
+def drawn_in_one_process():
+    model = Transformer(VOCAB, 16, LAYERS, heads=2, width=WIDTH)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(DRAW(name, param))
+    return model
+
+
+def deferred(dtype=None):
+    with torch.device("meta"):
+        model = Transformer(VOCAB, 16, LAYERS, heads=2, width=WIDTH)
+    return fsdp.FSDP(model, list(model.blocks), dtype, draw=DRAW)
+
+
+def train_deferred():
+    with Live(dict, device="cpu") as live:
+        model = deferred()
+    first = fully_shard.full_state(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in text(dist.get_rank(), dist.get_world_size()):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.module.head.weight is model.module.tokens.weight  # tied, as it was built
+    return live.total, first, fully_shard.full_state(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_deferred_initialisation_equals_that_of_one_process_and_is_never_whole(num_ranks):
+    model = drawn_in_one_process()
+    results = run_ranks(train_deferred, num_ranks)
+    _, first, trained = results[0]
+    for name, weight in weights_of(model).items():
+        assert torch.equal(first[name], weight), name
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in text():
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    for name, weight in weights_of(model).items():
+        torch.testing.assert_close(trained[name], weight, atol=1e-5, rtol=0)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    block = sum(param.nbytes for param in model.blocks[0].parameters())
+    for peak, *_ in results:
+        assert peak <= nbytes / num_ranks + 2 * block + 1024  # of padding
+
+
+def wrap_on_meta(has_draw):
+    with torch.device("meta"):
+        model = Transformer(VOCAB, 16, 2)
+    if has_draw:
+        model.norm.to_empty(device="cpu")
+    fsdp.FSDP(model, list(model.blocks), draw=DRAW if has_draw else None)
+
+
+def test_a_model_that_is_on_meta_in_part_or_without_draw_is_told():
+    with pytest.raises(RankFailed, match="say by draw= how it begins"):
+        run_ranks(wrap_on_meta, 2, False)
+    with pytest.raises(RankFailed, match="norm.weight has memory already"):
+        run_ranks(wrap_on_meta, 2, True)
+
+
+# ---- prefetch, and the peak beside PyTorch's -----------------------------------------------------
+
+
+def test_prefetch_starts_a_gather_before_the_block_before_has_computed():
+    for spans in run_ranks(bench.record_steps, 2, [fsdp.FSDP], 1):
+        at = {(lane, unit, turn): span for turn, lane, unit, span in in_turns(spans[0])}
+        assert len(at) == 5 * bench.NUM_BLOCKS  # gathered twice
+        for unit in range(2, bench.NUM_BLOCKS + 1):
+            before, coming = at["forward", unit - 1, 0], at["gather", unit, 0]
+            assert coming.start_s < before.stop_s
+        for unit in range(1, bench.NUM_BLOCKS):
+            assert at["gather", unit, 1].start_s < at["backward", unit + 1, 0].stop_s
+            assert at["reduce", unit, 0].start_s >= at["backward", unit, 0].stop_s
+
+
+def in_turns(spans):
+    seen = Counter()
+    for span in spans:
+        yield seen[span.lane, span.unit], span.lane, span.unit, span
+        seen[span.lane, span.unit] += 1
+
+
+def peak_of_a_step(wrap):
+    torch.manual_seed(0)
+    model = Transformer(VOCAB, 8, layers=6, heads=2, width=64)
+    model = wrap(model, list(model.blocks))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        with Live(parts_of(model, optimizer)) as live:
+            model(x, x).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return live.total
+
+
+def test_the_peak_is_at_most_that_of_torch():
+    (by_hand, _), (native, _) = (
+        run_ranks(peak_of_a_step, 2, wrap) for wrap in (fsdp.FSDP, fully_shard.torch_fsdp)
+    )
+    assert by_hand <= 1.02 * native
 
 
 # ---- shards in checkpoints of a job: tests/test_scripts.py ---------------------------------------

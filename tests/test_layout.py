@@ -29,12 +29,15 @@ PLUMBING = {
     "training": 2,
     "jobs": 2,
     "checks": 4,
+    "compare": 4,
+    "gpu": 4,
 }
 LESSON_LAYER = 3
 BENCH_LAYER = 4
 BESIDE_CHECKS = ("bench.py", "figures.py", "program.py")  # they use all below, and draw and run it
 PROGRAM_LAYER = 5
-MAX_ROOMS = 24
+OTHER_JOBS = ("solution", "compare")  # jobs of no single lesson
+MAX_ROOMS = 26
 NUM_LESSONS = 17  # of the whole course; those that are still to come have their room counted
 
 TOP_LEVEL = set(
@@ -108,7 +111,7 @@ def addresses(root: Path) -> list[str]:
             is_bench = (root / f"scripts/bench_{word}.py").is_file()
             wanted += [f"scripts/{'bench' if is_bench else 'train'}_{word}.py"]
             wanted += [f"sbatch/{word}.sbatch"]
-    homeless = {path.stem for path in (root / "sbatch").glob("*.sbatch")} - {*words, "solution"}
+    homeless = {path.stem for path in (root / "sbatch").glob("*.sbatch")} - {*words, *OTHER_JOBS}
     homeless |= {path.stem for path in (root / "scripts/manyhands/checks").glob("[a-z]*.py")} - {
         *words,
         "shared",

@@ -55,8 +55,18 @@ def native_calls():
         "gather": lambda: dist.gather(chunk, at_root),
         "scatter": lambda: dist.scatter(chunk, at_root),
     }
-    found = {name: brief(record(work)) for name, work in works.items()}
+    found = {name: record_if_there(work) for name, work in works.items()}
     return found, calls(record(dist.barrier))
+
+
+def record_if_there(work):
+    """The entries of a collective in brief; None where this torch's gloo has no such collective."""
+    try:
+        return brief(record(work))
+    except RuntimeError as error:
+        if "gloo does not support" not in str(error):
+            raise
+        return None
 
 
 def coalesced(*tensors):
@@ -65,10 +75,14 @@ def coalesced(*tensors):
             dist.all_reduce(tensor)
 
 
-def test_native_collectives_are_one_entry_each_with_the_bytes_of_the_whole():
+def test_native_collectives_are_one_entry_each_with_the_bytes_of_the_whole(record_property):
     for rank, (found, barrier) in enumerate(run_ranks(native_calls, N)):
         for name, entries in found.items():
             op = name.split(",")[0]
+            if entries is None and op == "all_to_all":  # torch 2.11 has none
+                words = f"not tested: the gloo of torch {torch.__version__} has no {op}"
+                record_property("summary", words)
+                continue
             wanted = WHOLE_BYTES + 16 * (name == "all_reduce, two as one")
             if rank and op in ("gather", "scatter"):
                 wanted = 16  # only the root has them all

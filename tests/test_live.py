@@ -192,3 +192,32 @@ def test_the_history_has_every_operator_and_its_highest_is_the_peak():
         three = two * 2
     totals = [sum(now.values()) for now in live.history]
     assert totals[-3:] == [40, 80, 80] and max(totals) == live.total == three.nbytes + two.nbytes
+
+
+def test_only_tensors_on_the_device_that_is_watched_count():
+    """Tensors on "meta" stand for those of a GPU, and CPU tensors for offloaded shards."""
+    shard = torch.ones(100)
+    fake = torch.ones(25, device="meta")
+    parts = {"weights": [fake], "optimizer": [shard]}
+    with Live(lambda: parts, device="meta", keep=True) as counted:
+        on_cpu = shard * 2
+        activation = fake + 1
+        assert counted.now() == {"weights": 100, "optimizer": 0, "other": 100}
+    assert counted.total == 200 and counted.history[-1] == counted.now()
+    with Live(lambda: parts, device=torch.device("cpu")) as counted:
+        on_cpu = shard * 2
+        activation = fake + 1
+        assert counted.now() == {"weights": 0, "optimizer": 400, "other": 400}
+    with Live(lambda: parts) as counted:
+        on_cpu = shard * 2
+        activation = fake + 1
+    assert counted.total == 1000 == on_cpu.nbytes + shard.nbytes + activation.nbytes + fake.nbytes
+
+
+def test_a_gpu_s_number_does_not_matter_and_a_limit_holds_for_its_tensors_alone():
+    assert Live(nothing, device="cuda:3").kind == Live(nothing, device="cuda").kind == "cuda"
+    with Live(nothing, limit=100, device="meta"):
+        offloaded = torch.ones(1000)
+    with pytest.raises(OverLimit), Live(nothing, limit=100, device="meta"):
+        torch.ones(1000, device="meta")
+    assert offloaded.nbytes == 4000

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.memory import bench, figures
 from manyhands.memory.accounting import (
     Recipe,
     block_activations,
@@ -11,6 +12,7 @@ from manyhands.memory.accounting import (
     recipe,
     saved_bytes,
 )
+from manyhands.memory.savings import checkpointed
 from manyhands.models.transformer import Block, Transformer
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -122,3 +124,36 @@ def test_nothing_is_kept_without_autograd_and_backward_still_works():
     assert saved_bytes(run, layer.parameters()) == 2 * (2 * 3 * 4)
     results[0].sum().backward()
     assert layer.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("s", "b", "h", "a"), [(4096, 1, 4096, 32), (10, 3, 24, 2)])
+def test_a_block_in_16_bits_is_the_paper_s_without_its_dropout_masks(s, b, h, a):
+    """Korthikanti et al. 2022, section 4.1: 34 s b h, of which two masks take 2 s b h."""
+    kept = sum(block_activations(s * b, h, a, nbytes=2).values())
+    assert kept == 32 * s * b * h + 2 * s * b * (a + 4)  # and one number per head, four for norms
+
+
+def test_the_arithmetic_of_a_step_grows_by_that_of_the_blocks_forward():
+    D, L, tokens, V = 16, 3, 2 * 8, 11
+    inputs = torch.randint(V, (2, 8))
+
+    def step(how=None):
+        model = Transformer(V, 8, L, heads=2, width=D)
+        if how:
+            model.through = how
+        return lambda: model(inputs, inputs).backward()
+
+    costs = bench.work_and_time({"plain": step(), "again": step(checkpointed)}, num_rounds=1)
+    blocks, head = 24 * D**2 * L * tokens, 2 * D * V * tokens  # of one forward
+    assert [flops for flops, _ in costs.values()] == [3 * blocks + 3 * head, 4 * blocks + 3 * head]
+    assert all(seconds > 0 for _, seconds in costs.values())
+
+
+def test_kept_bytes_are_drawn_with_ticks_that_can_be_read():
+    lengths = [64, 128, 256]
+    kept = {"fused": [4120, 4120, 4120], "with scores": [4632, 5144, 6168]}
+    (ax,) = figures.kept_against_length(lengths, kept, kept).axes
+    low, high = ax.get_ylim()
+    ticks = [tick for tick in ax.get_yticks() if low < tick < high]
+    assert ticks == [4_000, 6_000] and low < 4120 < 6168 < high
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(kept)

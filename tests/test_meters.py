@@ -26,6 +26,7 @@ from manyhands.instruments.meters import (
     idle_words,
     job,
     machine,
+    reset_peaks,
     seconds_of,
 )
 from manyhands.ranks.lab import run_ranks
@@ -451,3 +452,12 @@ def test_what_happens_inside_all_as_belongs_to_one_phase():
     watch.mark("data")
     found = watch.split()
     assert found["validation"] > 0.02 and found["forward"] == found["backward"] == 0
+
+
+def test_peaks_are_reset_on_the_gpu_of_the_rank_and_never_on_a_cpu(monkeypatch):
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    reset_peaks(CPU)
+    assert reset == []
+    reset_peaks(torch.device("cuda:3"))
+    assert reset == [torch.device("cuda:3")]

@@ -14,7 +14,7 @@ from manyhands.data_parallel.replicas import average_gradients
 from manyhands.instruments.ledger import Ledger, traffic
 from manyhands.instruments.live import Live, parts_of
 from manyhands.models.transformer import Transformer
-from manyhands.pipeline import bubble, schedules, wiring
+from manyhands.pipeline import bench, bubble, figures, schedules, wiring
 from manyhands.pipeline import stages as st
 from manyhands.pipeline.engine import Pipeline
 from manyhands.ranks.failures import RankFailed
@@ -96,7 +96,8 @@ def train(kind, p, m, recompute=False, frozen=False, native=False, group=None, s
         engine = Pipeline(mine, schedule_of(kind, p, m), loss_fn, shape, recompute, group=pipe)
     optimizer, losses = adamw(own.parameters()), []
     for x, y in data()[:steps]:
-        x, y = x[replica::d], y[replica::d]
+        # In torch 2.11 PyTorch's stages refuse a batch whose strides are not those of the example.
+        x, y = x[replica::d].contiguous(), y[replica::d].contiguous()
         optimizer.zero_grad()
         losses.append((native_step if native else step)(engine, x, y, rank == 0, rank == p - 1))
         wiring.sum_tied(tied, pipe)
@@ -198,6 +199,8 @@ def two_stages(kind):
         first.requires_grad_(False)
     if kind == "no parameters":
         first = nn.GELU()
+    if kind == "in place first":  # its input asks for no gradient, so that is allowed
+        first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D))
     if kind == "float64":
         return [first.double(), last.double()], torch.float64, torch.float64
     dtype = torch.bfloat16 if kind == "autocast" else torch.float32
@@ -230,7 +233,9 @@ def by_one_process(kind):
     return total, [[param.grad for param in stage.parameters()] for stage in stages]
 
 
-@pytest.mark.parametrize("kind", ["frozen first", "no parameters", "float64", "autocast"])
+@pytest.mark.parametrize(
+    "kind", ["frozen first", "no parameters", "in place first", "float64", "autocast"]
+)
 def test_unusual_stages_equal_one_process(kind):
     loss, grads = by_one_process(kind)
     for (mine, found), wanted in zip(run_ranks(by_stages, 2, kind), grads, strict=True):
@@ -293,7 +298,46 @@ def test_torch_s_pipelines_and_replicas_equal_one_process(truth):
         compare(case, truth)
 
 
+def device_of_torch_s_stage():
+    schedule = wiring.torch_pipeline({dist.get_rank(): nn.GELU()}, 2, 2, F.mse_loss, "1f1b")
+    return str(schedule._stage.device)
+
+
+def test_torch_s_pipeline_takes_a_stage_without_parameters():
+    assert run_ranks(device_of_torch_s_stage, 2) == ["cpu", "cpu"]
+
+
 # ---- what people do wrong ----------------------------------------------------------------------
+
+
+class IgnoresItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.weight.expand_as(x)
+
+
+def one_step(last):
+    """One step of 1F1B over a linear layer and this last stage."""
+    rank = dist.get_rank()
+    stages = [nn.Linear(4, 4), last]
+    engine = Pipeline({rank: stages[rank]}, schedules.one_f_one_b(2, 2), F.mse_loss, (1, 4))
+    engine.step(torch.ones(2, 4), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (IgnoresItsInput(), "stage 1 has no gradient for stage 0: what it returns does not depend"),
+        (nn.ReLU(inplace=True), "stage 1 changes its input in place"),
+    ],
+)
+def test_a_last_stage_that_cannot_go_back_is_told(last, words):
+    with pytest.raises(RankFailed, match=words) as failed:
+        run_ranks(one_step, 2, last)
+    assert failed.value.rank == 1
 
 
 def step_with(batch):
@@ -405,3 +449,37 @@ def test_1f1b_and_recompute_keep_less():
     gpipe, one_f_one_b, again = run_ranks(peaks, 2, cases)[0]
     assert one_f_one_b < 0.4 * gpipe  # activations of 2 micro-batches of 8
     assert again < 0.4 * gpipe
+
+
+# ---- what the notebook measures and draws ------------------------------------------------------
+
+
+def test_a_zero_bubble_schedule_saves_two_thirds_of_the_bubble():
+    p, m = 4, 8
+    split = bench.slots_of_torch(p, m)
+    for rank, mine in enumerate(split):
+        assert Counter(kind for (kind, *_), *_ in mine) == {"F": m, "I": m, "W": m}
+        assert {stage for (_, stage, _), *_ in mine} == {rank}
+    ends = [max(stop for mine in spans for *_, stop in mine) for spans in (split, plain(p, m))]
+    assert ends == [3 * m + (p - 1), 3 * m + 3 * (p - 1)]
+
+
+def plain(p, m):
+    return bench.units_of_1f1b(p, m)
+
+
+def test_a_sweep_times_the_work_and_the_step_of_each_count():
+    found = bench.sweep_micro_batches(Pipeline, schedules.one_f_one_b, 4, (1, 4), num_rounds=1)
+    assert list(found.work_s) == list(found.step_s) == [1, 4]
+    assert all(time_s > 0 for time_s in (*found.work_s.values(), *found.step_s.values()))
+    assert figures.sweep(found, 2).axes[0].get_ylim()[0] == 0
+
+
+def test_charts_share_one_time_axis_and_say_their_idle_share():
+    rows = {f"{m}": bubble.simulate(schedules.gpipe(4, m)) for m in (1, 8)}
+    axes = figures.charts(rows).axes
+    assert [ax.get_xlim() for ax in axes] == [(0, 33e3)] * 2
+    assert [ax.get_title() for ax in axes] == [
+        "1: idle 75% of the time",
+        "8: idle 27% of the time",
+    ]

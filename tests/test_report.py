@@ -428,6 +428,20 @@ def test_the_split_names_its_phases_and_leaves_out_what_took_no_time(folder):
     assert len(set(colors)) == 2
 
 
+def test_several_ranks_are_told_which_messages_are_not_split_off(folder):
+    lines = read_lines(folder / "metrics.jsonl")
+    none = {f"{phase}_s": 0.0 for phase in PHASES} | {"forward_s": 0.02}
+    write_rows(folder / "metrics.jsonl", [line | none for line in lines])
+    told = "messages that forward or backward themselves wait for is not split off"
+    words = {}
+    for num_ranks in (1, 2):
+        about = json.loads((folder / "config.json").read_text())
+        about["ranks"] = [about["ranks"][0]] * num_ranks
+        (folder / "config.json").write_text(json.dumps(about))
+        words[num_ranks] = report_figures.draw_split(figures.new_figure()[1], read(folder))
+    assert told not in words[1] and told in words[2]
+
+
 def test_one_slow_step_does_not_flatten_the_others(folder):
     first = read_lines(folder / "metrics.jsonl")[0]
     nothing = {f"{phase}_s": 0.0 for phase in PHASES}

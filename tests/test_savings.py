@@ -223,3 +223,21 @@ def test_a_parameter_without_a_gradient_stays_where_it_is():
         places.append([master.detach().clone() for master in masters.masters])
     assert places[0][1].lt(1).all() and torch.equal(places[0][1], places[2][1])
     assert (places[2][0] < places[0][0]).all()
+
+
+def test_gradients_are_in_fp32_during_the_step_and_gone_after_it():
+    """2 + 2 + 12 bytes per parameter between steps, 2 + 4 + 12 while the optimizer steps."""
+    weight = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+    masters = savings.MasterWeights([weight], adamw)
+    seen = []
+    masters.optimizer.register_step_pre_hook(
+        lambda *_: seen.append([one.grad for one in (weight, *masters.masters)])
+    )
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        masters.step()
+    for short, full in seen:
+        assert short is None and full.nbytes == 4 * weight.numel()
+    states = masters.optimizer.state[masters.masters[0]]
+    assert states["exp_avg"].nbytes + states["exp_avg_sq"].nbytes == 8 * weight.numel()
+    assert weight.grad is None and masters.masters[0].grad is None

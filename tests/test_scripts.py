@@ -35,7 +35,6 @@ from manyhands.models.transformer import Transformer
 from manyhands.pipeline import stages
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput, World
 from manyhands.training.run import Run
 
 SCRIPTS = {
@@ -157,7 +156,7 @@ YOURS = {
     "fsdp": "Flat, ShardedOptimizer, reduce_during_backward, ShardedFlat, FSDP, torch_fsdp, "
     "make_mesh",
     "pipeline": "partition, Pipeline, sum_tied, gpipe, one_f_one_b, interleaved, make_grid",
-    "tensor": "TensorParallel, data_place",
+    "tensor": "TensorParallel, TensorSequenceParallel, data_place",
 }
 
 
@@ -165,7 +164,7 @@ def test_every_training_script_has_a_job_that_starts_it_and_a_test():
     scripts = {path.stem for path in (ROOT / "scripts").glob("train_*.py")} - {"train_single"}
     # Those of many tasks have their tests in test_train_first_job.py and test_task_jobs.py.
     of_tasks = {"train_first_job", "train_loss_surface", "train_batch_size"}
-    of_tasks |= {"train_large_batch", "train_layerwise"}
+    of_tasks |= {"train_large_batch", "train_layerwise", "train_compare"}
     assert scripts == {f"train_{lesson}" for lesson in SCRIPTS} | of_tasks
     for script in scripts:
         job = (ROOT / "sbatch" / f"{script.removeprefix('train_')}.sbatch").read_text()
@@ -220,9 +219,11 @@ def test_every_way_trains_like_one_process(clone, single_of, tmp_path, lesson, c
         ("memory", {"save": "autocast"}),
         ("memory", {"save": "all"}),
         *(("fsdp", {"impl": impl, "dtype": "bfloat16"}) for impl in ("zero3", "torch")),
+        *(("tensor", {"impl": i, "dtype": "bfloat16", **TWO}) for i in ("scratch", "torch")),
     ],
 )
-def test_bfloat16_trains_nearly_like_float32(clone, single, tmp_path, lesson, changes):
+def test_bfloat16_trains_nearly_like_float32(clone, single_of, tmp_path, lesson, changes):
+    single = single_of(changes.get("layers", 1))
     train(lesson, 2, config_of(lesson, clone, tmp_path / "run", **changes))
     assert losses(tmp_path / "run") == pytest.approx(losses(single), abs=0.03)
     assert losses(tmp_path / "run") != pytest.approx(losses(single), abs=1e-5)
@@ -243,14 +244,6 @@ def test_pytorch_s_1f1b_with_fewer_micro_batches_than_ranks_is_refused(clone, tm
     with pytest.raises(RankFailed, match="1F1B with 2 micro-batches on 3 ranks: take --micro-bat"):
         train("pipeline", 3, config_of("pipeline", clone, tmp_path / "run", **few))
     assert not (tmp_path / "run").exists()
-
-
-def test_two_gpus_are_not_interleaved():
-    """Said before any group is made, so it needs no GPU."""
-    config = train_pipeline.Config(schedule="interleaved", batch=8)
-    world = World(rank=0, local_rank=0, world_size=2, device=torch.device("cuda"))
-    with pytest.raises(BadInput, match="two GPUs cannot be interleaved by hand"):
-        train_pipeline.find_place(config, world, train_pipeline.Parts())
 
 
 def held_stages(path: Path) -> tuple[set[int], set[int]]:

@@ -259,6 +259,7 @@ def test_other_jobs_on_two_nodes(slurm, clone):
         "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu".split(),
         "large_batch": "--seeds 2 --epochs 1 --device cpu".split(),
         "layerwise": "--seeds 2 --small-steps 4 --large-steps 2 --device cpu".split(),
+        "compare": "--layers 2 --block 8 --batch 8 --steps 2 --device cpu".split(),
     }
     others = {"ddp.sbatch", "solution.sbatch", "batch_size.sbatch"}
     assert {f"{word}.sbatch" for word in tiny} == {*JOB_FILES} - others

@@ -23,6 +23,7 @@ from manyhands.tensor.model import (
     data_place,
     whole_state,
 )
+from manyhands.tensor.sequence import TensorSequenceParallel
 
 BATCH, STEPS, BLOCK, LAYERS = 8, 10, 12, 2
 ROWS, COLUMNS = ("out.weight", "down.weight"), ("qkv.weight", "up.weight", "tokens.weight")
@@ -31,6 +32,11 @@ ROWS, COLUMNS = ("out.weight", "down.weight"), ("qkv.weight", "up.weight", "toke
 def build(vocab=48, heads=4, dropout=0.0, seed=0, layers=LAYERS):
     torch.manual_seed(seed)
     return Transformer(vocab, BLOCK, layers, heads, 8 * heads, dropout)
+
+
+def cut(model, sequence=False, group=None):
+    kind = TensorSequenceParallel if sequence else TensorParallel
+    return kind(model, group=group)
 
 
 def data(vocab=48):
@@ -86,7 +92,7 @@ def state(model, group=None):
 
 def train(sequence=False, freeze=False, other_seeds=False, vocab=48, **options):
     model = build(vocab, seed=dist.get_rank() if other_seeds else 0, **options)
-    model = TensorParallel(frozen(model) if freeze else model, sequence)
+    model = cut(frozen(model) if freeze else model, sequence)
     optimizer, losses = adamw(model), []
     for x, y in data(vocab):
         optimizer.zero_grad()
@@ -150,8 +156,8 @@ def test_sequence_parallelism_drops_what_one_process_does_not_and_still_trains()
 
 
 def gathered(heads):
-    cut, plain = TensorParallel(build(50, heads)), build(50, heads, seed=1)
-    state = whole_state(cut, plain)
+    plain = build(50, heads, seed=1)
+    state = whole_state(TensorParallel(build(50, heads)), plain)
     if dist.get_rank() == 0:
         plain.load_state_dict(state)
         wanted = build(50, heads).state_dict()
@@ -191,7 +197,7 @@ def train_replicas(sequence):
     copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     group, replicas = models[rank // 2], copies[rank % 2]
     share, num_shares = data_place(rank, size, 2)
-    model = TensorParallel(build(), sequence, group=group)
+    model = cut(build(), sequence, group)
     optimizer, losses = adamw(model), []
     for x, y in data()[:, :, share::num_shares]:
         optimizer.zero_grad()
@@ -217,7 +223,7 @@ def test_two_tensor_groups_with_other_data_equal_one_process_with_all_of_it(sequ
 def messages(layers_of_models, sequence):
     found = []
     for layers in layers_of_models:
-        model = TensorParallel(build(layers=layers), sequence)
+        model = cut(build(layers=layers), sequence)
         x, y = data()[0]
         with Ledger() as ledger:
             model(x, y).backward()
@@ -280,7 +286,7 @@ def test_fewer_heads_than_ranks_are_refused():
 
 def uneven_positions():
     x, y = data()[0][:, :, :7]
-    TensorParallel(build(), sequence=True)(x, y)
+    TensorSequenceParallel(build())(x, y)
 
 
 def test_positions_that_do_not_divide_are_refused():

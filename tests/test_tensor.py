@@ -1,4 +1,5 @@
-"""The two regions and the two cut layers equal whole layers: values and all gradients, float64."""
+"""The two regions and the two cut layers equal whole layers: values and all gradients, float64; and
+the times that the calculator of section 7 gives."""
 
 import copy
 
@@ -8,7 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.instruments.ledger import Ledger
+from manyhands.models.transformer import Block
 from manyhands.ranks.lab import run_ranks
+from manyhands.tensor import bench
+from manyhands.tensor.cost import Link, messages_s, narrowest, products_s
 from manyhands.tensor.layers import (
     ColumnLinear,
     CopyToRanks,
@@ -17,6 +21,7 @@ from manyhands.tensor.layers import (
     my_part,
     my_range,
 )
+from manyhands.tensor.model import cut_block
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -197,3 +202,48 @@ def test_the_sum_is_over_places_not_over_memory():
     for found in run_ranks(sum_what_is_transposed_on_one_rank, 2):
         for total in found:
             assert torch.equal(total, 2 * torch.arange(6.0).view(2, 3))
+
+
+# ---- what a cut costs ----------------------------------------------------------------------
+
+WIRE = Link("a wire", bytes_per_s=1e9, latency_s=0.0)
+LATE = Link("a long wire", bytes_per_s=1e9, latency_s=1e-5)
+
+
+def bytes_of_a_block(width):
+    torch.manual_seed(0)
+    block, x = Block(width, 2, 0.0), torch.randn(3, 5, width)
+    cut_block(block)
+    with Ledger() as ledger:
+        bench.forward_and_backward(block, x)
+    return [entry.nbytes for entry in ledger.entries]
+
+
+def test_messages_are_those_of_a_block_and_products_those_of_its_matrices():
+    for sent in run_ranks(bytes_of_a_block, 2, 8):
+        assert len(sent) == 4
+        # a ring of two sends each tensor once
+        assert messages_s(8, 15, 2, WIRE, bytes_per_number=4) == pytest.approx(sum(sent) / 1e9)
+    weights = sum(p.numel() for p in Block(8, 2, 0.0).parameters() if p.dim() == 2)
+    assert products_s(8, 15, 4, 1e6) == pytest.approx(6 * weights * 15 / 4 / 1e6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_the_tokens_cancel_where_nothing_is_late(num_ranks):
+    shares = [
+        messages_s(512, tokens, num_ranks, WIRE) / products_s(512, tokens, num_ranks, 1e12)
+        for tokens in (1, 1000)
+    ]
+    assert shares == pytest.approx([(num_ranks - 1) * 2 * 1e12 / (9 * 512 * 1e9)] * 2)
+
+
+@pytest.mark.parametrize("link", [WIRE, LATE])
+def test_at_the_narrowest_width_both_take_equally_long(link):
+    width = narrowest(100, 8, 1e12, link)
+    assert messages_s(width, 100, 8, link) == pytest.approx(products_s(width, 100, 8, 1e12))
+    assert messages_s(2 * width, 100, 8, link) < products_s(2 * width, 100, 8, 1e12)
+
+
+def test_a_cut_block_is_timed_beside_a_whole_one():
+    for times_s in run_ranks(bench.time_cut, 2, cut_block, 16, 3):
+        assert [len(rounds) for rounds in times_s] == [3, 3] and min(map(min, times_s)) > 0

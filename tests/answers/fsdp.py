@@ -243,21 +243,17 @@ class InAnotherOrder(fsdp.FSDP):
     def before_forward(self, index):
         if index == 0:
             [one.free() for unit in self.units for one in unit]
-            self.is_backward = False
-        coming = [] if self.is_backward else self.units[index + 1 : index + 2]
+        coming = self.units[index + 1 : index + 2]
         for one in chain(self.units[index], *coming):
             one.start()
         [one.wait() for one in self.units[index]]
 
     def after_forward(self, index):
-        if self.is_backward or index == 0 or not self.reshard:
+        if index == 0 or not self.reshard:
             return
         [one.free() for one in self.units[index]]
 
     def before_backward(self, index):
-        self.is_backward = True
-        if 0 < index < len(self.units) - 1:
-            [one.free() for one in self.units[index + 1] if not one.shard.requires_grad]
         for one in self.units[index] + self.units[index - 1]:
             one.start()
         [one.wait() for one in self.units[index]]
@@ -309,7 +305,7 @@ class WaitsForTheNextToo(fsdp.FSDP):
             one.wait()
 
 
-@wrong("10.5", "a layer of it computes next")
+@wrong("10.5", "an earlier layer of it may still need frozen weights")
 class FreesFrozenToo(fsdp.FSDP):
     def after_backward(self, index):
         for one in self.units[index]:

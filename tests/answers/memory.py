@@ -221,7 +221,7 @@ def accumulate_beside(model, micro_batches):
     return losses / count
 
 
-@wrong("9.5", "alive when a forward begins")
+@wrong("9.5", "calls of the model, by the number of targets")
 def accumulate_puts_together(model, micro_batches):
     loss = model(*(torch.cat(parts) for parts in zip(*micro_batches, strict=True)))
     loss.backward()
@@ -327,6 +327,16 @@ class CheckpointThatKeepsTheGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return None, *torch.autograd.grad(ctx.result, (ctx.x, *ctx.params), grad)
+
+
+def forward_with_a_graph(ctx, function, x, *params):
+    keep_inputs(ctx, function, x, params)
+    with torch.enable_grad():
+        result = function(x)
+    return result.detach()
+
+
+WRONG["9.6"].append((checkpoint(forward_with_a_graph), "records nothing while the function runs"))
 
 
 def drops_gradients(again, x, params, grad):

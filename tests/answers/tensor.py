@@ -1,12 +1,12 @@
 """Lesson 13: right answers of another shape than the course's, and wrong ones that are no slip."""
 
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 from torch.autograd import Function
 from torch.distributed.tensor import Replicate, Shard
@@ -34,6 +34,8 @@ from manyhands.tensor.vocabulary import VocabEmbedding, vocab_cross_entropy
 
 f_ = CopyToRanks.apply
 g_ = SumOverRanks.apply
+# In torch 2.11 a matrix refuses a DTensor whose positions are cut, where 2.13 gathers them.
+GATHERS_BY_ITSELF = Version(torch.__version__) >= Version("2.13")
 
 # ---- 13.1 to 13.4: regions, parts, layers ---------------------------------------------------
 
@@ -78,33 +80,6 @@ class KeepsNoGroup(CopyToRanks):
     @staticmethod
     def forward(ctx, x, group=None):
         return x.view_as(x)
-
-
-def range_by_counting(size, unit=1, group=None):
-    units = size // unit
-    n = dist.get_world_size(group)
-    sizes = [units // n + (1 if rank < units % n else 0) for rank in range(n)]
-    if min(sizes) == 0:
-        raise ValueError("a rank has nothing")
-    rank = dist.get_rank(group)
-    return range(sum(sizes[:rank]) * unit, sum(sizes[: rank + 1]) * unit)
-
-
-def range_by_numpy(size, unit=1, group=None):
-    if size // unit < dist.get_world_size(group):
-        raise ValueError
-    mine = np.array_split(np.arange(size // unit), dist.get_world_size(group))
-    mine = mine[dist.get_rank(group)]
-    return range(int(mine[0]) * unit, (int(mine[-1]) + 1) * unit)
-
-
-KNOWN_RANGES = {}
-
-
-def range_from_a_cache(size, unit=1, group=None):
-    if (size, unit) not in KNOWN_RANGES:
-        KNOWN_RANGES[size, unit] = my_range(size, unit, group)
-    return KNOWN_RANGES[size, unit]
 
 
 class ColumnsByEinsum(nn.Module):
@@ -202,7 +177,7 @@ class Clamped(VocabEmbedding):
     def forward(self, inputs):
         rows = (inputs - self.mine.start).clamp(0, len(self.mine) - 1)
         mask = (rows + self.mine.start == inputs).float().unsqueeze(-1)
-        return self.leave(F.embedding(rows, self.weight) * mask, group=self.group)
+        return self.leave(F.embedding(rows, self.weight) * mask, self.group)
 
 
 class Frozen(VocabEmbedding):
@@ -373,46 +348,27 @@ class DrawsByRank(sequence.OwnRandom):
         torch.rand(dist.get_rank(group))
 
 
-# ---- 13.10 to 13.13: the model and its plan -------------------------------------------------
+# ---- 13.10 to 13.14: the model and its plan -------------------------------------------------
 
 
 class InSteps(model.TensorParallel):
-    def forward(self, inputs, targets):
+    def through_blocks(self, inputs):
         length = inputs.size(1)
-        places = self.positions(torch.arange(length))
-        if self.sequence:
-            size = length // dist.get_world_size(self.group)
-            places = places.narrow(0, dist.get_rank(self.group) * size, size)
-            with self.random.use():
-                x = self.inside(inputs, places)
-        else:
-            x = self.inside(inputs, places)
-        x = self.enter(self.norm(x), self.group)
-        scores = (x @ self.tokens.weight.T).reshape(-1, len(self.tokens.mine))
-        return vocab_cross_entropy(scores, targets.reshape(-1), self.tokens.mine, self.group)
-
-    def inside(self, inputs, places):
-        x = self.dropout(self.tokens(inputs) + places)
-        for block in self.blocks:
+        x = self.tokens(inputs) + self.positions(torch.arange(length))
+        for block in [self.dropout, *self.blocks]:
             x = block(x)
         return x
 
-
-class ByRange(model.TensorParallel):
-    def __init__(self, whole, sequence=False, seed=0, group=None):
-        super().__init__(whole, sequence, seed, group)
-        self.random = WithFork(seed, "cpu", group)
-
     def forward(self, inputs, targets):
-        n = inputs.shape[1]
-        r = my_range(n, 1, self.group) if self.sequence else range(n)
-        with self.random.use() if self.sequence else nullcontext():
-            x = self.dropout(self.tokens(inputs) + self.positions.weight[r.start : r.stop])
-            for block in self.blocks:
-                x = block(x)
-        x = self.enter(self.norm(x), self.group)
-        scores = F.linear(x, self.tokens.weight).flatten(0, 1)
-        return vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)
+        x = self.enter(self.norm(self.through_blocks(inputs)), self.group)
+        scores = (x @ self.tokens.weight.T).reshape(-1, len(self.tokens.mine))
+        return vocab_cross_entropy(scores, targets.reshape(-1), self.tokens.mine, self.group)
+
+
+class Sequential(model.TensorParallel):
+    def through_blocks(self, inputs):
+        places = self.positions.weight.narrow(0, 0, inputs.shape[1]).unsqueeze(0)
+        return nn.Sequential(*self.blocks)(self.dropout(places + self.tokens(inputs)))
 
 
 class ReturnsScores(model.TensorParallel):
@@ -424,6 +380,45 @@ class InEval(model.TensorParallel):
     def forward(self, inputs, targets):
         self.eval()
         return super().forward(inputs, targets)
+
+
+class ByRange(sequence.TensorSequenceParallel):
+    def through_blocks(self, inputs):
+        mine = my_range(inputs.shape[1], 1, self.group)
+        with self.random.use():
+            x = self.dropout(self.tokens(inputs) + self.positions(torch.tensor(list(mine))))
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+class ByNarrow(sequence.TensorSequenceParallel):
+    def through_blocks(self, inputs):
+        size = inputs.size(1) // dist.get_world_size(self.group)
+        places = self.positions.weight.narrow(0, dist.get_rank(self.group) * size, size)
+        with self.random.use():
+            return nn.Sequential(self.dropout, *self.blocks)(self.tokens(inputs) + places)
+
+
+class WholePlaces(sequence.TensorSequenceParallel):
+    def through_blocks(self, inputs):
+        with self.random.use():
+            x = self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])
+        return nn.Sequential(*self.blocks)(x)
+
+
+class BlockByBlock(sequence.TensorSequenceParallel):
+    """Draws anew for each block, and so the same as the one before."""
+
+    def through_blocks(self, inputs):
+        n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]].chunk(n)[rank]
+        for block in [self.dropout, *self.blocks]:
+            state = self.random.state
+            with self.random.use():
+                x = block(x)
+            self.random.state = state
+        return x
 
 
 def place_by_divmod(rank, world_size, tensor_ranks):
@@ -505,7 +500,6 @@ RIGHT = {
             function(in_two_steps, lambda g, _: g.clone()),
         ),
     ],
-    "13.2": [range_by_counting, range_by_numpy],
     "13.3": [Pair(ColumnsByEinsum, RowsByMatmul), Pair(ColumnsOfALinear, RowLinear)],
     "13.4": [cut_by_names, cut_and_return],
     "13.5": [OneHot, Clamped],
@@ -513,24 +507,21 @@ RIGHT = {
     "13.7": [classes(lists_gather, transposed_sum), classes(waited_apart)],
     "13.8": [flattened, by_offsets],
     "13.9": [WithFork, Numbered],
-    "13.10": [InSteps, ByRange],
+    "13.10": [InSteps, Sequential],
     "13.11": [place_by_divmod, place_by_table],
     "13.12": [calls_counted_one_by_one, calls_by_formula],
     "13.13": [
         inputs_by_hand,
-        planned({"qkv": lambda b: ColwiseParallel()}),
+        *([planned({"qkv": lambda b: ColwiseParallel()})] if GATHERS_BY_ITSELF else []),
         planned({"head": lambda b: ColwiseParallel(input_layouts=b, use_local_output=False)}),
     ],
+    "13.14": [ByRange, ByNarrow],
 }
 WRONG = {
     "13.1": [
         (Pair(KeepsNoGroup, SumOverRanks), "forward did not keep"),
         (Pair(CopyToRanks, function(read_too_early, lambda g, _: g)), "is nan, not"),
         (Pair(nn.Identity, nn.Identity), "a torch.autograd.Function"),
-    ],
-    "13.2": [
-        (range_from_a_cache, "gives range"),
-        (lambda *args, **group: list(my_range(*args, **group)), "a range without a step"),
     ],
     "13.3": [
         (Pair(WithoutSuper, RowLinear), "before nn.Module was set up"),
@@ -553,4 +544,5 @@ WRONG = {
         (lambda num_blocks, sequence=False: {"tokens": RowwiseParallel}, "A style is an object"),
         (planned({"qkv": lambda b: ColwiseParallel(input_layouts=(b,))}), ""),
     ],
+    "13.14": [(WholePlaces, "must match"), (BlockByBlock, "what through_blocks gives")],
 }

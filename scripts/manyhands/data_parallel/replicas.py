@@ -12,7 +12,15 @@ of another 4P bytes. loops.py has the training loops, also that of a parameter s
     average_buckets     after backward, one all-reduce per bucket: fewer messages
     BucketedDDP         during backward, one all-reduce per bucket: hidden behind the computation
 
-BucketedDDP is a BucketSender, which starts the messages, and finishes them itself.
+BucketedDDP is a BucketSender, which starts the messages, and finishes them itself. It counts on a
+gradient, in every backward and on every rank, of all parameters that were trainable when it was
+made. PyTorch's DDP has the same limits:
+
+    unused on every rank      nothing is averaged, and the next forward says so; a step that was
+                              taken before it, such as the last of a training, lets replicas drift
+    unused on one rank only   this rank never sends the parameter's bucket; the others wait for it
+                              until it ends or the group's time limit has passed
+    unfrozen after wrapping   it is in no bucket, so it is never averaged
 
 Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704, sections 3-4.
 """

@@ -29,32 +29,20 @@ def all_gather(whole: Tensor, shard: Tensor, group: Group = None) -> dist.Work:
 
 
 def reduce_scatter(shard: Tensor, whole: Tensor, group: Group = None) -> None:
-    """Fill rank r's `shard` (S,) with the sum of all ranks' part r of their `whole` (N x S,)."""
+    """Fill rank r's `shard` (S,) with the sum of all ranks' part r of their `whole` (N x S,).
+
+    It waits. With NCCL the stream that computes does, so on a GPU, too, backward stops for each
+    reduction, and for the all-reduce over replicas; fully_shard has a stream of its own for them.
+    """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(shard, whole, group=group)
 
 
-class Flat:
-    """Parameters of a model as one vector, of which this rank owns one of N equal shards."""
+class Views:
+    """Parameters that are views of one vector, `whole`: what is written into one is in the other.
 
-    def __init__(self, params: Iterable[nn.Parameter], group: Group = None) -> None:
-        """Build the vector, show it to the parameters, and make this rank's shard.
-
-        The parameters are equal on all ranks, of one type, and either all trainable or all frozen.
-        Sets self.params (a list), group, num_ranks, replicas (None), padding (a tensor), and
-
-            whole: (padded P,), the parameters one behind the other, then zeros up to a multiple of
-                N. The parameters are views of it: what is written into one is seen in the other.
-            shard: this rank's part of `whole`, (padded P/N,), as a parameter for an optimizer.
-        """
-        self.params, self.group, self.replicas = list(params), group, None
-        self.num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        padding = -sum(param.numel() for param in self.params) % self.num_ranks
-        self.padding = self.params[0].detach().new_zeros(padding)
-        self.whole = pack([*self.params, self.padding])
-        self.show(self.whole)
-        mine = self.whole.chunk(self.num_ranks)[rank]
-        self.shard = nn.Parameter(mine, requires_grad=self.params[0].requires_grad)
+    A subclass sets params, padding, shard and group.
+    """
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Parts of a vector (padded P,) in the shapes of the parameters, in their order."""
@@ -73,6 +61,29 @@ class Flat:
         The shards are sent in the type of `whole`, which may be a shorter one.
         """
         return all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+
+
+class Flat(Views):
+    """Parameters of a model as one vector, of which this rank owns one of N equal shards."""
+
+    def __init__(self, params: Iterable[nn.Parameter], group: Group = None) -> None:
+        """Build the vector, show it to the parameters, and make this rank's shard.
+
+        The parameters are equal on all ranks, of one type, and either all trainable or all frozen.
+        Sets self.params (a list), group, num_ranks, replicas (None), padding (a tensor), and
+
+            whole: (padded P,), the parameters one behind the other, then zeros up to a multiple of
+                N. The parameters are views of it.
+            shard: this rank's part of `whole`, (padded P/N,), as a parameter for an optimizer.
+        """
+        self.params, self.group, self.replicas = list(params), group, None
+        self.num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        padding = -sum(param.numel() for param in self.params) % self.num_ranks
+        self.padding = self.params[0].detach().new_zeros(padding)
+        self.whole = pack([*self.params, self.padding])
+        self.show(self.whole)
+        mine = self.whole.chunk(self.num_ranks)[rank]
+        self.shard = nn.Parameter(mine, requires_grad=self.params[0].requires_grad)
 
     def reduce(self) -> None:
         """Turn the parameters' gradients into `shard.grad`, (padded P/N,), and drop them.
@@ -97,11 +108,7 @@ class Flat:
 
 
 class ShardedFlat(Flat):
-    """A Flat whose `whole` has memory only while it is used; the shard has its own.
-
-    Args:
-        dtype: of the whole, that layers compute with; the shard keeps the parameters' own.
-    """
+    """A Flat whose `whole`, in `dtype`, has memory only while it is used; the shard has its own."""
 
     def __init__(
         self,
@@ -120,7 +127,7 @@ class ShardedFlat(Flat):
 
     @property
     def is_whole(self) -> bool:
-        """The memory is there; what is in it may still be on its way."""
+        """The memory is there; its contents may still be on their way."""
         return self.whole.untyped_storage().nbytes() > 0
 
     def start(self) -> None:
@@ -140,7 +147,7 @@ class ShardedFlat(Flat):
         """Give the memory back, without a message; a gather on its way writes to it, so wait."""
         if self.coming is not None:
             self.wait()
-        # What autograd saved of the weights are views of this storage: it stays, with 0 bytes.
+        # Autograd's saved weights are views of this storage: it stays, with 0 bytes.
         self.whole.untyped_storage().resize_(0)
 
 

@@ -108,7 +108,8 @@ def calls_per_step(num_blocks: int, reshard: bool = True, replicas: int = 1) -> 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """The whole weights of a sharded model under the names that they had, on the CPU of rank 0.
 
-    {} on other ranks. Every rank calls it. Works for torch_fsdp and for FSDP, unit by unit.
+    On the other ranks it returns {}, but every rank has to call it, because it gathers. It works
+    for torch_fsdp and, unit by unit, for FSDP.
     """
     if isinstance(model, FSDPModule):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

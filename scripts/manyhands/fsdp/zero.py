@@ -22,9 +22,10 @@ class ShardedOptimizer:
     """ZeRO stage 1: an optimizer that keeps the state of this rank's shards only.
 
     Args:
-        flats: of all the model's trainable parameters.
-        make_optimizer: gets the shards and returns an optimizer that works number by number, such
-            as AdamW: a shard does not know which rows belong to one matrix.
+        flats: of all the model's parameters; those that are frozen now are never stepped.
+        make_optimizer: gets the shards; its optimizer works number by number, as AdamW does,
+            because a shard does not know which rows belong to one matrix. A parameter without a
+            gradient counts as zeros beside others of its Flat, so AdamW still decays it.
     """
 
     def __init__(
@@ -56,10 +57,7 @@ class ShardedOptimizer:
             work.wait()
 
     def zero_grad(self) -> None:
-        """Drop all gradients, of the parameters and of the shards, such as those of a skipped step.
-
-        model.zero_grad() alone would leave in the shards what stage 2 has reduced already.
-        """
+        """Drop all gradients; model.zero_grad() would leave those that stage 2 has reduced."""
         for flat in self.flats:
             flat.shard.grad = None
             for param in flat.params:

@@ -7,9 +7,10 @@
 
 It stands in torch's dispatcher and sees every tensor that an operator returns, until its memory is
 given back. It counts tensors, not what the allocator or the process holds on to, so the same
-program gives the same bytes on every machine. It does not see what an operator, a collective or a
-compiled kernel needs inside. Tensors from before the block count once an operator returns them, or
-if `parts` names them.
+program gives the same bytes on every machine. A rank that computes on a GPU names this device, and
+then tensors in the memory of the CPU, such as offloaded shards, do not count. It does not see what
+an operator, a collective or a compiled kernel needs inside. Tensors from before the block count
+once an operator returns them, or if `parts` names them.
 """
 
 import weakref
@@ -40,12 +41,18 @@ class Live(TorchDispatchMode):
             is "other": activations and temporary values.
         limit: raise OverLimit as soon as there are more bytes than this.
         keep: keep in `history` what `now` would say after each operator.
+        device: count only tensors on devices of its kind, "cuda" or "cpu"; all where not given.
     """
 
     def __init__(
-        self, parts: Callable[[], Parts], limit: int | None = None, keep: bool = False
+        self,
+        parts: Callable[[], Parts],
+        limit: int | None = None,
+        keep: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.kind = None if device is None else torch.device(device).type
         self.parts = parts
         self.limit = limit
         self.keep = keep
@@ -78,7 +85,8 @@ class Live(TorchDispatchMode):
         found: dict[str, int] = {}
         seen: set[int] = set()
         for name, tensors in self.parts().items():
-            storages = {s._cdata: s.nbytes() for s in map(_storage, tensors)}
+            watched = filter(self._is_watched, map(_storage, tensors))
+            storages = {storage._cdata: storage.nbytes() for storage in watched}
             found[name] = sum(storages[key] for key in storages.keys() - seen)
             seen |= storages.keys()
         alive = {key: ref() for key, ref in list(self.storages.items()) if key not in seen}
@@ -93,8 +101,14 @@ class Live(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = _storage(tensor)
         key = storage._cdata
-        if key not in self.storages:  # the key may come again when this storage is gone
+        if key not in self.storages and self._is_watched(
+            storage
+        ):  # the key may come again when this storage is gone
             self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+
+    def _is_watched(self, storage: torch.UntypedStorage) -> bool:
+        # A rank has one GPU at most, so the kind of the device says which one.
+        return self.kind is None or storage.device.type == self.kind
 
     def _count(self) -> None:
         for tensors in self.parts().values():

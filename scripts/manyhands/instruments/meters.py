@@ -47,6 +47,16 @@ def memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def reset_peaks(device: torch.device) -> None:
+    """Let `memory_bytes` of a GPU begin anew with what tensors take now; nothing on a CPU.
+
+    Called when a model has been sharded. Every rank has built the whole of it before, and this
+    moment of set-up would otherwise be the peak of the run and hide what sharding saves.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def slurm_environ() -> Mapping[str, str]:
     """The variables of this batch job; none where SLURM_* may be those of another job.
 
@@ -196,7 +206,9 @@ class Stopwatch:
     """Splits the time of a step into PHASES; on a GPU with events, so that nothing has to wait.
 
     "communication" is what is not hidden behind backward: from this rank's last gradient to the
-    optimizer. It is only watched where there are several ranks.
+    optimizer. It is only watched where there are several ranks. Messages on which forward or
+    backward themselves wait, such as the gathers of FSDP and the sums of tensor parallelism, are
+    not split off: their time counts as forward or backward.
     """
 
     def __init__(self, device: torch.device) -> None:

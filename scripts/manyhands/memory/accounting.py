@@ -1,14 +1,14 @@
-"""Where the memory of training goes, in bytes a rank: predicted, and counted in autograd.
+"""Where the memory of training goes, in bytes per rank: predicted, and counted in autograd.
 
     weights | gradients | optimizer state | activations: what forward keeps for backward
 
-    stage 0   every rank has all of it       1   the optimizer's state is cut into n shards
-    stage 2   the gradients, too             3   the weights, too
+    stage 0   every rank has all of it       1   the optimizer state is sharded over n ranks
+    stage 2   the gradients as well          3   the weights as well
 
-    fp32 Adam:  4 + 4 + 8 = 16 bytes a parameter; in stage 3 on n ranks 16/n
-    a block:    16 D + H + 4 numbers a token (D width, H heads), with fused attention
+    fp32 Adam:  4 + 4 + 8 = 16 bytes per parameter; in stage 3 on n ranks 16/n
+    a block:    16 D + H + 4 numbers per token (D width, H heads), with fused attention
 
-savings.py has ways to need less. live.Live counts what really lives on a rank.
+savings.py has ways to need less. live.Live counts the tensors that really exist on a rank.
 Sources: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054, section 3; Korthikanti
 et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4.
 """
@@ -34,31 +34,33 @@ def recipe(
     states: Sequence[torch.dtype],
     master: torch.dtype | None = None,
 ) -> Recipe:
-    """Bytes of one parameter, from the type in which each part is kept.
+    """Return the bytes of one parameter, from the data type in which each part is kept.
 
     Args:
-        states: what the optimizer keeps for each parameter; Adam two running means, of the
-            gradient and of its square.
-        master: of the optimizer's own copy of the weights, where it has one.
+        states: the types of what the optimizer keeps for each parameter; Adam keeps two running
+            means, one of the gradient and one of its square.
+        master: the type of the optimizer's own copy of the weights, or None if it has no copy.
     """
     kept = [*states, *([master] if master else [])]
     return Recipe(weights.itemsize, gradients.itemsize, sum(dtype.itemsize for dtype in kept))
 
 
 def bytes_per_rank(sizes: Sequence[int], recipe: Recipe, stage: int, world_size: int) -> Recipe:
-    """Bytes that each rank holds in ZeRO `stage` 0 (all of it) to 3.
+    """Return the bytes that each rank holds in ZeRO `stage` 0 (everything) to 3.
 
-    To be cut, parameters are laid into flat vectors, mostly one for each block of the model. Each
-    vector is padded to a multiple of `world_size`, and every rank keeps one part of it. Sizes
-    [5, 3] on 2 ranks: padded 6 and 4, so 5 numbers a rank in what is cut.
+    Before they are sharded, parameters are laid out in flat vectors, usually one for each block of
+    the model. Each vector is padded to a multiple of `world_size`, and every rank keeps one shard
+    of it. For example, sizes [5, 3] on 2 ranks are padded to 6 and 4, so a rank keeps 5 numbers of
+    a part that is sharded.
 
-    What is not cut is whole on every rank: 8 numbers in stage 0. From stage 1 on the weights lie
-    in the padded vectors, so they are 10; gradients have no padding before they are cut: 8.
+    A part that is not sharded is whole on every rank. In stage 0 that is 8 numbers. From stage 1 on
+    whole weights lie in the padded vectors, so they are 10 numbers; whole gradients are not padded,
+    so they are 8.
 
     Args:
-        sizes: numbers in each vector; in stage 0 in each parameter.
-        recipe: bytes of one parameter. If the optimizer keeps anything, it counts its steps, too:
-            4 bytes for each of `sizes`, on every rank and in every stage.
+        sizes: how many numbers each vector has, or in stage 0 each parameter.
+        recipe: bytes of one parameter. An optimizer that keeps anything also counts its steps: 4
+            bytes for each of `sizes`, on every rank and in every stage.
     """
     shard = sum(-(-size // world_size) for size in sizes)
     whole = sum(sizes) if stage == 0 else shard * world_size
@@ -71,13 +73,13 @@ def bytes_per_rank(sizes: Sequence[int], recipe: Recipe, stage: int, world_size:
 
 
 def block_activations(tokens: int, width: int, heads: int, nbytes: int = 4) -> dict[str, int]:
-    """Bytes that each operation of a Transformer block keeps for backward, by its name.
+    """Return the bytes that each operation of a Transformer block keeps for backward, by its name.
 
-    The names: norm1, qkv, attention, out, norm2, up, gelu, down. A number takes `nbytes`. Each
-    keeps the input that its gradient needs. Attention keeps queries, keys and values, its output,
-    and one number a head and token; a norm keeps its input, and mean and scale of each token.
-    Nothing counts twice: `out` has 0, as its input is the output that attention has kept. A norm
-    does not keep its output.
+    The names are norm1, qkv, attention, out, norm2, up, gelu and down. Each number takes `nbytes`
+    bytes. An operation keeps the input that its gradient needs. Attention keeps queries, keys and
+    values, its output, and one number per head and token; a norm keeps its input, and the mean and
+    the scale of each token, but not its output. Nothing counts twice: `out` keeps 0 bytes, because
+    attention has already kept the tensor that is its input.
     """
     per_token = {
         "norm1": width + 2,
@@ -93,10 +95,10 @@ def block_activations(tokens: int, width: int, heads: int, nbytes: int = 4) -> d
 
 
 def saved_bytes(run: Callable[[], Tensor], params: Iterable[nn.Parameter]) -> int:
-    """Bytes of memory that autograd keeps for backward when `run()` computes, each counted once.
+    """Return the bytes of memory that autograd keeps for backward when `run()` computes.
 
-    The memory of `params` does not count: it would be there without autograd. A backward through
-    the result still works.
+    Memory that several tensors share counts once. The memory of `params` does not count, since it
+    would be there without autograd. A backward through the result of `run()` still works.
     """
     kept: dict[int, int] = {}
 
@@ -106,7 +108,7 @@ def saved_bytes(run: Callable[[], Tensor], params: Iterable[nn.Parameter]) -> in
         return tensor.detach()  # the tensor itself could keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = run()  # alive until the end, or memory might be given away twice
+        result = run()  # alive until the end, or new tensors might get the same memory
     own = {param.untyped_storage().data_ptr() for param in params}
     del result
     return sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)

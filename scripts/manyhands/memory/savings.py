@@ -6,8 +6,9 @@
                             again  <--  again  <--          and one block's activations at a time
     MasterWeights   compute in bfloat16; step copies of the weights in fp32, where small steps count
 
-Price: accumulation costs only smaller pieces of work; a checkpoint a second forward, a third more
-work; master weights 4 bytes a parameter, beside 2 and 2 where there were 4 and 4.
+Price: accumulation costs only smaller pieces of work; a checkpoint costs a second forward, which is
+a third more work; master weights cost 4 bytes per parameter, while weights and gradients shrink
+from 4 bytes each to 2.
 Sources: Chen et al. 2016, https://arxiv.org/abs/1604.06174; Micikevicius et al. 2018, "Mixed
 Precision Training", https://arxiv.org/abs/1710.03740, section 3.1.
 """
@@ -22,8 +23,9 @@ def accumulate(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]])
     """Add the gradient of one large batch to .grad, micro-batch by micro-batch; return its loss.
 
     `model(inputs, targets)` returns the mean loss of the targets. Micro-batches (inputs, targets)
-    may differ in size, and inputs from targets; each target of the large batch counts the same. One
-    graph lives at a time. A frozen parameter has no gradient: its .grad stays None.
+    may differ in size, and there may be more inputs than targets. Each target of the large batch
+    counts the same. Only one micro-batch's graph exists at a time, and the returned loss has none.
+    A frozen parameter gets no gradient: its .grad stays None.
     """
     num_targets = sum(targets.numel() for _, targets in micro_batches)
     losses = []
@@ -35,7 +37,7 @@ def accumulate(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]])
 
 
 class Checkpoint(torch.autograd.Function):
-    """Run a function without keeping anything but its input; backward runs it a second time."""
+    """Run a function and keep only its input; backward runs the function a second time."""
 
     @staticmethod
     def forward(
@@ -44,11 +46,12 @@ class Checkpoint(torch.autograd.Function):
         x: Tensor,
         *params: nn.Parameter,
     ) -> Tensor:
-        """Return function(x), and keep what backward needs: the input and the random numbers.
+        """Return function(x), and keep what backward needs: the input and the random states.
 
-        Tensors go to ctx.save_for_backward: autograd can then count them, free them, and see
-        changes in place. Autograd records nothing in here. `params` are the trainable parameters
-        that the function uses: they are arguments so that autograd asks for their gradients.
+        Tensors go to ctx.save_for_backward, so that autograd can count them, free them, and notice
+        changes in place; everything else becomes an attribute of ctx. Autograd records nothing in
+        here. `params` are the trainable parameters that the function uses: they are arguments so
+        that autograd asks for their gradients.
         """
         ctx.function, ctx.rng = function, rng_states(x.device)
         ctx.save_for_backward(x, *params)
@@ -60,8 +63,9 @@ class Checkpoint(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Run the function again on its input, with the same random numbers, and differentiate.
 
-        Returns a tuple of one gradient for each argument of forward: None for the function, then
-        those of x and of every parameter. Afterwards the random numbers are where they were before.
+        Returns a tuple with one entry for each argument of forward: None for the function, then the
+        gradients of x and of every parameter. Afterwards the random states are what they were
+        before the call.
         """
         x, *params = ctx.saved_tensors
         x = x.detach().requires_grad_()
@@ -76,14 +80,14 @@ class Checkpoint(torch.autograd.Function):
 def checkpointed(
     module: nn.Module, x: Tensor, rule: type[torch.autograd.Function] = Checkpoint
 ) -> Tensor:
-    """module(x), whose activations are dropped in forward and computed again in backward."""
+    """Return module(x); its activations are dropped in forward and computed again in backward."""
     device = x.device.type
     precision = {
         "dtype": torch.get_autocast_dtype(device),
         "enabled": torch.is_autocast_enabled(device),
     }
 
-    def function(x: Tensor) -> Tensor:  # backward runs outside the block of autocast
+    def function(x: Tensor) -> Tensor:  # backward runs outside the `with` of autocast
         with torch.autocast(device, **precision):
             return module(x)
 
@@ -92,23 +96,23 @@ def checkpointed(
 
 
 def rng_states(device: torch.device) -> list[Tensor]:
-    """Where the random numbers stand, of the CPU and of a GPU."""
+    """Return the states of the random generators, of the CPU and of a GPU."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_gpu]
 
 
 def set_rng_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Go on with the random numbers from where `rng_states` found them."""
+    """Continue with the random numbers from the point at which `rng_states` was called."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 class MasterWeights:
-    """Step fp32 copies of short weights, so that no step is too small to be seen.
+    """Step fp32 copies of short weights, so that no step is lost because it is too small.
 
     Args:
-        params: of a model in bfloat16, say. Frozen ones stay as they are.
+        params: those of a model in bfloat16, for example. Frozen ones stay as they are.
         make_optimizer: gets the fp32 copies and returns the optimizer that steps them.
     """
 

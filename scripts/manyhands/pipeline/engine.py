@@ -31,8 +31,8 @@ from manyhands.pipeline.wiring import Mail
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
-class Pipeline:
-    """Run this rank's stages of a model by a schedule; stage s is on rank s % p.
+class Setup:
+    """What a rank of a pipeline is given, and what it keeps in a step; stage s is on rank s % p.
 
     Args:
         stages: this rank's modules by the number of the stage.
@@ -40,7 +40,7 @@ class Pipeline:
         loss_fn: (output of the last stage, targets) -> mean loss over a micro-batch.
         shape: of what goes from a stage to the next, for one micro-batch: (B/m, ...).
         recompute: keep only each stage's input, and run its forward again in backward.
-        back: another group of the same ranks, for gradients; see Mail.
+        back: another group of the same ranks, for gradients; Mail makes one if it is not given.
         dtype: of what goes from a stage to the next. Under autocast it may not be float32.
     """
 
@@ -55,18 +55,57 @@ class Pipeline:
         group: Group = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.stages, self.loss_fn = dict(stages), loss_fn
+        self.stages = dict(stages)
+        self.loss_fn = loss_fn
+        self.recompute = recompute
+        self.group = group
         self.actions = schedule[dist.get_rank(group)]
-        self.p, self.m = len(schedule), 1 + max(action.microbatch for action in self.actions)
+        self.p = len(schedule)
+        self.m = 1 + max(action.microbatch for action in self.actions)
         self.last = max(action.stage for actions in schedule for action in actions)
-        self.recompute, self.group = recompute, group
         params = [param for stage in self.stages.values() for param in stage.parameters()]
         self.device = params[0].device if params else torch.device("cpu")
         self.mail = Mail(self.p, self.m, shape, self.device, back, group, dtype)
         self.saved: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output, send
-        self.sends: list[dist.Work] = []
+        self.sends: list[dist.Work] = []  # of gradients
         self.losses: list[Tensor] = []
         self.spans: list[Span] = []  # of the last step: when this rank computed what
+
+    def cut(self, batch: Tensor | None) -> Sequence[Tensor]:
+        """A batch as m micro-batches; none where the rank has no batch.
+
+        Each has memory of its own, so that a first stage may change its input in place.
+        """
+        if batch is None:
+            return []
+        if len(batch) % self.m:
+            raise ValueError(f"a batch of {len(batch)} cannot be cut into {self.m} micro-batches")
+        return [part.clone() for part in batch.chunk(self.m)]
+
+    def run(self, stage: int, x: Tensor) -> Tensor:
+        """The output of `stage` for the input x; with `recompute` its activations are not kept.
+
+        Raises:
+            RuntimeError: the stage begins with an operation in place, which autograd forbids on an
+                input that asks for a gradient.
+        """
+        module = self.stages[stage]
+        try:
+            if self.recompute:
+                return checkpoint(module, x, use_reentrant=False)
+            return module(x)
+        except RuntimeError as error:
+            if "in-place operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"stage {stage} changes its input in place, but the stage before needs the "
+                "gradient of that input: use the operation that returns a new tensor, such as "
+                "nn.ReLU(inplace=False)"
+            ) from error
+
+
+class Engine(Setup):
+    """Runs a schedule, one action after the other; `forward` and `backward` are in Pipeline."""
 
     def step(self, inputs: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """Run all actions of this rank; gradients of the mean loss add up in `.grad`.
@@ -81,8 +120,11 @@ class Pipeline:
         self.inputs, self.targets = self.cut(inputs), self.cut(targets)
         self.spans.clear()
         self.losses.clear()
-        for action in self.actions:
-            (self.forward if action.kind == "F" else self.backward)(action.stage, action.microbatch)
+        for kind, stage, i in self.actions:
+            if kind == "F":
+                self.forward(stage, i)
+            else:
+                self.backward(stage, i)
         left = [send for *_, send in self.saved.values()]  # of forwards without a backward
         for work in filter(None, [*self.sends, *left]):
             work.wait()
@@ -90,13 +132,22 @@ class Pipeline:
         self.saved.clear()
         return self.share_loss()
 
-    def cut(self, batch: Tensor | None) -> Sequence[Tensor]:
-        """A batch as m micro-batches; none where the rank has no batch."""
-        if batch is None:
-            return []
-        if len(batch) % self.m:
-            raise ValueError(f"a batch of {len(batch)} cannot be cut into {self.m} micro-batches")
-        return batch.chunk(self.m)
+    def share_loss(self) -> Tensor:
+        """The batch's mean loss, a scalar, from the rank of the last stage to all of the group."""
+        total = sum(self.losses, torch.zeros((), device=self.device)).float()
+        dist.broadcast(total, group=self.group, group_src=self.last % self.p)
+        return total
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """Note when this rank computes, by the host's clock, which does not see a GPU at work."""
+        start_s = time.time()
+        yield
+        self.spans.append((action, start_s, time.time()))
+
+
+class Pipeline(Engine):
+    """The engine with its two kinds of action."""
 
     def forward(self, stage: int, i: int) -> None:
         """Take micro-batch `i` through `stage`: from self.inputs or the mail, to the next stage.
@@ -107,8 +158,7 @@ class Pipeline:
         """
         x = self.inputs[i] if stage == 0 else self.mail.receive("F", stage, i).requires_grad_()
         with self.span(Action("F", stage, i)):
-            module = self.stages[stage]
-            out = checkpoint(module, x, use_reentrant=False) if self.recompute else module(x)
+            out = self.run(stage, x)
             if stage == self.last:
                 out = self.loss_fn(out, self.targets[i]) / self.m
                 self.losses.append(out.detach())
@@ -130,19 +180,3 @@ class Pipeline:
             send.wait()  # it has long arrived: its gradient came back
         if stage > 0:
             self.sends.append(self.mail.send("B", x.grad, stage - 1, i))
-
-    def share_loss(self) -> Tensor:
-        """The batch's mean loss, a scalar, from the rank of the last stage to all of the group."""
-        total = sum(self.losses, torch.zeros((), device=self.device)).float()
-        dist.broadcast(total, group=self.group, group_src=self.last % self.p)
-        return total
-
-    @contextmanager
-    def span(self, action: Action) -> Iterator[None]:
-        """Note when this rank computes, by the host's clock, which does not see a GPU at work.
-
-        Waiting for messages is outside.
-        """
-        start_s = time.time()
-        yield
-        self.spans.append((action, start_s, time.time()))

@@ -10,7 +10,7 @@ actions one by one, and waits before each one for what that needs from another r
 forward of micro-batch 3, B3 its backward. Stage s of p x v stages is on rank s % p.
 
 Price: with m micro-batches and equal stages p - 1 time slots (of a forward and a backward) of
-m + p - 1 are empty on every rank, the bubble; v stages a rank make them v times as short.
+m + p - 1 are empty on every rank, the bubble; v stages per rank make them v times as short.
 Activations are kept from F to B: of m micro-batches in GPipe, of at most p - rank in 1F1B.
 
 Sources: Huang et al. 2018, "GPipe", https://arxiv.org/abs/1811.06965, section 2.3; Narayanan et
@@ -80,10 +80,10 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 
     The micro-batches go in max(1, m // p) groups of one size g, so g = p for a multiple of p: g
     forwards of a rank's first stage, g of its second, ..., then the next g micro-batches. Backwards
-    go in the same order of micro-batches, and from the last stage to the first. A rank begins with
-    2 (p - 1 - rank) + (v - 1) g forwards, or all; then F and B in turns; then the rest. (v - 1) g
-    are what the last rank does before its last stage; each rank before it does two more, for the
-    way there and back.
+    go in the same order of micro-batches, and from the last stage to the first. As in 1F1B, a rank
+    begins with some forwards, or all of them; then F and B in turns; then the rest. The last rank
+    begins with those that come before the first forward of its last stage, and each rank with two
+    more than the rank behind it: one for the way there and one for the way back.
 
     Raises:
         ValueError: the micro-batches cannot be put into max(1, m // p) groups of one size.

@@ -29,12 +29,17 @@ Tied = list[tuple[nn.Parameter, list[int]]]  # and the ranks of a pipeline that 
 class Mail:
     """Messages between the stages of a pipeline; stage s is on rank s % p.
 
+    NCCL has one queue for two ranks of a group, and no tags: whatever the messages are, the first
+    that one rank sends must be the first that the other receives. So activations and gradients go
+    through groups of their own, and with two ranks, which are each other's next and previous one,
+    also the two directions do. Then all messages of a queue come in the order of the schedule.
+
     Args:
         p, m: ranks of the pipeline, and micro-batches.
         shape: of every message, (B/m, ...).
         dtype: of every message. Under autocast, that of what a stage returns.
-        back: another group of the same ranks, for gradients. NCCL has one queue for two ranks and
-            no tags: messages of a kind come in order, but the two kinds could wait for each other.
+        back: another group of the same ranks, for gradients; made here if not given. Then all ranks
+            of the group must make their Mail at the same point.
     """
 
     def __init__(
@@ -52,7 +57,31 @@ class Mail:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
-        self.channel = {"F": group, "B": group if back is None else back}
+        self.channel: dict[tuple[str, int], Group] = {}  # (kind, rank that sends) -> group
+        if p > 1:
+            self.open_channels(group, another(group) if back is None else back)
+
+    def open_channels(self, group: Group, back: Group) -> None:
+        """Give each kind of message its group, and send one number through every channel.
+
+        The first message of two ranks in a group makes a communicator on GPUs: both ranks have to
+        come, and it may wait for all that a rank has started before. In the midst of a schedule
+        that can be a message for which the other rank is not ready, so it is done here.
+        """
+        two_ways = self.p == 2
+        for rank in range(self.p):
+            turned = two_ways and rank == 1
+            self.channel["F", rank] = another(group) if turned else group
+            self.channel["B", (rank + 1) % self.p] = another(group) if turned else back
+        mine = dist.get_rank(group)
+        hello = torch.zeros(1, device=self.device)
+        # All ranks go through the channels in one order, so no two wait for each other.
+        for (kind, sender), channel in self.channel.items():
+            receiver = (sender + (1 if kind == "F" else -1)) % self.p
+            if mine == sender:
+                dist.send(hello, group=channel, group_dst=receiver)
+            elif mine == receiver:
+                dist.recv(hello, group=channel, group_src=sender)
 
     def send(self, kind: str, tensor: Tensor | None, stage: int, i: int) -> dist.Work:
         """Start to send an activation ("F") or a gradient ("B") of micro-batch `i` to `stage`.
@@ -71,17 +100,25 @@ class Mail:
                 f"but stage {stage} expects {self.shape} and {self.dtype}: give Pipeline the shape "
                 "and dtype of what its stages return"
             )
-        where = {"group": self.channel[kind], "group_dst": stage % self.p}
+        source = stage - 1 if kind == "F" else stage + 1
+        where = {"group": self.channel[kind, source % self.p], "group_dst": stage % self.p}
         return dist.isend(tensor.contiguous(), **where, tag=stage * self.m + i)
 
     def receive(self, kind: str, stage: int, i: int) -> Tensor:
         """Wait for the activation ("F") or gradient ("B") of micro-batch `i` for `stage`."""
         source = stage - 1 if kind == "F" else stage + 1
-        where = {"group": self.channel[kind], "group_src": source % self.p}
+        where = {"group": self.channel[kind, source % self.p], "group_src": source % self.p}
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # The tag is the address: messages of different stages cannot be taken for one another.
+        # On gloo the tag says for which stage and micro-batch a message is. NCCL ignores tags:
+        # there the order alone protects, which is why each channel goes one way.
         dist.recv(tensor, **where, tag=stage * self.m + i)
         return tensor
+
+
+def another(group: Group) -> dist.ProcessGroup:
+    """One more group of the same ranks; only these ranks call it."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def make_grid(num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -118,7 +155,10 @@ def find_tied(stages: Sequence[nn.Module], p: int) -> Tied:
 
 
 def sum_tied(tied: Tied, group: Group = None) -> None:
-    """Add up the gradients of each tied parameter over the ranks that use it. Call after a step.
+    """Add up the gradients of each tied parameter over the ranks that use it.
+
+    Call it once, after the last backward that adds to these gradients: at the end of all
+    accumulation, and before the optimizer's step.
 
     `tied` is a list of (parameter, its ranks in the pipeline), as find_tied returns it. The first
     of these ranks takes the parts of the others, and sends the sum back. Others do nothing.
@@ -162,7 +202,8 @@ def torch_pipeline(
         "interleaved": pipelining.ScheduleInterleaved1F1B,
         "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     }
-    device = next(next(iter(stages.values())).parameters()).device
+    params = [param for module in stages.values() for param in module.parameters()]
+    device = params[0].device if params else torch.device("cpu")  # no parameters: an activation
     parts = [
         pipelining.PipelineStage(module, index, num_stages, device, group=group)
         for index, module in stages.items()

@@ -23,7 +23,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 MACHINERY = (
     *(
         str(PACKAGE / "ranks" / name)
-        for name in ("lab", "failures", "forkserver", "runtime", "network")
+        for name in (
+            "lab failures forkserver runtime network rules flights notes matching deadlocks"
+        ).split()
     ),
     str(PACKAGE / "instruments" / "ledger"),
     str(PACKAGE / "checks"),
@@ -122,6 +124,14 @@ class RankFailed(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]  # a notebook shows this, not the course's frames
+
+
+class RuleBroken(RankFailed):
+    """A call broke a rule of NCCL's: one line with the lines of the program."""
+
+    def _text(self) -> str:
+        places = (" ".join(where(frame).split()) for frame in self.failure.frames)
+        return self.failure.message.format(*places)
 
 
 class RanksHung(RankFailed):

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection, spawn
 from typing import NoReturn
@@ -33,6 +33,7 @@ from manyhands.ranks.failures import (
     RankFailed,
     RanksHung,
     RanksInterrupted,
+    RuleBroken,
     is_echo,
     learner_frames,
     parse_stack,
@@ -50,6 +51,7 @@ def run_ranks(
     timeout_s: float = 30,
     quiet: bool = False,
     join: bool = True,
+    rules: str | None = None,
     **kwargs: object,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` CPU ranks and return each rank's value.
@@ -64,8 +66,12 @@ def run_ranks(
         quiet: show nothing of what the ranks print.
         join: False leaves joining to `fn`: RANK, WORLD_SIZE, MASTER_ADDR ... are set as torchrun
             sets them, and no group exists yet.
+        rules: "nccl" holds the calls to NCCL's rules, and "nccl-serial" also tries the orders of a
+            device that runs one communication at a time (rules.py); "" holds them to none, and None
+            leaves it to the variable MANYHANDS_RULES.
 
     Raises:
+        RuleBroken: a call breaks one of the rules asked for.
         RankFailed: names the rank that failed first, with the learner's own lines.
         RanksHung: ranks did not end in time; names each, its line, and whether it waits there.
         MachineFault: the ranks could not be started at a second try, or the server that holds them
@@ -75,11 +81,12 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: at least 1 rank is needed")
     blob = _pickle(fn, args, kwargs)
+    changes = {} if rules is None else {"MANYHANDS_RULES": rules}
     with _interrupts_noted() as interrupts:
         for is_last in (False, True):
             server = forkserver.running()
             try:
-                return _run(server, blob, world_size, timeout_s, quiet, join, interrupts)
+                return _run(server, blob, world_size, timeout_s, quiet, join, changes, interrupts)
             except forkserver.ServerGone as problem:
                 forkserver.drop(server)
                 if is_last:
@@ -95,6 +102,7 @@ def _run(
     timeout_s: float,
     quiet: bool,
     join: bool,
+    changes: dict[str, str],
     interrupts: "_Interrupts",
 ) -> list:
     """One try of `run_ranks`; ServerGone where the ranks did not start."""
@@ -109,7 +117,7 @@ def _run(
                 ranks.append(_Rank(rank, name, forkserver.Forked(server)))
             for rank in ranks:
                 rank.process.wait_started(interrupts.stop_if_any)
-                _give_task(rank, blob, environ, timeout_s, join)
+                _give_task(rank, blob, environ | changes, timeout_s, join)
             clock = _wait(ranks, timeout_s, quiet, server, interrupts)
             _raise_if_failed(ranks, clock)
         return [cloudpickle.loads(rank.value) for rank in ranks]
@@ -240,6 +248,8 @@ def live(
     spawn.prepare(around)
     import torch
 
+    from manyhands.ranks.matching import Breach
+    from manyhands.ranks.rules import watching
     from manyhands.ranks.runtime import end_with_parent
 
     end_with_parent(lambda: _caller_is_gone(control))
@@ -250,13 +260,18 @@ def live(
         message = _join(longest_s) if join else None
         if message is None:
             control.send(("begins", None))
-            message = ("value", _dumps(fn(*args, **kwargs)))
+            with watching(os.environ.get("MANYHANDS_RULES", "") if join else ""):
+                value = fn(*args, **kwargs)
+            message = ("value", _dumps(value))
     except SystemExit as error:
         message = ("value", _dumps(None))
         if error.code not in (None, 0):
             message = ("failure", Failure.of(error))
     except BaseException as error:
-        message = ("failure", Failure.of(error))
+        failure = Failure.of(error)
+        if isinstance(error, Breach):  # lines of several ranks; only the caller knows their text
+            failure = replace(failure, message=error.told, frames=error.frames)
+        message = ("failure", failure)
     sys.stdout.flush()
     control.send(message)
     # Partners may still be reading from this rank, so it stays until the caller says otherwise.
@@ -411,11 +426,18 @@ def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
     if failed:
         # A rank that lost its partner is an echo of the partner's fault, however early it spoke;
         # and so is one that could not join it.
+        # A broken rule is the cause of whatever else went wrong.
         first = min(
             failed,
-            key=lambda rank: (not rank.is_joined, is_echo(rank.failure), rank.failure.time_s),
+            key=lambda rank: (
+                not rank.is_joined,
+                is_echo(rank.failure),
+                rank.failure.error != "Breach",
+                rank.failure.time_s,
+            ),
         )
-        raise RankFailed(first.rank, len(ranks), first.failure, finished)
+        kind = RuleBroken if first.failure.error == "Breach" else RankFailed
+        raise kind(first.rank, len(ranks), first.failure, finished)
     if running:
         limit_s = clock.limit_s
         if clock.waited_s >= limit_s:

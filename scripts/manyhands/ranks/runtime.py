@@ -154,6 +154,8 @@ def distributed(
     Raises:
         BadInput: the environment or the device asked for cannot be used.
     """
+    from manyhands.ranks.rules import watching  # which imports this file
+
     _prepare_environment()
     world = _on_device(replace(place(os.environ, torch.cuda.device_count()), seed=seed), device)
     if world.device.type == "cuda":
@@ -167,7 +169,8 @@ def distributed(
             # needs the lock. What Python itself holds is destroyed without it.
             _last_groups[:] = [dist.group.WORLD]
             world.print(_one_line(world))
-            yield world
+            with watching(os.environ.get("MANYHANDS_RULES", "")):
+                yield world
     except dist.DistNetworkError as error:
         raise BadInput(
             f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"

@@ -1,5 +1,7 @@
-"""Measures a Transformer block that is cut by hand against DTensor's."""
+"""Measures a Transformer block that is cut by hand against DTensor's, and against a whole one."""
 
+import copy
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,6 +38,24 @@ def time_tensor(width: int, heads: int, num_rounds: int) -> list[list[float]]:
             model.cut_block(block)
         steps.append(partial(fresh, block, partial(forward_and_backward, block, x)))
     in_turn(steps, 3)
+    return in_turn(steps, num_rounds)
+
+
+def time_cut(cut: Callable, width: int, num_rounds: int) -> list[list[float]]:
+    """On a rank: times of forward and backward of a whole block, and of one over all ranks.
+
+    The whole block runs on rank 0, while the others wait. Their times of it mean nothing.
+
+    Args:
+        cut: cuts a block over the ranks in place.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(4, 32, width)
+    block = Block(width, 4, 0.0)
+    whole = copy.deepcopy(block) if dist.get_rank() == 0 else nn.Identity()
+    cut(block)
+    steps = [partial(forward_and_backward, one, x) for one in (whole, block)]
+    in_turn(steps, 2)
     return in_turn(steps, num_rounds)
 
 

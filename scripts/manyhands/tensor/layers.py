@@ -26,7 +26,7 @@ from torch.autograd.function import FunctionCtx
 
 from manyhands.collectives.trees import Group
 
-Region = Callable[[Tensor, Group], Tensor]  # the way into the cut layers, or out of them
+Region = Callable[[Tensor, Group], Tensor]  # enter(x, group) or leave(part, group)
 
 
 class CopyToRanks(Function):
@@ -103,14 +103,7 @@ class ColumnLinear(nn.Module):
         enter: Region = CopyToRanks.apply,
         group: Group = None,
     ) -> None:
-        """Take this rank's part of the layer. Sets self.enter, group, weight (F/N, D) and bias.
-
-        The bias is None where the layer has none.
-
-        Args:
-            unit: output features that stay together.
-            enter: brings x to all ranks; called as enter(x, group).
-        """
+        """Take this rank's part of weight (F, D) and bias (F,); `unit` rows stay together."""
         super().__init__()
         self.enter, self.group = enter, group
         self.weight = my_part(linear.weight, 0, unit, group)
@@ -131,13 +124,9 @@ class RowLinear(nn.Module):
         leave: Region = SumOverRanks.apply,
         group: Group = None,
     ) -> None:
-        """Take this rank's part of the weights. Sets self.leave, group, weight (D, F/N) and bias.
+        """Take this rank's part of weight (D, F), whose units are columns, and the whole bias (D,).
 
-        Every rank has the whole bias (D,), or None.
-
-        Args:
-            unit: input features that stay together.
-            leave: sums the ranks' parts; called as leave(part, group).
+        Sets self.leave, group, weight (D, F/N) and bias; the bias of a layer without one is None.
         """
         super().__init__()
         self.leave, self.group = leave, group

@@ -9,8 +9,6 @@ all-reduces. Norms and positions are whole on every rank.
 Source: Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
 """
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.tensor.layers import ColumnLinear, CopyToRanks, Region, RowLinear, SumOverRanks
-from manyhands.tensor.sequence import GatherSequence, OwnRandom, ScatterSequence, sum_gradients
 from manyhands.tensor.vocabulary import VocabEmbedding, vocab_cross_entropy
 
 
@@ -44,63 +41,63 @@ def cut_block(
     mlp.down = RowLinear(mlp.down, 1, leave, group)
 
 
-class TensorParallel(nn.Module):
-    """A Transformer of which this rank has 1/N of every matrix; rank 0's weights count.
+class CutTransformer(nn.Module):
+    """The parts of a Transformer, of which this rank has 1/N of every matrix.
 
-    Every rank of the group is given the same batch. All get its loss.
-
-    Args:
-        sequence: between the cut layers, keep only this rank's positions.
+    Rank 0's weights count. The head has no matrix of its own: it uses that of `tokens`.
     """
 
     def __init__(
-        self, model: nn.Module, sequence: bool = False, seed: int = 0, group: Group = None
+        self,
+        model: nn.Module,
+        enter: Region = CopyToRanks.apply,
+        leave: Region = SumOverRanks.apply,
+        group: Group = None,
     ) -> None:
+        """Cut the model: its blocks are changed in place.
+
+        Args:
+            enter: brings x to all ranks.
+            leave: sums the ranks' parts.
+        """
         super().__init__()
         broadcast_state(model, group)
-        self.sequence, self.group = sequence, group
-        pairs = {False: (CopyToRanks, SumOverRanks), True: (GatherSequence, ScatterSequence)}
-        self.enter, leave = (region.apply for region in pairs[sequence])
+        self.enter, self.group = enter, group
         self.tokens = VocabEmbedding(model.tokens, leave, group)
         self.positions, self.dropout, self.norm = model.positions, model.dropout, model.norm
         self.blocks = model.blocks
         for block in self.blocks:
-            cut_block(block, self.enter, leave, group)
-        self.random = OwnRandom(seed, self.tokens.weight.device, group)
+            cut_block(block, enter, leave, group)
+
+    def finish_gradients(self) -> None:
+        """Call after backward. Here every gradient is complete by then, so this does nothing."""
+
+
+class TensorParallel(CutTransformer):
+    """A Transformer cut over ranks that are all given the same batch; each gets its loss."""
+
+    def through_blocks(self, inputs: Tensor) -> Tensor:
+        """Return what the last block gives for inputs (B, T): a tensor (B, T, D) on every rank.
+
+        The embeddings of tokens and positions are added and dropped out; then come the blocks.
+        """
+        x = self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return x
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats of (B, T) targets, a scalar, the same on every rank.
 
-        Embeddings and positions are added and dropped out; then the blocks, the norm, and the
-        scores, whose matrix is that of the embedding. With self.sequence a rank adds only its
-        positions, and draws from self.random up to the last block.
+        After the blocks come the norm, self.enter, and the scores, whose matrix is that of the
+        embedding.
         """
-        places = self.positions.weight[: inputs.shape[1]]
-        if self.sequence:
-            n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-            places = places.chunk(n)[rank]
-        with self.random.use() if self.sequence else nullcontext():
-            x = self.dropout(self.tokens(inputs) + places)  # (B, T, D), or (B, T/N, D)
-            for block in self.blocks:
-                x = block(x)
-        x = self.enter(self.norm(x), self.group)  # (B, T, D)
+        x = self.enter(self.norm(self.through_blocks(inputs)), self.group)  # (B, T, D)
         scores = F.linear(x, self.tokens.weight).flatten(0, 1)  # (B T, V/N)
         return vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)
 
-    def finish_gradients(self) -> None:
-        """Call after backward: complete the gradients of what every rank has whole.
 
-        With `sequence` each rank saw its own positions only. (A Transformer's RowLinears have no
-        bias; it would belong here, too.)
-        """
-        if self.sequence:
-            norms = [
-                p for m in self.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()
-            ]
-            sum_gradients([self.positions.weight, *norms], self.group)
-
-
-def whole_state(model: TensorParallel, like: nn.Module) -> dict[str, Tensor]:
+def whole_state(model: CutTransformer, like: nn.Module) -> dict[str, Tensor]:
     """The whole weights by the names of `like`, a Transformer of this size, on the CPU of rank 0.
 
     {} on other ranks. Every rank of the group calls it.
@@ -132,10 +129,10 @@ def data_place(rank: int, world_size: int, tensor_ranks: int) -> tuple[int, int]
 
 
 def calls_per_step(num_blocks: int, sequence: bool = False) -> dict[str, int]:
-    """Collectives of a forward and backward of TensorParallel, `finish_gradients` included.
+    """Collectives of a forward and backward of TensorParallel.
 
     Args:
-        sequence: with sequence parallelism.
+        sequence: of TensorSequenceParallel, with its `finish_gradients`.
 
     Returns:
         Calls of all_reduce, all_gather and reduce_scatter.

@@ -8,8 +8,9 @@ need. Here an all-reduce is taken apart into its halves: the reduce-scatter leav
 positions, and the all-gather comes only when the next cut layer needs all of them.
 
 Price: as many bytes on the wire as the all-reduces, in twice as many calls; the activations between
-the layers are 1/N. Weights that every rank uses on its own positions, such as norms, get only a
-part of their gradient: they have to be summed, once a step.
+the layers are 1/N. (gloo makes a reduce-scatter from a whole all-reduce, so with it half as many
+bytes again.) Weights that every rank uses on its own positions, such as norms, get only a part of
+their gradient: they have to be summed, once a step.
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large Transformer models",
 https://arxiv.org/abs/2205.05198, section 4.2.
 """
@@ -27,6 +28,7 @@ from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import pack, unpack
 from manyhands.fsdp.flat import all_gather, reduce_scatter
 from manyhands.memory.savings import rng_states, set_rng_states
+from manyhands.tensor.model import TensorParallel
 
 
 def gather_positions(x: Tensor, group: Group = None) -> Tensor:
@@ -129,3 +131,38 @@ class OwnRandom:
         finally:
             self.states = rng_states(self.device)
             set_rng_states(common, self.device)
+
+
+class TensorSequenceParallel(TensorParallel):
+    """A TensorParallel that keeps only this rank's positions between the cut layers.
+
+    T has to be a multiple of the number of ranks.
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0, group: Group = None) -> None:
+        super().__init__(model, GatherSequence.apply, ScatterSequence.apply, group)
+        self.random = OwnRandom(seed, self.tokens.weight.device, group)
+
+    def through_blocks(self, inputs: Tensor) -> Tensor:
+        """Return what the last block gives for this rank's positions, a tensor (B, T/N, D).
+
+        self.tokens(inputs) has these positions only, so the same part of the position embeddings is
+        added. What is drawn, up to the last block, comes from self.random.
+        """
+        n, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        places = self.positions.weight[: inputs.shape[1]].chunk(n)[rank]  # (T/N, D)
+        with self.random.use():
+            x = self.dropout(self.tokens(inputs) + places)
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+    def finish_gradients(self) -> None:
+        """Call after backward: sum the gradients of norms and positions over the ranks.
+
+        Each rank saw its own positions only. (A Transformer's RowLinears have no bias; it would
+        belong here, too.)
+        """
+        norms = [module for module in self.modules() if isinstance(module, nn.LayerNorm)]
+        whole = [self.positions.weight] + [p for norm in norms for p in norm.parameters()]
+        sum_gradients(whole, self.group)

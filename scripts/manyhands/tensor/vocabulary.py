@@ -26,10 +26,9 @@ class VocabEmbedding(nn.Module):
     def __init__(
         self, embedding: nn.Embedding, leave: Region = SumOverRanks.apply, group: Group = None
     ) -> None:
-        """Take this rank's rows. Sets self.leave, group, mine (a range of tokens), weight (V/N, D).
+        """Take this rank's rows, those of the tokens in the range `mine`: weight (V/N, D).
 
-        Args:
-            leave: sums the ranks' parts; called as leave(part, group).
+        `leave` sums the ranks' parts; it is called as leave(part, group).
         """
         super().__init__()
         self.leave, self.group = leave, group
@@ -54,10 +53,12 @@ def vocab_cross_entropy(
     scores, and both sums in one.
 
     Args:
-        scores: (tokens, V/N), those of the tokens in `mine`.
+        scores: (tokens, V/N), those of the tokens in `mine`. 16 bits are too coarse for a loss, so
+            such scores are raised to float32.
         targets: (tokens,) int64, all of them on every rank.
         mine: this rank's part of the vocabulary.
     """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     largest = scores.detach().amax(-1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     scores = scores - largest.unsqueeze(-1)

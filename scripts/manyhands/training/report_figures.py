@@ -344,6 +344,9 @@ def draw_split(ax: Axes, record: Record) -> str:
     if "communication" in parts:
         words += " Communication is what was not hidden behind computation;"
         words += " other has the mean of the loss over the ranks and the writing of numbers."
+    if len(record.ranks) > 1:
+        words += " The time of messages that forward or backward themselves wait for is not split"
+        words += " off: it counts as forward or backward."
     if valid_s := record.status.get("valid_s"):
         words += f" All steps took {duration(total_s)}, and all validation and test"
         words += f" {duration(valid_s)}."

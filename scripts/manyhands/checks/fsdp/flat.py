@@ -223,13 +223,11 @@ PAD = "There are -P % N zeros of padding: self.params[0].detach().new_zeros(numb
 MEAN = "shard.grad becomes the mean over the ranks, added to what was in it."
 ADD = "mine if self.shard.grad is None else self.shard.grad + mine"
 CHUNK = "self.whole.chunk(self.num_ranks)[rank]"
-LINE = "return all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)"
 GROUPS = "num_ranks *= dist.get_world_size(self.replicas)"
 ALL_REDUCED = (
     "dist.all_reduce(whole, group=self.group); "
     "mine.copy_(whole.chunk(self.num_ranks)[dist.get_rank(self.group)])"
 )
-SENT = LINE.removeprefix("return ")
 flat = Spec(
     todo="10.1",
     truth=course.Flat,
@@ -258,7 +256,6 @@ flat = Spec(
         "__init__: padding is -P % N zeros, in the type of the parameters. Pack all parameters, "
         "and the padding last; call show(whole); the shard is one of N equal chunks of the whole, "
         "without a copy.",
-        "gather is one line, with the `all_gather` above. Nothing waits in it.",
         "reduce: pack the gradients and the padding, set each .grad to None, reduce_scatter into "
         "an empty tensor as large as the shard, divide, and add it to shard.grad. Where "
         "self.replicas is a group, all-reduce over it as well, and divide by its size, too.",
@@ -275,9 +272,6 @@ flat = Spec(
             | self.show(self.whole) makes views of the same parameters.
         , requires_grad=self.params[0].requires_grad => , requires_grad=True
             The shard of frozen parameters requires a gradient. | Ask self.params[0].requires_grad.
-        {LINE} => work = {SENT}; work.wait(); return work
-            gather() waits itself, so nothing can be computed while the parts are on their way.
-            | Only return the work.
         mine /= num_ranks => pass
             This is the sum over the ranks, not the mean. | {MEAN}
         mine /= num_ranks => mine /= num_ranks**2

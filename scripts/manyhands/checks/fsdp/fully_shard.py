@@ -222,7 +222,7 @@ torch_fsdp = Spec(
     limit_s=12,
     may_change=("the environment variables",),
     guards_group=False,
-    tell=lambda case: f"torch_fsdp on a {case.dims}-D mesh, {case.options or 'no options'}:",
+    tell=lambda case: f"torch_fsdp on a {case.dims}-D mesh, {case.options or 'no options'},",
     advice={
         "": BOTH,
         "units": FIRST,

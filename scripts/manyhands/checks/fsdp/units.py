@@ -15,7 +15,6 @@ from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind
 from manyhands.checks.fsdp.flat import messages, waiting
 from manyhands.fsdp import units as course
-from manyhands.memory.savings import checkpointed
 
 METHODS = ("before_forward", "after_forward", "before_backward", "after_backward")
 
@@ -33,13 +32,12 @@ class Units(nn.Module):
         self.units = nn.ModuleList([nn.Linear(6, 6), half, frozen, *more])
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
-        self.through: Callable = lambda unit, x: unit(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers (B) to scores (B, 11)."""
         x = self.embedding(tokens)
         for unit in self.units:
-            x = x + self.through(unit, x)
+            x = x + unit(x)
         return self.head(x)
 
 
@@ -49,18 +47,13 @@ class Walk(NamedTuple):
     seed: int
     num_more: int  # units
     reshard: bool
-    recomputes: bool = False
     is_root_frozen: bool = False
 
 
 def walks(n: int) -> list[Walk]:
-    """Units that are freed after forward, that are kept, and that run again in backward."""
+    """Units that are freed after forward, and units that are kept."""
     seed = cases.draw_seed()
-    return [
-        Walk(seed, 1, True),
-        Walk(seed, 2, False, is_root_frozen=True),
-        Walk(seed, 1, True, recomputes=True),
-    ]
+    return [Walk(seed, 1, True), Walk(seed, 2, False, is_root_frozen=True)]
 
 
 class Watch:
@@ -108,15 +101,19 @@ class Watch:
             f" and {self.words(self.is_coming)} on their way"
         )
         for flat, was in zip(self.model.units[index], before, strict=True):
-            is_needed = name.startswith("before") or (
-                name == "after_backward" and was and not flat.shard.requires_grad
-            )
-            if is_needed and not flat.is_whole:
+            if name.startswith("before") and not flat.is_whole:
                 raise Wrong(
                     f"{self.log[-1]}",
-                    f"Unit {index} needs all of its weights there, or those that are frozen: "
-                    "a layer of it computes next.",
+                    f"Unit {index} needs all of its weights: a layer of it computes next.",
                     "wait() for a unit before it computes, and free it when that is over.",
+                )
+            is_frozen = not flat.shard.requires_grad
+            if name == "after_backward" and is_frozen and was and not flat.is_whole:
+                raise Wrong(
+                    f"{self.log[-1]}",
+                    f"A frozen flat of unit {index} was freed: the unit has all its gradients, but "
+                    "an earlier layer of it may still need frozen weights.",
+                    "Free and reduce the flats of self.trainable[index] only.",
                 )
             if name.startswith("before") and self.is_coming(flat):
                 raise Wrong(
@@ -130,8 +127,6 @@ def walk_seen(answer: Callable, case: Walk, place: Place) -> dict:
     """Two steps, of which one adds up two backwards, evaluations between and after."""
     torch.manual_seed(case.seed)
     module = Units(case.num_more)
-    if case.recomputes:
-        module.through = checkpointed
     module.embedding.weight.requires_grad_(not case.is_root_frozen)
     model = answer(module, list(module.units), reshard=case.reshard, group=place.group)
     if not isinstance(model, nn.Module) or not hasattr(model, "shards"):
@@ -168,16 +163,16 @@ def walk_seen(answer: Callable, case: Walk, place: Place) -> dict:
 
 def tell_walk(case: Walk) -> str:
     """How the units are treated."""
-    more = ", with units that run again in backward" if case.recomputes else ""
-    more += ", with a root of which nothing is trained" if case.is_root_frozen else ""
+    more = ", with a root of which nothing is trained" if case.is_root_frozen else ""
     return f"FSDP with {4 + case.num_more} units, reshard={case.reshard}{more},"
 
 
-ALL = "Before the root's forward free every flat of every unit, and set is_backward to False."
-NEXT = "if index + 1 < len(self.units) and not self.is_backward:"
-FREE = "if index > 0 and self.reshard and not self.is_backward:"
-BEHIND = "for unit in self.units[index + 1 :] if index > 0 else []:"
-REDUCE = "flat.free()\n                flat.reduce()"
+ALL = "Before the root's forward free every flat of every unit."
+NEXT = "if index + 1 < len(self.units):"
+FREE = "if index > 0 and self.reshard:"
+BEFORE = "for flat in self.units[index - 1]:"
+REDUCE = "flat.free()\n            flat.reduce()"
+LAST = "After the root's backward comes that of the last unit, which is units[-1]."
 fsdp = Spec(
     todo="10.5",
     truth=course.FSDP,
@@ -199,45 +194,41 @@ fsdp = Spec(
     hints=(
         "A unit is a list of flats. wait() brings a flat and returns when it is there, start() "
         "only starts to bring it, free() gives its memory back, reduce() makes shard.grad.",
-        "before_forward: for index 0 free every flat of every unit first, and set is_backward to "
-        "False. Then wait for unit index, and start unit index + 1 if there is one. after_forward: "
-        "free, except the root, and except where reshard is False.",
-        "before_backward: set is_backward to True, wait for unit index, start unit index - 1, and "
-        "free the frozen flats of the units behind (for the root none: its backward is the first). "
-        "after_backward: reduce and free what is trainable. While is_backward is True, "
-        "before_forward starts no next unit, and after_forward frees none.",
+        "before_forward: for index 0 free every flat of every unit first. Then wait for unit "
+        "index, and start unit index + 1 if there is one. after_forward: free the unit, except "
+        "the root, and except where reshard is False.",
+        "before_backward: wait for unit index, and start unit index - 1; for the root that is "
+        "units[-1], the last one, whose backward comes next, and unit 1 need not start the root. "
+        "after_backward: free and reduce each flat of self.trainable[index].",
     ),
     mistakes=mistakes(
         r"""
         {NEXT} => if False:
             Nothing brings the next unit while one computes forward. | start() unit index + 1.
-        {NEXT} => if index + 1 < len(self.units):
-            A unit that runs again in backward starts the unit after it. | Ask self.is_backward.
-        self.is_backward = False\n            for => for
-            is_backward stays True after the first backward. | {ALL}
         for flat in chain(*self.units):\n                flat.free() => pass
             Nothing is freed before the root's forward, so weights may be older than the last step.
             | {ALL}
-        {FREE} => if self.reshard and not self.is_backward:
+        for flat in chain(*self.units): => for flat in chain(*self.units[1:]):
+            The root is not freed before its forward, so it may be older than the last step.
+            | {ALL}
+        {FREE} => if self.reshard:
             The root is freed after forward, and backward begins with the root. | Ask index > 0.
-        {FREE} => if index > 0 and not self.is_backward:
+        {FREE} => if index > 0:
             Units are freed after forward although reshard is False. | Ask self.reshard.
-        {FREE} => if index > 0 and self.reshard:
-            A unit that runs again in backward is freed too early.
-            | Ask self.is_backward, which before_backward sets to True.
-        {FREE} => if index > 0 and self.reshard and not self.is_backward and self.training:
+        {FREE} => if index > 0 and self.reshard and self.training:
             Units are freed only in training.
         {FREE} => if False:
             No unit is freed after forward, so all of them are whole at once. | Ask self.reshard.
-        for flat in self.units[index - 1]:\n            flat.start() => pass
+        {BEFORE}\n                flat.start() => pass
             Nothing brings the next unit in backward. | start() unit index - 1.
-        {BEHIND} => for unit in []:
-            Frozen parameters of the units behind stay whole. | Free them in before_backward.
-        {BEHIND} => for unit in self.units[index + 1 :]:
-            Before the root's backward frozen parameters are freed that are still needed.
-            | The root's backward is the first: ask index > 0.
+        {BEFORE} => for flat in self.units[(index + 1) % len(self.units)]:
+            Backward brings the unit after this one, which it has left behind. | index - 1
+        if index != 1: => if index > 1:
+            The backward of the root brings no unit. | {LAST}
         {REDUCE} => flat.reduce()
             Units stay whole after backward. | free() each trainable flat, and reduce() it.
+        {REDUCE} => flat.free()
+            The gradients are never reduced. | reduce() turns them into shard.grad.
         {REDUCE} => flat.shard.grad = None; flat.reduce(); flat.free()
             What was in shard.grad before is lost. | reduce() adds to it.
         """,

@@ -190,7 +190,12 @@ bytes_per_rank = Spec(
         f"bytes_per_rank({case.sizes}, {tuple(case.recipe)}, stage={case.stage}, "
         f"world_size={case.world_size})"
     ),
-    advice={"": "Write down which numbers a rank holds, how many, and the bytes of each."},
+    advice={
+        "": "Write down which numbers a rank holds, how many, and the bytes of each.",
+        "weights": "How many weights does a rank hold in this stage, and are they padded?",
+        "gradients": "How many gradients does a rank hold in this stage, and are they padded?",
+        "optimizer": "How many states does a rank hold in this stage, and how many counters?",
+    },
     hints=(
         "How many numbers does a shard have? Round up for each vector, then add: that is the "
         "padding.",

@@ -105,6 +105,7 @@ def pieces() -> list[Pieces]:
 
 
 ALIVE = "graphs of earlier micro-batches that are alive when a forward begins"
+CALLS = "calls of the model, by the number of targets"
 
 
 def accumulated(answer: Callable, case: Pieces) -> dict:
@@ -123,8 +124,8 @@ def accumulated(answer: Callable, case: Pieces) -> dict:
     now = [part for batch in batches for part in batch]
     unchanged = len(now) == len(given) and all(map(torch.equal, now, given))
     return {
+        CALLS: sorted(num for num, _ in model.calls),
         ALIVE: model.alive,
-        "calls of the model, by targets": sorted(num for num, _ in model.calls),
         "the model is in the mode in which it was given": {mode for _, mode in model.calls}
         == {model.training}
         == {case.train},
@@ -160,6 +161,7 @@ accumulate = Spec(
     tell=tell_pieces,
     advice={
         "": "Fill the .grad of trainable parameters, and change nothing else.",
+        CALLS: "Call the model once for each micro-batch, on this micro-batch alone.",
         ALIVE: "Call backward() inside the loop, on this micro-batch's loss.",
         "the gradient of tokens": WEIGH,
         "the returned loss": "Return the sum of the weighted losses.",
@@ -242,6 +244,7 @@ class Layer:
         self.params = [nn.Parameter(matrix) for matrix in matrices]
         self.graphs = Graphs()
         self.noise: list[Tensor] = []
+        self.recorded: list[bool] = []  # by autograd, at each call
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.noise) == 8:  # two are right; a recursion has no end
@@ -254,6 +257,7 @@ class Layer:
             for weight in self.params:
                 x = torch.tanh(x @ weight)
             self.noise.append(torch.rand(x.shape))
+            self.recorded.append(torch.is_grad_enabled())
             return x.sin() * self.noise[-1]
 
 
@@ -277,6 +281,7 @@ def chains() -> list[Chain]:
 
 
 NOT_ON_CTX = "no tensor is kept on ctx itself but the random states"
+UNRECORDED = "autograd records nothing while the function runs in forward"
 
 
 def own_storages(kept: list[Tensor], x: Tensor) -> bool:
@@ -331,6 +336,7 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
         "no activation inside the function is alive after forward": not any(
             layer.graphs.num_alive() for layer in layers
         ),
+        UNRECORDED: not any(layer.recorded[0] for layer in layers if layer.recorded),
         "a random number after forward": torch.rand(1).item(),
     }
     if y.requires_grad:
@@ -383,6 +389,7 @@ checkpoint = Spec(
         "the function draws the same random numbers in backward": STATE,
         "a random number after backward": PUT_BACK,
         "autograd keeps x itself, as it was given, and no other number": f"Call {SAVE}.",
+        UNRECORDED: "Leave torch.enable_grad() to backward: in forward it keeps what is dropped.",
         "the result is freed when its last user is gone": "Keep no result on ctx.",
         NOT_ON_CTX: f"Call {SAVE}, and compute everything else once more in backward.",
         "the gradients of the parameters": GRAD,

@@ -1,8 +1,8 @@
-"""12.2: the engine's forward, backward and share_loss, each action looked at by itself.
+"""12.2: the engine's forward and backward, each action looked at by itself.
 
 A probe stands in for the mail: what a rank receives is drawn, and what it sends is written down. So
-no wrong message can hang the others, and the first action that differs is told. Only share_loss
-talks to other ranks.
+no wrong message can hang the others, and the first action that differs is told. Only share_loss,
+which is given, talks to other ranks.
 """
 
 import time
@@ -188,7 +188,9 @@ def steps_seen(answer: type, case: Step, place: Place) -> dict:
     torch.manual_seed(case.seed)
     built = [Stage(stage == 0, case.dropout) for stage in range(last + 1)]
     stages = {stage: built[stage] for stage in mine}
-    made = answer(stages, schedule, loss_fn, (SIZE, T, D), case.recompute, **place.options)
+    back = place.group or dist.group.WORLD  # no group is made: the probe takes all messages
+    given = (stages, schedule, loss_fn, (SIZE, T, D), case.recompute, back)
+    made = answer(*given, **place.options)
     if not all(hasattr(made, name) for name in ("forward", "backward", "step", "mail")):
         raise malformed(made, "an engine with forward, backward, step and mail", "Keep these.")
     probe = made.mail = Probe(made.mail, case.seed)
@@ -327,15 +329,12 @@ LOSS = "self.loss_fn(out, self.targets[i]) / self.m"
 CAME = 'self.mail.receive("F", stage, i).requires_grad_()'
 SEND_F = 'self.mail.send("F", out.detach(), stage + 1, i)'
 SEND_B = 'self.mail.send("B", x.grad, stage - 1, i)'
-COMPUTE = "checkpoint(module, x, use_reentrant=False) if self.recompute else module(x)"
+COMPUTE = "self.run(stage, x)"
 TAKE_B = 'grad = None if stage == self.last else self.mail.receive("B", stage, i)\n'
 SPAN_B = 'with self.span(Action("B", stage, i)):\n'
 SAVED = "self.saved[stage, i] = x, out, send"
-ROOT = "group_src=self.last % self.p"
-SHARE = f"dist.broadcast(total, group=self.group, {ROOT})"
 DIVIDE = "Divide by self.m, the number of micro-batches."
 OUTSIDE = "Receive before `with self.span(...)`, and compute inside of it."
-ONLY_LAST = "Only the rank of the last stage, self.last % self.p, has losses."
 ASKED = "Only a gradient that was asked for is there to be sent: x.requires_grad_() comes first."
 Pipeline = Spec(
     todo="12.2",
@@ -343,7 +342,7 @@ Pipeline = Spec(
     layouts=cases.THREE,
     cases=engines,
     observe=steps_seen,
-    tell=lambda case: f"a step of {case.kind} with m = {case.m}{', recompute' * case.recompute}:",
+    tell=lambda case: f"a step of {case.kind} with m = {case.m}{', recompute' * case.recompute}",
     say=lambda found, wanted: difference(found, wanted),
     facts=facts_of_messages,
     limit_s=12.0,
@@ -351,12 +350,12 @@ Pipeline = Spec(
     hints=(
         "forward: the input is self.inputs[i] on stage 0, else self.mail.receive('F', stage, i), "
         "which has to ask for a gradient. Receive before `with self.span(Action('F', stage, i))`.",
-        "The last stage makes the loss / m from targets[i]; others send out.detach() to stage + 1. "
-        "With recompute the module is called as checkpoint(module, x, use_reentrant=False).",
+        "Inside the span, out = self.run(stage, x); the last stage then makes the loss / m from "
+        "targets[i] and keeps it without its graph in self.losses. Others send out.detach() to "
+        "stage + 1. Keep (x, out, send) in self.saved[stage, i].",
         "backward: pop what was saved, receive the gradient where stage < self.last, then call "
         "torch.autograd.backward(out, grad) inside the span, and wait for the forward's send. "
-        "Where stage > 0 send x.grad to stage - 1 and append the work to self.sends. share_loss: "
-        "sum the losses, then broadcast from rank self.last % self.p of the group.",
+        "Where stage > 0 send x.grad to stage - 1 and append the work to self.sends.",
     ),
     mistakes=mistakes(
         r"""
@@ -385,16 +384,16 @@ Pipeline = Spec(
             | The key is (stage, i).
         self.saved.pop((stage, i)) => self.saved[stage, i]
             What was saved stays, so all activations are kept to the end of the step. | Pop it.
-        {COMPUTE} => module(x)
-            The argument `recompute` is not used. | checkpoint(module, x, use_reentrant=False)
+        {COMPUTE} => self.stages[stage](x)
+            The module is called directly, so the argument `recompute` has no effect.
+            | self.run(stage, x) calls it under checkpoint where that is asked for.
         {TAKE_B}        {SPAN_B} => {SPAN_B}            {TAKE_B}
             The gradient is received inside the span, so that waiting counts as work. | {OUTSIDE}
         {SEND_B} => self.mail.send("B", x.grad if grad is None else grad, stage - 1, i)
             backward passes on the gradient of its output, as it came. | Send x.grad.
-        {ROOT} => group_src=0
-            All ranks got what a rank without the last stage has. | {ONLY_LAST}
-        {SHARE} => dist.all_reduce(total, group=self.group); total /= self.p
-            The loss is the mean over ranks, of which only one has losses. | {ONLY_LAST}
+        self.sends.append({SEND_B}) => {SEND_B}
+            Nobody keeps the work of the gradient's send, so the step cannot wait for it.
+            | Append what self.mail.send returns to self.sends.
         """,
         globals(),
     ),
@@ -409,9 +408,8 @@ Pipeline = Spec(
         ),
         "does not require grad and does not have a grad_fn": (
             "The output that backward got has no graph.",
-            "Keep `out` itself, and use checkpoint(module, x, use_reentrant=False).",
+            "Keep `out` itself in self.saved, and detach only what is sent.",
         ),
         "backward through the graph a second time": ("backward ran twice through one output.", ""),
-        "invalid root rank": ("The group has no rank of that number.", ONLY_LAST),
     },
 )

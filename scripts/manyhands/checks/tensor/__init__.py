@@ -7,7 +7,6 @@ lesson = Lesson("tensor")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
 
 CopyToRanks = lesson.add(layers.regions)
-my_range = lesson.add(layers.my_range)
 ColumnLinear = lesson.add(layers.linear_layers)
 cut_block = lesson.add(layers.cut_block)
 VocabEmbedding = lesson.add(vocabulary.embedding)
@@ -19,3 +18,4 @@ TensorParallel = lesson.add(model.tensor_parallel)
 data_place = lesson.add(model.data_place)
 calls_per_step = lesson.add(model.calls_per_step)
 plan = lesson.add(dtensor.plan)
+TensorSequenceParallel = lesson.add(model.tensor_sequence_parallel)

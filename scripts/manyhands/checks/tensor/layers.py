@@ -1,4 +1,4 @@
-"""Specs of 13.1 to 13.4: the two regions, a rank's part, layers cut by columns and by rows."""
+"""Specs of 13.1, 13.3 and 13.4: the two regions, layers cut by columns and by rows, a block."""
 
 import random
 import weakref
@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import Mistake, after, instead, mistakes
+from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, tensor
 from manyhands.checks.tensor.common import (
@@ -171,87 +171,6 @@ regions = Spec(
     },
 )
 
-# ---- 13.2 -----------------------------------------------------------------------------------
-
-FIRST = "rank * share + min(rank, rest)"
-LAST = "(first + share + (rank < rest)) * unit"
-CEIL = "-(-units // n)"
-
-
-class Cut(NamedTuple):
-    """One call of my_range."""
-
-    size: int
-    unit: int = 1
-
-
-def cuts(n: int) -> list[Cut]:
-    """Sizes that divide and others, units, just enough units, and too few."""
-    unit = random.randint(2, 5)
-    plain = [Cut(size) for size in (n, n - 1, 2 * n - 1, 2 * n, 2 * n + 1, 3 * n)]
-    return [*plain, Cut(2 * n * unit, unit), Cut((n + 2) * unit, unit), Cut((n - 1) * 2, 2)]
-
-
-def as_range(value: object) -> range:
-    """A range without a step."""
-    if not isinstance(value, range) or value.step != 1:
-        raise malformed(value, "a range without a step", "Return range(first, last).")
-    return value
-
-
-my_range = Spec(
-    todo="13.2",
-    truth=layers.my_range,
-    layouts=cases.FOUR,
-    cases=cuts,
-    observe=lambda answer, case, place: answer(case.size, case.unit, **place.options),
-    form=as_range,
-    advice={"": "Write down the ranges of all ranks side by side: they follow one another."},
-    refusal=("There are fewer units than ranks.", "Raise ValueError if units < N."),
-    hints=(
-        "Count in units first: units = size // unit. Every rank has units // N of them, and the "
-        "first units % N ranks have one more.",
-        "A rank's first unit is rank * share, and one more for each rank before it that has one "
-        "more: min(rank, rest) of them. Multiply by unit at the end.",
-        "rank = dist.get_rank(group) and N = dist.get_world_size(group); raise ValueError if "
-        "units < N.",
-    ),
-    mistakes=[
-        *mistakes(
-            """
-            {FIRST} => rank * share
-            {LAST} => (first + share) * unit
-                The rest at the end belongs to no rank. | The first units % N ranks have one more.
-            {FIRST} => rank * share
-            {LAST} => size if rank == n - 1 else (first + share) * unit
-                The last rank takes all of the rest. | The first units % N ranks have one more.
-            {FIRST} => rank * share
-                Later parts start too early, so parts overlap. | Add min(rank, rest).
-            divmod(units, n) => divmod(size, n)
-            {LAST} => first + share + (rank < rest)
-            first * unit => first
-                `unit` is ignored, so a unit can be cut through. | Count in units first.
-            first * unit, {LAST} => first, first + share + (rank < rest)
-                These are units, not elements. | Multiply both ends by `unit`.
-            {LAST} => {LAST} - 1
-                The range stops one element before its end. | The stop is not in a range.
-            {FIRST} => rank * units // n
-            {LAST} => (rank + 1) * units // n * unit
-                Other ranks than the first have one more. | The first `rest` ranks have one more.
-            {FIRST} => min(rank * {CEIL}, units)
-            {LAST} => min((rank + 1) * {CEIL}, units) * unit
-                Shares are rounded up, so the last ranks have less, or nothing.
-            units < n => units <= n
-                One unit for each rank is enough, and it is refused. | Refuse only units < N.
-            if units < n => if False
-                There are fewer units than ranks. | Raise ValueError if units < N.
-            """,
-            globals(),
-        ),
-        Mistake(after(lambda part: range(len(part))), "Every range starts at 0."),
-    ],
-)
-
 # ---- 13.3 -----------------------------------------------------------------------------------
 
 CUT_BIAS = "None if linear.bias is None else my_part(linear.bias, 0, 1, group)"
@@ -259,8 +178,6 @@ OUT_IN = "nn.Linear keeps its weight as (out, in)."
 TO_MY_PART = "Hand `unit` and `group` to my_part."
 LAST_ADDED = "Add the whole bias after `leave`, on every rank."
 SUM_OF_PARTS = "self.leave(F.linear(x, self.weight), self.group)"
-C_INIT = "self.enter, self.group = enter, group"
-C_BIAS = "my_part(linear.bias, 0, unit, group)"
 TOTAL = "total = "
 PLUS_BIAS = "total if self.bias is None else total + self.bias"
 
@@ -367,10 +284,10 @@ linear_layers = Spec(
     observe=linears_seen,
     tell=tell_linears,
     hints=(
-        "my_part(tensor, dim, unit, group) makes a parameter of a rank's part. nn.Linear keeps its "
-        "weight as (out, in).",
-        "ColumnLinear: weight and bias are cut along 0, and x goes through self.enter first. "
-        "RowLinear: weight is cut along 1, and the bias is whole.",
+        "my_part(tensor, dim, unit, group) makes a parameter of a rank's part, as the __init__ of "
+        "ColumnLinear does. nn.Linear keeps its weight as (out, in).",
+        "ColumnLinear.forward: x goes through self.enter first. RowLinear.__init__: the weight is "
+        "cut along 1, and the bias is whole.",
         "RowLinear.forward: the product without a bias, then self.leave(part, self.group), and the "
         "bias last, or it is added N times. In both layers the bias may be None.",
     ),
@@ -379,19 +296,12 @@ linear_layers = Spec(
         self.enter(x, self.group) => x
             x does not go through `enter`, so nobody adds up the ranks' gradients of x.
             | F.linear(self.enter(x, self.group), self.weight, self.bias)
-        my_part(linear.weight, 0, unit, group) => linear.weight
-            ColumnLinear keeps the whole weight: nothing is cut. | Take my_part of it.
-        my_part(linear.weight, 0, unit => my_part(linear.weight, 1, 1
-            ColumnLinear is cut along its input features. | {OUT_IN}
-        my_part(linear.weight, 0, unit, => my_part(linear.weight, 0, 1,
-        {C_BIAS} => my_part(linear.bias, 0, 1, group)
-            ColumnLinear ignores `unit`, so what belongs together is cut through. | {TO_MY_PART}
-        {C_BIAS} => my_part(linear.bias, 0, 1, group)
-            The bias of ColumnLinear is cut without `unit`, so it does not fit the weight.
         self.weight, self.bias) => self.weight)
             ColumnLinear leaves out the bias. | Give F.linear the bias as well.
-        {C_INIT} => {C_INIT}\n        object.__setattr__(self, "whole", linear)
-            ColumnLinear keeps the whole layer, and so its memory. | Keep only this rank's part.
+        my_part(linear.weight, 1, unit, group) => linear.weight
+            RowLinear keeps the whole weight: nothing is cut. | Take my_part of it.
+        my_part(linear.weight, 1, unit => my_part(linear.weight, 1, 1
+            RowLinear ignores `unit`, so what belongs together is cut through. | {TO_MY_PART}
         my_part(linear.weight, 1, unit => my_part(linear.weight, 0, 1
             RowLinear is cut along its output features. | {OUT_IN}
         self.bias = linear.bias\n => self.bias = {CUT_BIAS}\n

@@ -1,4 +1,4 @@
-"""Specs of 13.10 to 13.12: a whole model's forward, who gets which data, a step's messages."""
+"""Specs of 13.10 to 13.12 and 13.14: a whole model, who gets which data, a step's messages."""
 
 import random
 from collections import Counter
@@ -16,37 +16,29 @@ from manyhands.checks.engine.values import listing, record, whole
 from manyhands.checks.tensor.common import as_module, as_result, costs_no_more
 from manyhands.instruments.ledger import Ledger
 from manyhands.models.transformer import Transformer
-from manyhands.tensor import model
+from manyhands.tensor import model, sequence
 
 # ---- 13.10 ----------------------------------------------------------------------------------
 
-OWN = "with self.random.use() if self.sequence else nullcontext()"
-ADDED = "self.dropout(self.tokens(inputs) + places)"
-ENTERED = "self.enter(self.norm(x), self.group)"
+ADDED = "self.dropout(self.tokens(inputs) + {})"
+WITH_PLACES = ADDED.format("self.positions.weight[: inputs.shape[1]]")
+ENTERED = "self.enter(self.norm(self.through_blocks(inputs)), self.group)"
 LOSS = "vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)"
 RANKS = "dist.get_world_size(self.group)"
-MY_PLACES = "places.chunk(n)[rank]"
 AS_IT_IS = "Return what vocab_cross_entropy gives: it is the same on every rank already."
-OWN_PLACES = "With self.sequence take this rank's part of the places: places.chunk(n)[rank]."
 
 
 class Batch(NamedTuple):
     """How the model is made and called."""
 
-    sequence: bool
     dropout: float
     training: bool
     seed: int
 
 
 def batches(n: int) -> list[Batch]:
-    """Without and with sequence parallelism, with dropout; in eval, where nothing is dropped."""
-    seeds = [cases.draw_seed() for _ in range(3)]
-    return [
-        Batch(False, 0.5, True, seeds[0]),
-        Batch(True, 0.5, False, seeds[1]),
-        Batch(True, 0.5, True, seeds[2]),
-    ]
+    """In eval, where nothing is dropped; and with dropout."""
+    return [Batch(0.5, False, cases.draw_seed()), Batch(0.5, True, cases.draw_seed())]
 
 
 class Numbers:
@@ -80,7 +72,7 @@ def model_seen(answer: object, case: Batch, place: Place) -> dict:
     """The loss and all gradients of one batch, the messages, and the common random numbers."""
     seed = case.seed + place.members[0]
     given = transformer(seed, place.n, case.dropout)
-    cut = as_module(answer(given, case.sequence, case.seed, **place.options))
+    cut = as_module(answer(given, **place.options))
     cut.train(case.training)
     cut.random = Numbers(seed + 1000 * (1 + place.rank))
     draw = cases.generator(seed)
@@ -88,9 +80,11 @@ def model_seen(answer: object, case: Batch, place: Place) -> dict:
     before = inputs.clone()
     torch.manual_seed(seed)
     with Ledger() as ledger:
-        loss = cut(inputs, targets)
-        seen = {"the loss": as_result(loss), "the loss has a gradient": loss.requires_grad}
+        hidden = as_result(cut.through_blocks(inputs))
+        seen = {"what through_blocks gives": hidden.detach()}
         seen["the common random number that comes next"] = torch.rand(()).item()
+        loss = cut(inputs, targets)
+        seen |= {"the loss": as_result(loss), "the loss has a gradient": loss.requires_grad}
         if loss.requires_grad:
             loss.sum().backward()
             cut.finish_gradients()
@@ -106,8 +100,7 @@ def model_seen(answer: object, case: Batch, place: Place) -> dict:
 
 def tell_batch(case: Batch) -> str:
     """A case in words."""
-    mode = "train" if case.training else "eval"
-    return f"sequence={case.sequence}, dropout {case.dropout}, {mode}"
+    return f"a model with dropout {case.dropout} in {'train' if case.training else 'eval'}"
 
 
 tensor_parallel = Spec(
@@ -123,41 +116,28 @@ tensor_parallel = Spec(
     tell=tell_batch,
     advice={"": "In turn: embed, add places, drop, blocks, norm, enter, scores, loss."},
     hints=(
-        "self.tokens(inputs) are the embeddings, already summed over the ranks. The places are the "
-        "first T rows of self.positions.weight.",
-        "With self.sequence the embeddings are those of this rank's T/N positions, so take that "
-        "part of the places, too, and go from dropout to the last block inside "
-        "`with self.random.use():`.",
-        "After the norm self.enter brings x to all ranks. The scores are F.linear(x, "
-        "self.tokens.weight), and vocab_cross_entropy takes them with self.tokens.mine.",
+        "through_blocks: self.tokens(inputs) are the embeddings, already summed over the ranks. "
+        "Those of the T positions are the first T rows of self.positions.weight. Add, drop out, "
+        "and go through self.blocks.",
+        "forward: self.norm, and then self.enter(x, self.group), because the head is cut by "
+        "columns.",
+        "The scores are F.linear(x, self.tokens.weight), flattened to (B T, V/N), and "
+        "vocab_cross_entropy takes them with targets.flatten(), self.tokens.mine and self.group.",
     ),
     mistakes=mistakes(
         r"""
-        {ADDED} => self.dropout(self.tokens(inputs))
-            The positions are left out. | Add places to self.tokens(inputs).
-        {ADDED} => self.tokens(inputs) + places
-            self.dropout is left out. | {ADDED}
-        {ADDED} => self.dropout(self.tokens(inputs)) + places
-            Dropout comes before the places are added, so they are never dropped. | {ADDED}
-        {OWN} => with nullcontext()
-            With self.sequence all ranks drop the same places of their parts.
-            | Use `with self.random.use():` there.
-        {OWN} => with self.random.use()
-            Without self.sequence each rank has a copy of x, and the ranks drop different places.
-            | Use self.random only where self.sequence holds.
+        {WITH_PLACES} => self.dropout(self.tokens(inputs))
+            The positions are left out. | Add them to self.tokens(inputs).
+        {WITH_PLACES} => self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+            self.dropout is left out. | {WITH_PLACES}
+        {WITH_PLACES} => self.dropout(self.tokens(inputs)) + self.positions.weight[:inputs.shape[1]]
+            Dropout comes before the places are added, so they are never dropped. | {WITH_PLACES}
         x = block(x) => block(x)
             The blocks' results are not used. | x = block(x)
-        {ENTERED} => self.enter(x, self.group)
+        {ENTERED} => self.enter(self.through_blocks(inputs), self.group)
             The last norm is left out. | {ENTERED}
-        {ENTERED} => self.norm(x)
+        {ENTERED} => self.norm(self.through_blocks(inputs))
             x does not go through self.enter, and the head is a cut layer as well. | {ENTERED}
-        {ENTERED} => self.norm(self.enter(x, self.group))
-            The norm comes after self.enter. | {ENTERED}
-        {MY_PLACES} => places.chunk(n)[0]
-            Every rank adds the first T/N places. | {OWN_PLACES}
-        {MY_PLACES} => places.chunk(n)[dist.get_rank() % n]
-            The rank that is used is the one in the job, not the one in the group.
-            | dist.get_rank(self.group)
         [: inputs.shape[1]] => [-inputs.shape[1] :]
             The last T rows of the positions are taken. | Take the first ones.
         {LOSS} => {LOSS} / {RANKS}
@@ -176,6 +156,63 @@ tensor_parallel = Spec(
             "F.linear(x, self.tokens.weight)",
         ),
     },
+)
+
+# ---- 13.14 ----------------------------------------------------------------------------------
+
+OWN = "with self.random.use()"
+OWN_ADDED = ADDED.format("places")
+MY_PLACES = "places = self.positions.weight[: inputs.shape[1]].chunk(n)[rank]"
+OWN_PLACES = "Take this rank's part: self.positions.weight[:T].chunk(n)[rank]."
+
+tensor_sequence_parallel = Spec(
+    todo="13.14",
+    truth=sequence.TensorSequenceParallel,
+    at_once=5,
+    layouts=cases.THREE,
+    cases=batches,
+    observe=model_seen,
+    same=costs_no_more("messages"),
+    limit_s=12.0,
+    mistake_s=2.0,
+    tell=tell_batch,
+    advice={"": "In turn: embed, add this rank's places, drop, blocks; all with self.random."},
+    hints=(
+        "self.tokens(inputs) already has this rank's T/N positions only, because its `leave` is a "
+        "reduce-scatter. Which rows of self.positions.weight belong to them?",
+        "T is inputs.shape[1]. The first T rows, cut into as many parts as the group has ranks, "
+        "with .chunk(n), and of these the part of this rank in the group.",
+        "Everything that drops, from self.dropout to the last block, goes inside "
+        "`with self.random.use():`. Else it is through_blocks of TensorParallel.",
+    ),
+    mistakes=mistakes(
+        r"""
+        {OWN_ADDED} => self.dropout(self.tokens(inputs))
+            The positions are left out. | Add this rank's part of them to self.tokens(inputs).
+        {OWN_ADDED} => self.tokens(inputs) + places
+            self.dropout is left out. | {OWN_ADDED}
+        {OWN_ADDED} => self.dropout(self.tokens(inputs)) + places
+            Dropout comes before the places are added, so they are never dropped. | {OWN_ADDED}
+        {OWN} => if True
+            All ranks drop the same places of their parts. | Use `with self.random.use():` there.
+        x = block(x) => block(x)
+            The blocks' results are not used. | x = block(x)
+        .chunk(n)[rank] => .chunk(n)[0]
+            Every rank adds the first T/N places. | {OWN_PLACES}
+        .chunk(n)[rank] => .chunk(n)[dist.get_rank() % n]
+            The rank that is used is the one in the job, not the one in the group.
+            | dist.get_rank(self.group)
+        .chunk(n)[rank] => .chunk(n)[n - 1 - rank]
+            The parts are taken in reverse order. | {OWN_PLACES}
+        {MY_PLACES} => places = self.positions.weight.chunk(n)[rank][: inputs.shape[1] // n]
+            The whole table is cut into parts, and it can have more than T rows. | {OWN_PLACES}
+        {MY_PLACES} => places = self.positions.weight[rank : inputs.shape[1] : n]
+            A rank's positions follow one another, and these are every N-th. | {OWN_PLACES}
+        for block in self.blocks => for block in list(self.blocks)[:-1]
+            The last block is left out. | for block in self.blocks: x = block(x)
+        """,
+        globals(),
+    ),
 )
 
 # ---- 13.11 ----------------------------------------------------------------------------------

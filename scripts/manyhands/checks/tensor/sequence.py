@@ -26,7 +26,6 @@ from manyhands.tensor import sequence
 
 # ---- 13.7 -----------------------------------------------------------------------------------
 
-GATHERED = "torch.cat(whole.chunk(n), dim=1)"
 CUT = "torch.cat(x.chunk(n, dim=1))"
 G_SUM = "return sum_positions(grad, ctx.group)"
 G_BACK = f"{G_SUM}, None"
@@ -39,11 +38,9 @@ X_MINE = "x." + MINE.format("group")
 N_CTX = N.format("ctx.group")
 N_GROUP = N.format("group")
 STRETCHED = f"torch.cat([grad] * {N_CTX}, dim=1)"
-SIDE_BY_SIDE = "whole.chunk(n) has one rank's (B, T/N, D) each; torch.cat(..., dim=1)."
 BEHIND = "torch.cat(x.chunk(n, dim=1)) puts what each rank gets one behind the other."
 NO_DIVISION = "Divide by nothing."
 HALVES = "Use all_gather to gather, and reduce_scatter to sum."
-WAIT = "all_gather only starts, and returns a work: call its wait() first."
 ARGUMENTS = (
     "all_gather(whole, shard, group) fills `whole` and returns a work; "
     "reduce_scatter(shard, whole, group) fills `shard` and returns None.",
@@ -193,11 +190,9 @@ positions_of_ranks = Spec(
         "Raise ValueError with both numbers before any message if T % N.",
     ),
     hints=(
-        "all_gather(whole, shard, group) of lesson 10 fills `whole`: it starts, and returns a work "
-        "to wait() for. reduce_scatter(shard, whole, group) fills `shard`, and is done when it "
-        "returns.",
-        "gather_positions: all_gather puts the ranks one behind the other along dimension 0, so "
-        "that `whole` is (N x B, T/N, D). Its N chunks belong side by side along dimension 1.",
+        "Read gather_positions: all_gather puts the ranks one behind the other along dimension 0, "
+        "and chunk and cat bring them side by side along dimension 1. reduce_scatter(shard, whole, "
+        "group) fills `shard`, and is done when it returns.",
         "sum_positions is the way back: cut x into N chunks along dimension 1, put them one behind "
         "the other along dimension 0, and reduce_scatter. Look at T % N first.",
         "Backward of the one is forward of the other: each position went to all ranks, so its "
@@ -206,17 +201,6 @@ positions_of_ranks = Spec(
     mistakes=in_helpers(
         mistakes(
             r"""
-            {GATHERED} => whole
-                The ranks stay one behind the other along dimension 0, the batch. | {SIDE_BY_SIDE}
-            {GATHERED} => whole.view(len(x), -1, *x.shape[2:])
-                This is a view of the same numbers, in which a sequence's positions are no
-                neighbours. | {SIDE_BY_SIDE}
-            {GATHERED} => torch.cat(whole.chunk(n)[::-1], dim=1)
-                The ranks stand in reverse order. | Rank 0 comes first.
-            , group).wait() => , group)
-            all_gather(whole => work = all_gather(whole
-            return {GATHERED} => found = {GATHERED}; work.wait(); return found
-                The gathered tensor is read before wait(). | {WAIT}
             {CUT} => x.contiguous()
                 x is cut by its first dimension, the batch. | {BEHIND}
             {G_BACK} => return {GRAD_MINE}.clone(), None

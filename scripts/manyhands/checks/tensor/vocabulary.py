@@ -25,7 +25,6 @@ from manyhands.tensor.layers import SumOverRanks, my_range
 
 # ---- 13.5 -----------------------------------------------------------------------------------
 
-MY_ROWS = "my_part(embedding.weight, 0, 1, group)"
 LOOKUP = "F.embedding(rows, self.weight) * is_mine.unsqueeze(-1)"
 LEFT = "return self.leave(part, self.group)"
 MASK = "Multiply the rows by a mask that is 1 for tokens of `mine`."
@@ -118,10 +117,10 @@ embedding = Spec(
     observe=lookup_seen,
     tell=tell_lookup,
     hints=(
-        "__init__: `mine` comes from my_range, `weight` from my_part along dimension 0; one row is "
-        "one token, so the unit is 1.",
-        "forward: which tokens are in `mine`? The row of such a token is token - mine.start. The "
-        "others need some row that exists, such as 0, and then a factor of 0.",
+        "Which tokens are in the range self.mine? A comparison with its start and one with its "
+        "stop give a mask of the shape of inputs.",
+        "The row of such a token is token - self.mine.start. The others need some row that exists, "
+        "such as 0: torch.where(mask, inputs - self.mine.start, 0). Then they get a factor of 0.",
         "F.embedding(rows, self.weight) is (B, T, D) and the mask (B, T): unsqueeze(-1) makes it "
         "fit. At the end call self.leave(part, self.group).",
     ),
@@ -145,14 +144,6 @@ embedding = Spec(
             The token mine.stop is taken for one of this rank's.
         inputs >= self.mine.start => inputs > self.mine.start
             The first token of this rank's part is left out. | mine.start is in the part.
-        {MY_ROWS} => nn.Parameter(embedding.weight.detach().clone())
-            This is the whole matrix: nothing is cut. | {MY_ROWS}
-        {MY_ROWS} => nn.Parameter(embedding.weight.detach()[self.mine.start : self.mine.stop])
-            weight is a view, which keeps the memory of the whole matrix.
-        {MY_ROWS} => my_part(embedding.weight, 1, 1, group)
-            The embedding is cut by its width, and not by tokens.
-        {MY_ROWS} => {MY_ROWS}\n        self.embedding = embedding
-            The module keeps the whole embedding, and so its memory. | Keep only the rows.
         {LEFT} => self.leave(part, self.group)\n        return part
             What `leave` returns is not used. | {TAKE_LEAVE}
         {LEFT} => return SumOverRanks.apply(part, self.group)
@@ -169,10 +160,6 @@ embedding = Spec(
         "missing 1 required positional argument: 'group'": (
             "`leave` takes two arguments, and was given one.",
             "Call self.leave(part, self.group).",
-        ),
-        "before Module.__init__": (
-            "A parameter was set before nn.Module was set up.",
-            "Call super().__init__() first.",
         ),
     },
 )

@@ -1,0 +1,1 @@
+"""All ways to train one model on several ranks, measured side by side."""

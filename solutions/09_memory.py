@@ -9,17 +9,18 @@
 # model on that GPU ends with "out of memory". Where do the other 66 GB go, and what can be done about it?
 # Section 10 answers with numbers, computed by the functions that you write on the way.
 #
-# There are four parts. You know the **weights** and their **gradients**. The **optimizer state** is what the
-# optimizer keeps for each parameter between steps; Adam keeps two numbers, its **moments**, which are running
-# means of the gradient and of its square. The **activations** are the intermediate results that forward keeps
-# because backward will need them.
+# The memory of training has four parts. You know the **weights** and their **gradients**. The **optimizer
+# state** is what the optimizer keeps for each parameter between steps; Adam keeps two numbers, its
+# **moments**, which are running means of the gradient and of its square. The **activations** are the
+# intermediate results that forward keeps because backward will need them.
 #
 # ![What each of three ranks holds in ZeRO stages 0 to 3: in stage 0 every rank holds everything; stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights](figures/memory_stages.svg)
 #
 # The picture shows the way out for the first three parts. In lesson 05 every rank held all of them, although
-# each part can be divided into **shards**, one for each rank. That is ZeRO, in its stages 1 to 3, which
-# lesson 10 builds. Here you find out how much sharding saves, and what helps against the fourth part. Sections
-# marked "optional" can wait for a second reading: no exercise of the others needs them.
+# each part can be divided into **shards**, one for each rank. This method is **ZeRO**, the "zero redundancy
+# optimizer"; lesson 10 builds its stages 1 to 3. Here you find out how much sharding saves, and what helps
+# against the fourth part. Sections marked "optional" can wait for a second reading: the other sections do not
+# need them.
 
 # %%
 import os
@@ -55,8 +56,8 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; this notebook uses CP
 #
 # How many bytes does one parameter cost? The answer depends on the **data types**: a float32 number takes 4
 # bytes, a bfloat16 number takes 2. A common recipe, **mixed precision**, computes in bfloat16 and keeps a
-# second copy of the weights in float32 for the optimizer. Section 9 shows what this copy, the **master
-# weights**, is good for.
+# second copy of the weights in float32 for the optimizer. This copy, the **master weights**, is there because
+# steps that are small beside a weight would be rounded away in bfloat16; section 9 shows how much that costs.
 #
 # Write the accounting as a function. It returns a `Recipe`, three numbers.
 
@@ -97,9 +98,9 @@ if check.ready("9.1"):
 # float32, which makes 2 + 2 + 4 + 12 = 20 bytes.
 #
 # With a master copy, mixed precision does not make these three parts smaller: for that, gradients or moments
-# have to be kept in shorter numbers, or the master copy has to go. What mixed precision saves is memory in
-# the activations, and time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine Learning
-# Engineering Open Book", for the 18.
+# have to be kept in shorter numbers, or the recipe has to do without the master copy. What mixed precision
+# saves is memory in the activations, and time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine
+# Learning Engineering Open Book", for the 18.
 
 # %% [markdown]
 # ## 2. Bytes of a rank
@@ -138,24 +139,25 @@ if check.ready("9.1", "9.2"):
 # %% [markdown]
 # ## 3. What forward keeps
 #
-# The fourth part grows with the batch, not with the ranks. What does autograd keep? For each operation, what
-# the operation's gradient formula needs:
+# The fourth part, the activations, depends on the batch and not on the number of ranks. What does autograd
+# keep? For each operation it keeps what the operation's gradient formula needs:
 #
 # - `y = x @ W`: the gradient of W is computed from `x`, so the **input** is kept.
 # - GELU: its gradient needs the slope at the input, so the input is kept.
-# - A norm: its input, and two numbers per token, the mean and the scale.
-# - Attention: queries, keys, values and its output. PyTorch runs attention as one **fused kernel**, one piece
-#   of code for all its operations. It computes the T x T scores again in backward, and keeps one number per
-#   head and token instead.
-# - A sum `x + y`: nothing. Dropout: here its probability is 0 and it keeps nothing; otherwise it keeps a mask
+# - A norm keeps its input and two numbers per token, the mean and the scale.
+# - Attention keeps queries, keys, values and its output. PyTorch runs attention as one **fused kernel**, one
+#   piece of code for all its operations. The T x T scores of a sequence of T tokens, one for each pair of
+#   tokens, are computed again in backward, and only one number per head and token is kept instead.
+# - A sum `x + y` keeps nothing. Dropout has probability 0 here and keeps nothing; otherwise it keeps a mask
 #   of the numbers that it dropped.
 #
-# If an operation has kept its own *output*, the next operation, whose input this is, keeps nothing new.
-# Attention keeps its output, so `out` behind it adds nothing. A norm keeps only its input, so `qkv` behind it
-# does add.
+# If an operation has kept its own *output*, the next operation has this tensor as its input and keeps nothing
+# new. For example, attention keeps its output, so the product `out` that follows adds nothing. A norm keeps
+# only its input, so the product `qkv` that follows does add something.
 #
-# Here is what a block computes. `qkv` makes queries, keys and values in one product, and `up` has four times
-# the width:
+# Here is what a block computes. `qkv` makes queries, keys and values in one product, and the output of `up`
+# is four times as wide as the block's input. B is the number of sequences, D the width and H the number of
+# heads:
 
 # %%
 import inspect
@@ -179,18 +181,18 @@ if check.ready("9.3"):
     print(f"{'together':10} {sum(kept.values()):5} bytes per token: 4 x (16 D + H + 4)")
 
 # %% [markdown]
-# In 2-byte numbers this is about 32 D bytes per token. The well-known formula of Korthikanti et al., 34 s b h
-# bytes per layer (s b tokens of width h), counts the same tensors and adds two dropout masks of one byte per
-# number. So 32 such blocks with D = 4096 and H = 32, which is the shape of a model with about 7 billion
-# parameters, keep 4.2 MB per token, or 17 GB for one sequence of 4096 tokens.
+# If a number takes 2 bytes, this is about 32 D bytes per token. The well-known formula of Korthikanti et al.,
+# 34 s b h bytes per layer (s b tokens of width h), counts the same tensors and adds two dropout masks of one
+# byte per number. So 32 such blocks with D = 4096 and H = 32, which is the shape of a model with about 7
+# billion parameters, keep 4.2 MB per token, or 17 GB for one sequence of 4096 tokens.
 #
 # Is the formula right? PyTorch lets you check, because autograd passes every tensor that it keeps to hooks
 # that you can set. The course's `accounting.saved_bytes(run, params)` calls `run()` inside such hooks and
 # returns the bytes that autograd kept, without those of `params`. (In section 4 you can write it yourself.)
 #
-# Compare the prediction with the measurement, for one block and for a whole Transformer. Outside its blocks the
-# Transformer keeps the input of the last norm and the input of the head, two numbers per token for that norm,
-# and V numbers per token for the loss.
+# Compare the prediction with the measurement, for one block and for a whole Transformer. Outside its blocks
+# the Transformer keeps the input of the last norm and the input of the head, two numbers per token for that
+# norm, and V numbers per token for the loss, where V is the size of the vocabulary.
 
 # %% tags=["nbval-check-output"]
 B, T, D, H, L, V = 8, 32, 64, 2, 3, 50
@@ -208,16 +210,17 @@ if check.ready("9.3"):
     assert abs(measured / of_model - 1) < 0.01
 
 # %% [markdown]
-# The block agrees to the byte. The model's 2052 bytes more are the token numbers, 8 bytes each, which the
-# embedding keeps, and one number of the loss.
+# The block agrees to the byte. The model keeps 2052 bytes more than predicted: the embedding keeps the token
+# numbers, 8 bytes each, and the loss keeps one number.
 
 # %% [markdown]
 # ## 4. Count what autograd keeps (optional)
 #
-# How does one count what autograd keeps? Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` every
-# tensor that autograd keeps is passed to your `pack`, and autograd keeps what `pack` returns in its place;
-# `unpack` receives this object in backward. A `pack` that returns `tensor.detach()`, which shares the tensor's
-# memory, changes nothing and sees everything. (The tensor itself, returned, might keep itself alive.)
+# How does one count what autograd keeps? Inside `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`
+# every tensor that autograd keeps is passed to your `pack`, and autograd keeps what `pack` returns in its
+# place; `unpack` receives this object in backward. A `pack` that returns `tensor.detach()`, which shares the
+# tensor's memory, changes nothing and sees everything. (If `pack` returned the tensor itself, the tensor
+# might keep itself alive.)
 #
 # There are two traps: several tensors may be views of the same memory, and the weights are kept as well,
 # although they would be there anyway. `tensor.untyped_storage()` is the memory behind a tensor; it has a
@@ -261,8 +264,8 @@ if check.ready("9.3", "9.4"):
     print(f"twice the length keeps {growth[0]:.1f} and {growth[1]:.1f} times the bytes with scores")
 
 # %% [markdown]
-# Fused attention is level: a token costs the same in a sequence of any length. With scores the bytes per token
-# grow with T. The line below the figure gives what doubling the length does to the memory of the whole
+# Fused attention is level: a token costs the same in a sequence of any length. With scores the bytes per
+# token grow with T. The line below the figure gives what doubling the length does to the memory of the whole
 # sequence, at the left end of the figure and at its right end; the factor approaches 4 for still longer
 # sequences. That is why long sequences were so expensive before 2022 (Dao et al., "FlashAttention",
 # https://arxiv.org/abs/2205.14135).
@@ -346,7 +349,7 @@ if check.ready("9.1", "9.2", "9.3"):
 # Weights, gradients and optimizer state agree to the byte, and the activations to within one percent. The
 # model is small here and the batch is not, so the activations are the largest part, and no stage makes them
 # smaller. Compare the bars with the line above the figure, which gives the most bytes that existed at the
-# same time. In stages 0 to 2 the bars are higher than this peak, in stage 3 the bar is lower. Why?
+# same time. In stages 0 to 2 the bars are higher than this peak, but in stage 3 the bar is lower. Why?
 #
 # ### The parts do not peak together
 #
@@ -383,7 +386,7 @@ figures.show(figure, "Bytes of each part over the operations of a step: a mounta
 # activations, so they are higher than the peak.
 #
 # In stage 3 whole layers are gathered for a moment, and no bar counts them. In a model of three layers, these
-# gathered layers take more memory than stage 3 saves over stage 2; lesson 10 shows it.
+# gathered layers take more memory than stage 3 saves over stage 2; lesson 10 shows when they take it.
 
 # %% [markdown]
 # ## 6. Save: smaller pieces
@@ -403,7 +406,8 @@ check.accumulate(accumulate)
 
 # %% [markdown]
 # How wrong is the mean of means? The next cell splits a batch of 24 sequences, evenly and unevenly, and
-# prints the largest difference from the gradient of the whole batch, as a share of its largest entry.
+# prints the largest difference from the gradient of the whole batch, as a percentage of that gradient's
+# largest entry.
 
 
 # %%
@@ -445,9 +449,10 @@ if check.ready("9.5"):
 # it needs the activations. The price is a second forward, which is a third more work, since backward takes
 # about twice the work of forward.
 #
-# Write it as an `autograd.Function`, with a forward and a backward of your own. Three things to know:
+# Write it as an `autograd.Function`, with a forward and a backward of your own. You need to know three
+# things:
 #
-# - Inside the `forward` of a Function autograd records nothing, and neither does it inside `backward`, unless
+# - Inside the `forward` of a Function autograd records nothing. The same is true inside `backward`, unless
 #   you say `with torch.enable_grad():`.
 # - `ctx` carries things from forward to backward: `ctx.save_for_backward(tensors)` and `ctx.saved_tensors`.
 # - Dropout draws random numbers, and the second run must draw the same ones. `rng_states` and
@@ -518,9 +523,9 @@ if check.ready("9.6"):
     assert torch.allclose(grads["plain"], grads["Checkpoint"], atol=1e-6)
 
 # %% [markdown]
-# The kept bytes fall by an order of magnitude, as predicted, and the gradients are the same. Is a step a third
-# slower? The next cell counts the operations of all matrix products, which is the same on every machine, and
-# takes the time of a step, which is not.
+# The kept bytes fall by an order of magnitude, as predicted, and the gradients are the same. Is a step a
+# third slower? The next cell counts the operations of all matrix products, a number that is the same on every
+# machine. It also measures the time of a step, which differs from machine to machine.
 
 # %%
 if check.ready("9.6"):
@@ -534,14 +539,14 @@ if check.ready("9.6"):
     print(f"Checkpoint: {grown[0]:+.0%} arithmetic, {grown[1]:+.0%} time on this machine")
 
 # %% [markdown]
-# The arithmetic of the blocks grows by a third, as predicted, and the head, which is not checkpointed, adds no
-# more. PyTorch's version computes less a second time, because it stops as soon as it has the last tensor that
-# backward needs: here it leaves out the product `down`, whose output no gradient formula uses.
+# The arithmetic of the blocks grows by a third, as predicted, and the head, which is not checkpointed, adds
+# no more. PyTorch's version computes less a second time, because it stops as soon as it has the last tensor
+# that backward needs: here it leaves out the product `down`, whose output no gradient formula uses.
 #
-# The time can differ from the arithmetic. The matrices of this model are so small that Python's own work, such
-# as the extra calls of each checkpoint, is a large part of a step, and PyTorch's version has more of it because
-# it does more (nested calls, several inputs, early stops). This part does not grow with the matrices, so for
-# large ones the arithmetic is the better prediction.
+# The time can differ from the arithmetic. The matrices of this model are so small that Python's own work,
+# such as the extra calls of each checkpoint, is a large part of a step, and PyTorch's version has more of it
+# because it does more (nested calls, several inputs, early stops). Python's work does not grow with the
+# matrices, so for large matrices the arithmetic predicts the time better.
 #
 # While backward differentiates a block, this block's own activations are in memory again. So the peak is the
 # kept bytes plus one block's activations.
@@ -581,14 +586,14 @@ for batch in (1, 64):
     assert (half > full) == (batch == 1)
 
 # %% [markdown]
-# With few tokens the copies of the weights take more than the shorter activations save. With many the kept
-# bytes fall to 58 %; the norms' inputs are most of what is missing to a half.
+# With few tokens the copies of the weights take more than the shorter activations save. With many tokens the
+# kept bytes fall to 58 %. They do not fall to a half mainly because the norms' inputs stay in float32.
 
 # %% [markdown]
 # ## 9. Why a master copy? (optional)
 #
-# What would be lost if weights, gradients and state were all bfloat16, so that every part is halved? Try small
-# steps on a weight of 1:
+# What would be lost if weights, gradients and state were all bfloat16, so that every part is halved? Try
+# small steps on a weight of 1:
 
 # %% tags=["nbval-check-output"]
 weight = torch.ones(1, dtype=torch.bfloat16)
@@ -655,12 +660,12 @@ if check.ready("9.7"):
 # %% [markdown]
 # bfloat16 alone falls behind, by about 0.06 nats at the end of the stored run. It loses small steps of its
 # weights, and its moments, which are bfloat16 as well, lose small changes in the same way. For example, AdamW
-# multiplies the mean of the squares by 0.999 in each step, and this change is rounded away. With master weights
-# and moments in float32 the curve is practically that of float32. (Each curve is one run with one seed, so
-# differences of a few thousandths mean nothing.)
+# multiplies the mean of the squares by 0.999 in each step, and this change is rounded away. With master
+# weights and moments in float32 the curve is practically that of float32. (Each curve is one run with one
+# seed, so differences of a few thousandths mean nothing.)
 #
 # Between steps the price is 2 + 2 + 12 bytes per parameter. During its step `MasterWeights` holds the
-# gradients in float32, so there it is 2 + 4 + 12.
+# gradients in float32, so the price is then 2 + 4 + 12.
 
 # %% [markdown]
 # ## 10. How many GPUs for 7 billion parameters?
@@ -670,12 +675,13 @@ if check.ready("9.7"):
 # which is the smallest batch there is. The first three parts are 7e9 x 16 bytes = 112 GB, and stage 3 divides
 # them by the number of GPUs. The activations are not divided, because every GPU has a sequence of its own.
 #
-# What the activations take depends on what is kept. Korthikanti et al. give 34 s b h + 5 a s^2 b bytes per
-# layer (a heads), for numbers of 2 bytes and a block with GELU and dropout whose attention keeps its scores.
-# The second term is for the softmax of the scores, a dropout mask, and the result of that dropout; without
-# dropout 2 a s^2 b remain of it, and with fused attention nothing. If every block is checkpointed, only 2 s b
-# h remain per layer, and one block at a time is whole. The next cell computes the four cases from your
-# `block_activations`, which has no dropout, and compares it with the paper's first term.
+# The memory of the activations depends on what is kept. Korthikanti et al. give 34 s b h + 5 a s^2 b bytes
+# per layer, where a is the number of heads, for numbers of 2 bytes and a block with GELU and dropout. Its
+# attention keeps the scores, as attention did before there were fused kernels. The second term is for the
+# softmax of the scores, a dropout mask, and the result of that dropout; without dropout 2 a s^2 b remain of
+# it, and with fused attention nothing. If every block is checkpointed, only 2 s b h bytes remain per layer,
+# and the activations of one block at a time come on top. The next cell computes the four cases from your
+# `block_activations`, which counts no dropout, and checks your function against the paper's first term.
 
 # %% tags=["nbval-check-output"]
 s, b, h, a, num_layers, vocab = 4096, 1, 4096, 32, 32, 32_000
@@ -698,8 +704,8 @@ if check.ready("9.1", "9.2", "9.3"):
 # ### Predict: how many GPUs?
 #
 # How many GPUs of 80 GB are needed at least, in stage 3 with fused attention and no checkpoints, if 8 of the
-# 80 GB have to stay free? (Below you find out what for.) The table adds the three parts, in its first column,
-# to each kind of activations.
+# 80 GB have to stay free? (The end of this section says what for.) The table adds the three parts, in its
+# first column, to each kind of activations.
 
 # %%
 num_gpus = None  # your number
@@ -734,12 +740,13 @@ if check.ready("9.1", "9.2", "9.3"):
 #
 # ### What else is on a GPU?
 #
-# The four parts are not all that a GPU holds, so a prediction needs a margin. The 8 GB above are one, chosen by
-# us; how much is needed differs from machine to machine. It is for:
+# The four parts are not all that a GPU holds, so a prediction needs a margin. The 8 GB above are such a
+# margin, chosen by us; how much is needed differs from machine to machine. The margin covers:
 #
-# - **The CUDA context**, with the machine code of the kernels. The first CUDA call of a process takes 0.5 to 2
-#   GB, depending on the GPU and on the version of PyTorch (Bekman, "Machine Learning Engineering Open Book").
-# - **NCCL's buffers**, through which messages pass. They belong to the communicators, so every further process
+# - **The CUDA context**, with the machine code of the kernels. The first CUDA call of a process takes 0.5 to
+#   2 GB, depending on the GPU and on the version of PyTorch (Bekman, "Machine Learning Engineering Open
+#   Book").
+# - **NCCL's buffers**, through which messages pass. A process group has buffers of its own, so every further
 #   group adds some. The size of one buffer is `NCCL_BUFFSIZE`, 4 MiB by default (NCCL's documentation,
 #   "Environment Variables").
 # - **The reserve of PyTorch's allocator.** It keeps freed memory for the next tensors of this process:
@@ -748,11 +755,12 @@ if check.ready("9.1", "9.2", "9.3"):
 # - **Fragmentation.** Free memory helps only if one piece of it is large enough. Rajbhandari et al. saw runs
 #   that were out of memory with over 30 % of it free ("ZeRO", section 3.2). The setting
 #   `PYTORCH_ALLOC_CONF=expandable_segments:True` lets pieces grow, which makes that rarer.
-# - **What lives for a moment**, such as the weights that stage 3 gathers: 7e9 / 32 x 2 bytes = 0.44 GB for each
-#   block that is whole at the same time.
+# - **What lives for a moment**, such as the weights that stage 3 gathers: 7e9 / 32 x 2 bytes = 0.44 GB for
+#   each block that is whole at the same time.
 #
-# Where there is a GPU, `make gpu ONLY=memory` measures this margin: its report sets the predicted bytes of a
-# training step beside the measured ones, beside what the allocator holds, and beside what is in use on the GPU.
+# Where there is a GPU, `make gpu ONLY=memory` measures this margin: its report compares the predicted bytes
+# of a training step with the measured ones, with what the allocator holds, and with what is in use on the
+# GPU.
 
 # %% [markdown]
 # ## 11. Save: leave it on the CPU (optional)
@@ -760,8 +768,8 @@ if check.ready("9.1", "9.2", "9.3"):
 # A node often has more memory on its CPU side than on its GPUs. **CPU offload** keeps the shards and the
 # optimizer state there, brings a block's weights to the GPU when they are needed, and takes the gradients
 # back; the CPU runs the optimizer step. `fully_shard`, which lesson 10 introduces, offers offload as a
-# policy. It also runs without a GPU, where it has nothing to save; the next cell tests only that the losses
-# are the same.
+# policy. It also runs without a GPU, where it has nothing to save, so the next cell tests only that the
+# losses are the same.
 
 
 # %%
@@ -785,9 +793,10 @@ print("losses without", without, "and with offload", with_offload)
 assert without == with_offload
 
 # %% [markdown]
-# The losses are equal, but a CPU cannot show what offload saves and costs, since nothing moves. On a GPU both
-# can be counted in advance. Take 7 billion parameters on 8 GPUs, in stage 3, where the shards are float32 and
-# become bfloat16 only on the GPU (nearly all of them go up twice in a step; the root's shards go up once):
+# The losses are equal, but a CPU cannot show what offload saves and costs, since nothing moves. For a GPU
+# both can be computed in advance. Take 7 billion parameters on 8 GPUs, in stage 3, where the shards are
+# float32 and become bfloat16 only on the GPU. The shards of all blocks go up to the GPU twice in a step. The
+# small rest, which is in no block, goes up once, and the cell ignores this difference:
 
 # %% tags=["nbval-check-output"]
 shard_gb = 4 * 7 / 8  # float32; a GPU's share of 7 billion parameters
@@ -799,18 +808,18 @@ print(f"the way up takes at least {2 * shard_gb / link_gb_per_s:.2f} s in each s
 print(f"the CPU's AdamW steps {7 / 8:.2f} billion parameters for each GPU of the node")
 
 # %% [markdown]
-# So offload pays where a step takes much longer than this way, for example with large batches, or where the
-# model does not fit in any other way. How much of the way is hidden behind computation, and how long AdamW takes
-# on the CPU, only a run on a GPU can say. `make gpu ONLY=offload` trains the same model with and without offload,
-# and its report shows the memory and the time of a step of both. With a job of your own, run `sbatch
-# sbatch/fsdp.sbatch --impl torch --offload` and the same without `--offload`; the row "tensors at their peak" of
-# their reports counts only tensors on the GPU.
+# So offload pays where a step takes much longer than these transfers, for example with large batches, or
+# where the model fits only with offload. How much of the transfers is hidden behind computation, and how long
+# AdamW takes on the CPU, only a run on a GPU can say. `make gpu ONLY=offload` trains the same model with and
+# without offload, and its report shows the memory and the time per step of both runs. With a job of your own,
+# run `sbatch sbatch/fsdp.sbatch --impl torch --offload`, and the same command without `--offload`; the row
+# "tensors at their peak" of their reports counts only tensors on the GPU.
 #
-# The optimizer state alone can go as well, and the weights stay. `MasterWeights` of section 9 is close to it: if
-# `__init__` made its copies with `.float().cpu()`, and `step` moved each gradient with `param.grad.to(master)`,
-# the copies and the moments would be in the CPU's memory, 12 of the 16 bytes per parameter, and
-# `param.copy_(master)` would bring the new weights to the GPU (Ren et al., "ZeRO-Offload",
-# https://arxiv.org/abs/2101.06840).
+# It is also possible to move only the optimizer state, while the weights stay on the GPU. `MasterWeights` of
+# section 9 comes close to that: if `__init__` made its copies with `.float().cpu()`, and `step` moved each
+# gradient with `param.grad.to(master)`, the copies and the moments would be in the CPU's memory, 12 of the 16
+# bytes per parameter, and `param.copy_(master)` would bring the new weights to the GPU (Ren et al.,
+# "ZeRO-Offload", https://arxiv.org/abs/2101.06840).
 
 # %% [markdown]
 # ## 12. As many ranks as you like (optional)
@@ -882,14 +891,14 @@ for gpu in range(4):
 
 # %% [markdown]
 # The first GPU also holds the embedding and the last one the head, which is a copy of the embedding on
-# another GPU. So the sum is more than 16 N, and it is the largest piece that has to fit.
+# another GPU. So the sum is more than 16 N, and the largest piece decides whether the model fits.
 
 # %% [markdown]
 # ## 13. Run it as a job
 #
 # What do all savings achieve together, and what do they cost? The job trains the language model on two ranks
 # and uses your `accumulate` and your `Checkpoint`. `--save all` means autocast, checkpoints, and each batch
-# in four pieces. A second run saves nothing.
+# in four pieces. A second run uses none of the three.
 
 # %%
 if check.ready("9.5", "9.6"):
@@ -916,15 +925,15 @@ if check.ready("9.5", "9.6"):
     assert 1 / 3 < less < 0.45
 
 # %% [markdown]
-# With all three the peak is a little more than a third, and its parts have changed: gradients remain from
-# piece to piece, so they are already there when the activations are highest.
+# With all three the peak is a little more than a third of what it was, and its parts have changed: gradients
+# remain from piece to piece, so they are already there when the activations are highest.
 #
 # The price is speed, and the last line says how much of it on your machine. Every block is computed twice,
 # small pieces use the cores less well, and many CPUs have no fast bfloat16 arithmetic. On a GPU autocast
 # usually makes training faster.
 #
 # On a CPU the report's "Memory of each device" is that of the whole process, most of which is PyTorch itself.
-# The report's row "tensors at their peak" is the number above.
+# The number above is in the report's row "tensors at their peak".
 
 # %%
 check.summary()
@@ -951,8 +960,8 @@ check.summary()
 # <details><summary>Out of memory, and a smaller model is no option. You have one GPU. What do you try first?</summary>
 #
 # Micro-batches with accumulation: they cost little as long as a micro-batch is large enough to keep the GPU
-# busy. Then checkpointing, at about a third more work. Only then offload, which has to cross a slow link in
-# every step.
+# busy. Then checkpointing, at about a third more work. Only then offload to the CPU's memory (section 11),
+# because its transfers cross a slow link in every step.
 # </details>
 #
 # <details><summary>Why does accumulation not help against the optimizer state?</summary>

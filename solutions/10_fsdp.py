@@ -6,8 +6,8 @@
 # # 10 Sharded data parallelism
 #
 # In data parallelism every rank holds the same things: the whole model, its gradients and the optimizer's
-# state. Lesson 09 counted them: 16 bytes per parameter with Adam in float32, on every rank. With n ranks, n -
-# 1 of the n copies are redundant.
+# state. Lesson 09 counted them: 16 bytes per parameter with Adam in float32, on every rank. With n ranks
+# there are n copies, and all but one of them are redundant.
 #
 # Can training do without them? It can, if each number is kept on one rank only. This is **ZeRO**, the "zero
 # redundancy optimizer". You build its three stages: stage 1 shards the optimizer state, stage 2 also the
@@ -16,9 +16,12 @@
 #
 # ![A step with a root and two units on one rank: in forward each unit is gathered while the one before it computes, and freed after it has computed; in backward unit 2 and then unit 1 are gathered again, compute, are freed, and are reduced; the root stays whole until the end](figures/fsdp_unit.svg)
 #
-# PyTorch calls stage 3 **FSDP**, fully sharded data parallelism, and its function for it `fully_shard`. You
-# will use that, too, and predict every message that it sends. The picture shows a step of it on one rank.
-# When is a unit's memory taken, and when is it given back?
+# PyTorch calls stage 3 **FSDP**, fully sharded data parallelism, and its function for this stage is
+# `fully_shard`. You will use it, too, and in an optional section you predict its messages.
+#
+# The picture shows a step of FSDP on one rank. A **unit** is a part of the model whose weights are gathered
+# and freed together, usually one block. The **root** is the unit of all that is in no block: the embeddings,
+# the last norm and the head. When is a unit's memory taken, and when is it given back?
 #
 # Sections marked optional can wait: no section outside them needs what you write there.
 
@@ -94,8 +97,8 @@ from manyhands.fsdp.flat import Views
 #   rank's part.
 # - `reduce` turns the gradients into `shard.grad`, their mean over the ranks.
 #
-# `self.replicas` is `None` until section 9. There it is a second group of ranks, over which the reduced shard
-# is averaged as well.
+# `self.replicas` is usually `None`. If it is a group of ranks, the reduced shard is averaged over this second
+# group as well. Section 9 (optional) makes use of that.
 
 # %% exercise="Flat.__init__ Flat.reduce" todo="10.1" minutes=25 difficulty=2 points=3
 from manyhands.fsdp.flat import Flat
@@ -184,9 +187,9 @@ from manyhands.fsdp.zero import ShardedOptimizer
 check.ShardedOptimizer(ShardedOptimizer)
 
 # %% [markdown]
-# Is it the same training? Four ranks each take a quarter of the batch. Each block is a unit of its own; what
-# is in no block (the embeddings, the last norm and the head) forms the **root** unit. The cell prints the
-# largest difference between a weight here and the same weight of one process.
+# Is it the same training? Four ranks each take a quarter of the batch. Each block is a unit of its own, and
+# what is in no block forms the root. The cell prints the largest difference between a weight here and the
+# same weight of one process.
 
 
 # %%
@@ -299,7 +302,7 @@ if check.ready("10.1", "10.4"):
 # %% [markdown]
 # ### Around forward and backward
 #
-# Now let all of this happen by itself. PyTorch calls **hooks** around the forward of a module, when the
+# Now let all of this happen automatically. PyTorch calls **hooks** around the forward of a module, when the
 # gradient of its output is there, and when a parameter's gradient is there. `watch` puts such hooks on one
 # unit. They call four methods, which you will write: before and after the unit's forward, before and after
 # its backward.
@@ -309,15 +312,16 @@ from manyhands.fsdp.model import watch
 
 # %% [markdown]
 # The class `ShardedModel`, in `scripts/manyhands/fsdp/model.py`, makes the Flats of all units, calls `watch`
-# for each, and settles two rarer matters: frozen parameters, and units that run again in backward because of
-# activation checkpointing (lesson 09). Your `FSDP` is a `ShardedModel` with four methods, in which two rules
-# matter:
+# for each, and takes care of two special cases: frozen parameters, and units that run again in backward
+# because of activation checkpointing (lesson 09). Your `FSDP` is a `ShardedModel` with four methods, in which
+# two rules matter:
 #
 # - **Prefetch.** While a unit computes, the next one should be on its way, which hides its gather behind the
-#   computation. In forward that is the unit after it, in backward the unit before it, in the order of
-#   forward. `start` begins a gather, `wait` waits for it.
-# - **The root stays.** Its head is used last in forward and first in backward, so the root is not freed in
-#   between, and its backward begins first. So the last unit follows it, and unit 1 has nothing to start.
+#   computation. The next one is, in the order of forward, the unit after it during forward, and the unit
+#   before it during backward. `start` begins a gather, and `wait` waits for it.
+# - **The root stays.** The head, which is in the root, is used last in forward and first in backward, so the
+#   root is not freed in between. Backward begins with the root, goes on with the last unit, and ends with
+#   unit 1, which therefore has nothing to start.
 #
 # Units are numbered in the order of forward, and the root is unit 0. `self.units[index]` is the list of a
 # unit's Flats, usually only one, and `self.trainable[index]` holds those of them that get gradients. Before
@@ -332,9 +336,9 @@ check.FSDP(FSDP)
 
 # %% [markdown]
 # The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
-# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same
-# and end the process by a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such a read
-# into an error. `full_state` collects the weights from the shards, on rank 0.
+# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same,
+# and the process would end with a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such
+# a read into an error. `full_state` collects the weights from the shards, on rank 0.
 
 
 # %%
@@ -360,9 +364,9 @@ if check.ready("10.1", "10.4", "10.5"):
 # %% [markdown]
 # ### Look: the memory of a step
 #
-# What does stage 3 gain? The cell plots all bytes that live on rank 0 of four, after every operation of a
-# step: in plain data parallelism, where all is whole, and in stage 3. The batch is small, so that the weights
-# stand out.
+# What does stage 3 gain? The cell plots the bytes of all tensors on rank 0 of four, after every operation of
+# a step, once in plain data parallelism, where everything is whole, and once in stage 3. The batch is small,
+# so that the weights stand out.
 
 
 # %%
@@ -401,11 +405,12 @@ if check.ready("10.1", "10.4", "10.5"):
 
 # %% [markdown]
 # On the left all weights and Adam's state are there all the time, and backward adds a whole set of gradients.
-# In stage 3 only a quarter of each is, and while forward and backward run a plateau lies on top of it: the
-# root, the block that computes, and the one on its way. The plateau dips at the turn, where the last block
-# has been freed and is gathered again. In backward the gradients of one block at a time come, are reduced,
-# and leave a quarter of themselves. When the step ends, only shards are left. The spikes are copies of
-# gradients being packed into a vector; `Live` counts such temporary values with the activations.
+# In stage 3 only a quarter of each is there all the time. While forward and backward run, a plateau lies on
+# top of it: the root, the block that computes, and the block on its way. The plateau dips at the turn, where
+# the last block has been freed and is gathered again. In backward the gradients of one block at a time are
+# computed and reduced, and a quarter of them remains on the rank. When the step ends, only shards are left.
+# The spikes in backward are copies of gradients that are packed into a vector; `Live` counts such temporary
+# values with the activations.
 
 # %% [markdown]
 # ## 5. What prefetch hides
@@ -413,8 +418,8 @@ if check.ready("10.1", "10.4", "10.5"):
 # How much time does prefetch save? Two ranks of one machine cannot show it, because their messages use the
 # same cores as their computation. So the next cell replaces both: four blocks that only wait, for 20 ms in
 # forward and 40 ms in backward, and a simulated link that needs 15 ms for each block's gather and for each
-# reduction. Your own class decides what is started when. Beside it runs a version that waits for each unit
-# and starts no other.
+# reduction. Your own class decides when each gather starts. It is compared with a version that waits for each
+# unit and starts no other.
 #
 # Every block is gathered twice in a step, which makes eight gathers. How many of them will cost no time with
 # prefetch?
@@ -458,14 +463,15 @@ if check.ready("10.1", "10.4", "10.5"):
 # %% [markdown]
 # A box carries the number of its block; the root is left out. (`measured` is the saved time divided by 15 ms,
 # and other work on the machine moves it a little.) With prefetch all gathers but two lie under the
-# computation of another block. The first of forward has nothing to hide behind. Neither has the first of
-# backward: block 4 was freed after its forward and is needed again at once. `fully_shard` lets you choose for
-# each unit whether it is freed, so the last block can be kept.
+# computation of another block. The first gather of forward has nothing to hide behind. Nor has the first one
+# of backward, because block 4 was freed after its forward and is needed again at once. `fully_shard` lets you
+# choose for each unit whether it is freed, so the last block can be kept.
 #
 # Two costs remain. A gather that takes longer than the computation beside it is hidden only in part. And the
 # reductions are not hidden at all, because `reduce` waits in the middle of backward. With NCCL it would not
-# be different: called like this, a reduce-scatter holds up the stream that computes. `fully_shard` reduces on
-# a stream of its own, while backward goes on with the block before.
+# be different. A GPU works through queues of operations, its **streams**, and a reduce-scatter that is called
+# like this holds up the stream that computes. `fully_shard` reduces on a stream of its own, while backward
+# goes on with the block before.
 
 # %% [markdown]
 # ## 6. Predict the messages (optional)
@@ -485,7 +491,7 @@ check.calls_per_step(calls_per_step)
 
 # %% [markdown]
 # And how many bytes? In a ring each rank sends (n-1)/n of the whole vector for a gather, and as much for a
-# reduce-scatter. How many times as much as the all-reduce of lesson 05 does FSDP send in a step?
+# reduce-scatter. How many times as many bytes as the all-reduce of lesson 05 does FSDP send in a step?
 
 # %%
 times_as_much = None  # your number
@@ -527,15 +533,18 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
 #
 # `fully_shard(module)` makes one unit of all parameters below `module` that no earlier call has taken, so it
 # is called for each block first and then for the root. It changes the module in place: its parameters become
-# **DTensors**, tensors that know of which larger one they are a part. An optimizer made *afterwards* gets the
-# shards.
+# **DTensors**, tensors that know which part of which larger tensor they are. An optimizer made *afterwards*
+# gets the shards.
 #
-# Your function wraps blocks and root, and passes its options on:
+# Your function first gives all ranks the same weights, with `broadcast_state(module)` from lesson 05. Then it
+# applies `fully_shard` to the blocks and the root, and passes these options on:
 #
-# - `mesh`: which ranks; `None` for all of them.
-# - `reshard`: `reshard_after_forward` of the blocks.
-# - `dtype`: a `MixedPrecisionPolicy` with this `param_dtype`, and gradients reduced in float32.
-# - `offload`: a `CPUOffloadPolicy`, with pinned memory only where there is a GPU.
+# - `mesh`: the ranks to shard over, as a `DeviceMesh`, or `None` for all ranks.
+# - `reshard`: becomes `reshard_after_forward` of the blocks, which says whether a block is freed after its
+#   forward.
+# - `dtype`: calls for a `MixedPrecisionPolicy` that has it as `param_dtype` and reduces gradients in float32.
+# - `offload`: calls for a `CPUOffloadPolicy`, which keeps the shards in the CPU's memory. Pinned memory, from
+#   which copies to a GPU are faster, is used only where there is a GPU.
 
 # %% exercise="torch_fsdp" todo="10.7" minutes=15 difficulty=2 points=2
 from manyhands.fsdp.fully_shard import torch_fsdp
@@ -562,6 +571,8 @@ if check.ready("10.6", "10.7"):
         assert all(counted[name] == n for name, n in calls_per_step(L, reshard).items())
 
 # %% [markdown]
+# The calls are the same as those of your FSDP, whether blocks are freed or kept.
+#
 # ### Does a loop over layer classes find every block?
 #
 # Some examples choose the units by class: they call `fully_shard` for every `nn.TransformerEncoderLayer`. But
@@ -608,7 +619,7 @@ if check.ready("10.7"):
 #
 # ### The order matters: first shard, then make the optimizer
 #
-# What if the optimizer is made before? Watch the loss over three steps.
+# What if the optimizer is made first? Watch the loss over three steps.
 
 
 # %%
@@ -674,17 +685,17 @@ if check.ready("10.1", "10.4", "10.5", "10.7"):
         assert is_right == (max(abs(norm - whole) for norm in norms) < 1e-5)
 
 # %% [markdown]
-# PyTorch's function takes the plain shards for all there is: each rank gets the norm of its own part, so the
-# ranks scale their shards differently, and nothing says so. The right norm needs one all-reduce of a single
-# number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does this itself.
+# PyTorch's function takes the plain shards for the whole gradient: each rank gets the norm of its own part,
+# so the ranks scale their shards differently, without any warning. The right norm needs one all-reduce of a
+# single number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does this itself.
 
 # %% [markdown]
 # ## 9. Two dimensions: shards and replicas (optional)
 #
 # FSDP gathers every layer's weights, which is quick inside a node and slow between nodes. Can the gathers
 # stay inside a node? They can, if the model is sharded over the GPUs of one node only and every node holds a
-# **replica** of the whole: **hybrid** sharding, HSDP. The ranks form a table, a **mesh**, in which a row is
-# one replica and the ranks of a column hold the same shard.
+# **replica** of the whole model. This is called **hybrid** sharding, or HSDP. The ranks form a table, a
+# **mesh**, in which a row is one replica and the ranks of a column hold the same shard.
 #
 # | | shard 0 | shard 1 |
 # |---|---|---|
@@ -754,8 +765,8 @@ if check.ready("10.7", "10.8"):
 # - `FULL_SHARD`: everything is sharded, and weights are freed after forward.
 # - `SHARD_GRAD_OP`: gradients and optimizer state are sharded all the time. Weights are whole from forward to
 #   backward.
-# - `HYBRID_SHARD`: the first, inside a node, with a replica on every node.
-# - `_HYBRID_SHARD_ZERO2`: the second, inside a node, with a replica on every node.
+# - `HYBRID_SHARD`: `FULL_SHARD` inside each node, with a replica on every node.
+# - `_HYBRID_SHARD_ZERO2`: `SHARD_GRAD_OP` inside each node, with a replica on every node.
 #
 # Express each of the four by the options of `fully_shard`.
 
@@ -786,9 +797,9 @@ check.train_sharded(train_sharded)
 # %% [markdown]
 # ## 11. What it costs and what it saves (optional)
 #
-# Which stage is worth its price? The cell measures peak memory and time of a step on four ranks: plain data
-# parallelism, stages 1 to 3, hybrid, and PyTorch's version. The model has 0.8 million parameters. The ranks
-# share the cores of one machine, so look at the order of the times, not at their size.
+# Which stage is worth its price? The cell measures the peak memory and the time of a step on four ranks, for
+# plain data parallelism, stages 1 to 3, hybrid sharding, and PyTorch's version. The model has 0.8 million
+# parameters. The ranks share the cores of one machine, so look at the order of the times, not at their size.
 
 
 # %%
@@ -847,7 +858,9 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     peaks = [costs[how][0] for how in ("FSDP", "ZeRO-2", "ZeRO-1", "DDP")]
     assert peaks == sorted(peaks) and costs["FSDP"][0] < costs["hybrid"][0]
     copies = 4 * num_parameters(V, T, 4, 128)
-    print(f"{copies / 1e6:.1f} MB of DDP's are the room in which BucketedDDP copies its gradients")
+    print(
+        f"{copies / 1e6:.1f} MB of DDP's peak are buffers into which BucketedDDP copies its gradients"
+    )
 
 # %%
 if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
@@ -880,13 +893,13 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 # %% [markdown]
 # ## 12. A model that one rank cannot hold
 #
-# All our models were first built whole, on every rank, and then cut. So a model larger than a rank's memory
-# would fail before the first step. How can it be built in shards?
+# So far every model was first built whole, on every rank, and then sharded. So a model larger than a rank's
+# memory would fail before the first step. How can it be built in shards?
 #
 # First build it on PyTorch's **meta** device, where tensors have shapes and types but no memory. Then give
 # memory to one unit at a time, draw its first weights, keep this rank's shard of them, and free the rest. The
 # FSDP paper calls this deferred initialization. `materialise` does it for one unit, and `ShardedModel` calls
-# it where it is given `draw`, a function that returns the first values of a parameter by its name.
+# it when it is given `draw`, a function that returns the first values of a parameter by its name.
 #
 # Are these the weights that one process would draw? They are, if no number depends on those drawn before it,
 # so `draw_weight` makes a random generator of its own for each parameter, seeded by the parameter's name.
@@ -895,9 +908,9 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 from manyhands.fsdp.meta import draw_weight, materialise
 
 # %% [markdown]
-# The cell builds a model of eight blocks on four ranks, in both ways, and measures the most bytes that live
-# on a rank meanwhile. Deferred, that should be at most a quarter of the model and two copies of one unit: as
-# it was drawn, and as the vector into which it is packed.
+# The cell builds a model of eight blocks on four ranks, once whole first and once deferred, and measures a
+# rank's peak memory meanwhile. With deferred initialization this peak should be at most a quarter of the
+# model and two copies of one unit: as it was drawn, and as the vector into which it is packed.
 
 
 # %%
@@ -937,8 +950,8 @@ if check.ready("10.1", "10.4", "10.5"):
     assert deferred <= in_bytes / 4 + 2 * one_block < in_bytes < whole_first
 
 # %% [markdown]
-# So no rank ever holds the model. `fully_shard` can do the same: after it has sharded a model on the meta
-# device, `to_empty` gives memory to the shards only, and your code fills them.
+# So no rank ever holds the whole model. `fully_shard` can do the same: after it has sharded a model on the
+# meta device, `to_empty` gives memory to the shards only, and your code fills them.
 #
 # Now train it. `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes; allow
 # each rank only 8 bytes per parameter, from the first byte on. Can one rank train, and can four?
@@ -969,9 +982,9 @@ if check.ready("10.1", "10.4", "10.5"):
             print(f"{num_ranks} rank(s): {failed.failure.message}")
 
 # %% [markdown]
-# One rank fails, and four train. But one limit does not move with the number of ranks: a rank must hold the
-# root and two more units whole, the gradients of one unit, and its own activations. Beyond that the layers
-# themselves have to be split (lesson 13).
+# One rank fails, and four train. But part of the memory does not fall with the number of ranks: a rank must
+# hold the root and two more units whole, the gradients of one unit, and its own activations. Beyond that the
+# layers themselves have to be split (lesson 13).
 
 # %% [markdown]
 # ## 13. Run it as a job
@@ -1015,7 +1028,8 @@ check.summary()
 # DDP sends gradients once, after the fourth: an all-reduce, which counts as two. For every micro-batch FSDP
 # gathers the weights twice and reduces the gradients once: 8 + 4 = 12, six times as much. Keeping the weights
 # until backward saves four of the gathers. With `set_requires_gradient_sync(False)` before all micro-batches
-# but the last, `fully_shard` reduces only once, 8 + 1 = 9, but each rank keeps whole gradients until then.
+# but the last, `fully_shard` reduces only once, 8 + 1 = 9, at the price that each rank keeps whole gradients
+# until then.
 # </details>
 #
 # <details><summary>Somebody uses LAMB, which needs the norm of each weight matrix, with Flat. What goes wrong?</summary>

@@ -5,21 +5,23 @@
 # %% [markdown]
 # # 12 Pipeline parallelism
 #
-# In data parallelism every rank computes all layers. With sharding, too: the weights come and go, but each
-# rank computes all layers for its own samples. In this lesson the ranks share the *layers*: rank 0 has the
-# first ones, rank 1 the next ones, and so on. Each rank's part of the model is a **stage**. The weights never
-# travel. Instead the activations at the cuts travel forward, and their gradients travel back.
+# In data parallelism every rank computes all layers. The same holds when the weights are sharded: they come
+# and go, but each rank computes all layers for its own samples. In this lesson the *layers* are divided among
+# the ranks: rank 0 has the first ones, rank 1 the next ones, and so on. Each rank's part of the model is a
+# **stage**. The weights never travel. Instead the activations at the cuts travel forward, and their gradients
+# travel back.
 #
 # ![Four micro-batches pass three stages: rank 0 works on micro-batch 2 while rank 1 works on 1 and rank 2 on 0; activations go to the next rank, gradients come back](figures/pipeline_stages.svg)
 #
 # There is a catch. Stage 1 has nothing to do until stage 0 is done, so with one batch only one rank works at
 # a time. The remedy is to cut the batch into **micro-batches**, so that the stages work on different
-# micro-batches at the same time. The time in which ranks still wait is the **bubble**. You will predict it,
-# see it in a chart of your own run, and find the number of micro-batches with which a step is fastest.
+# micro-batches at the same time. The time in which ranks still have to wait is called the **bubble**. You
+# will predict it, see it in a chart of your own run, and find the number of micro-batches with which a step
+# is fastest.
 #
 # Sections marked *optional* can wait for a second sitting: no core section needs their exercises. Where the
-# job can use such an exercise, it takes the course's own function until yours is there. (The next cell holds
-# only imports.)
+# job can use such an exercise, it takes the course's own function until yours is there. (The next cell is
+# folded, since it holds mostly imports.)
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -84,9 +86,9 @@ print(f"two stages of four layers each: {halves[0]:.1f} and {halves[1]:.1f} ms")
 # %% [markdown]
 # The embedding only looks up rows of a table. The head multiplies with the whole vocabulary, so with a
 # vocabulary of 8,000 it takes as long as several blocks together. Two stages of four layers each are
-# therefore far from equal, and rank 0 would spend most of its time waiting for rank 1. (`measure` discards
-# its first round, which is slow because the memory is new.) The models below have a vocabulary of 50, so for
-# them equal numbers of layers will do.
+# therefore far from equal, and rank 0 would spend about half of its time waiting for rank 1. (`measure`
+# discards its first round, which is slow because the memory is new.) The models below have a vocabulary of
+# 50, so for them stages with equal numbers of layers are good enough.
 #
 # ## 2. Cut by cost (optional)
 #
@@ -110,17 +112,17 @@ if check.ready("12.1"):
 #
 # ## 3. Forward and backward across a cut
 #
-# How does a gradient pass a cut? Inside a stage autograd works as ever, but at a cut you have to do its work
+# How does a gradient pass a cut? Inside a stage autograd works as usual, but at a cut you have to do its work
 # yourself:
 #
 # - forward: receive the activation, run the layers, send the output on.
 # - backward: receive the gradient of the output, run autograd through the stage, send the gradient of the
 #   *input* back.
 #
-# The next cell does this in one process, for a model of two layers. A sent tensor carries only numbers,
-# without a graph, hence `detach`. The received tensor is new, so it must ask for a gradient
-# (`requires_grad_`), or there would be none to send back. `torch.autograd.backward(h, grad)` starts a backward
-# at h with a given gradient of h, as `loss.backward()` starts one at the loss. Watch the last line.
+# The next cell does this in one process, for a model of two layers. A message carries only numbers and no
+# graph, hence `detach`. The received tensor is new, so it must ask for a gradient (`requires_grad_`), or
+# there would be none to send back. `torch.autograd.backward(h, grad)` starts a backward at h with a given
+# gradient of h, as `loss.backward()` starts one at the loss. Watch the last line.
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -145,14 +147,15 @@ print("the gradient behind the cut is that of the uncut model:", first.weight.gr
 # We call the number of ranks p and the number of micro-batches m; stage s is on rank s modulo p. `Mail`
 # carries the messages between stages, and you need two of its methods:
 #
-# - `self.mail.send(kind, tensor, stage, i)` starts to send the tensor of micro-batch i to `stage` and returns
-#   at once, with a *work* whose `wait()` returns when the message is gone. `kind` is `"F"` for an activation
+# - `self.mail.send(kind, tensor, stage, i)` starts to send the tensor of micro-batch i to `stage`. It returns
+#   a *work* at once, whose `wait()` returns when the message has been sent. `kind` is `"F"` for an activation
 #   and `"B"` for a gradient.
 # - `self.mail.receive(kind, stage, i)` waits for the tensor of micro-batch i that is meant for `stage`, and
 #   returns it.
 #
-# Shape and type (here float32) have to be known beforehand, because the receiver makes the memory. Section 11
-# shows what can go wrong with messages on GPUs, and how `Mail` prevents it.
+# The shape and the type of a message (here float32) have to be known beforehand, because the receiver
+# allocates the memory for it. Section 11 shows what can go wrong with messages on GPUs, and how `Mail`
+# prevents it.
 #
 # ### A schedule is data
 #
@@ -172,23 +175,23 @@ print(in_words(naive(3, 2)))
 #
 # ### The engine
 #
-# The engine runs one action after another. It is made by `Pipeline(stages, schedule, loss_fn, shape)`, from
-# this rank's modules by the number of their stage, the schedule of all ranks, the loss, and the shape of a
-# message. Its given half stands in two classes. The first, `Setup` (in `scripts/manyhands/pipeline/engine.py`),
-# prepares what the methods find in `self`:
+# The engine runs one action after another. `Pipeline(stages, schedule, loss_fn, shape)` makes it from a
+# dictionary of this rank's modules by the number of their stage, the schedule of all ranks, the loss
+# function, and the shape of a message. Half of the engine is given, in two classes. The first, `Setup` (in
+# `scripts/manyhands/pipeline/engine.py`), prepares what your methods find in `self`:
 #
 # | in `self` | what it is |
 # |---|---|
 # | `p`, `m`, `last` | ranks, micro-batches, and the number of the last stage |
 # | `inputs[i]`, `targets[i]` | micro-batch i of the batch, for the first and for the last stage |
-# | `run(stage, x)` | the output of a stage; with `recompute` under lesson 09's `checkpoint` |
+# | `run(stage, x)` | the output of a stage; with `recompute=True` it uses lesson 09's `checkpoint` |
 # | `loss_fn(out, targets)` | the mean loss of a micro-batch |
 # | `mail` | see above |
 # | `saved[stage, i]` | what a forward leaves for its backward: (input, output, work of its send) |
-# | `sends`, `losses` | lists: works of the gradients' sends, and losses without a graph |
+# | `sends`, `losses` | two lists: the works of the gradients' sends, and the losses, detached |
 #
-# The second class is the loop. After the last action it waits for all sends and shares the loss: only the
-# last stage knows it, but all ranks need it, to log it or to decide when to stop.
+# The second class, `Engine`, is the loop. After the last action it waits for all sends and shares the loss,
+# which only the last stage knows, but which all ranks need, to log it or to decide when to stop.
 
 # %% show="true"
 from manyhands.pipeline.engine import Engine
@@ -196,14 +199,15 @@ from manyhands.pipeline.engine import Engine
 # %% [markdown]
 # Write the two kinds of action:
 #
-# - `forward(stage, i)`: the input of micro-batch i is `self.inputs[i]` on stage 0, otherwise it comes by mail.
-#   On the last stage the loss follows. Divide it by m, because the mean over the batch is the mean of the
-#   micro-batches' means, and the gradients of m parts add up in `.grad`.
-# - `backward(stage, i)`: from the gradient of the output to the gradient of the input. Also wait for the work
-#   of the forward's send, which is done by then: its gradient has come back.
+# - `forward(stage, i)`: the input of micro-batch i is `self.inputs[i]` on stage 0, otherwise it comes by
+#   mail. On the last stage, compute the loss as well. Divide it by m, because the mean over the batch is the
+#   mean of the micro-batches' means, and the gradients of m parts add up in `.grad`.
+# - `backward(stage, i)`: run autograd from the gradient of the output to the gradient of the input, and send
+#   the latter back, except on stage 0. Also wait for the work of the forward's send (the last stage has
+#   none). That takes no time, because the gradient of what was sent has come back, and it completes the send.
 #
-# Compute inside `with self.span(Action("F", stage, i)):`, which records when this rank computes, and receive
-# before it, so that waiting does not count as work.
+# Compute inside `with self.span(Action("F", stage, i)):`, which records when this rank computes. Receive
+# before this block, so that waiting does not count as work.
 
 # %% exercise="Pipeline.forward Pipeline.backward" todo="12.2" minutes=40 difficulty=3 points=3
 from manyhands.pipeline.engine import Pipeline
@@ -215,8 +219,8 @@ check.Pipeline(Pipeline)
 # ### Is it the same training?
 #
 # We compare five steps of AdamW on three stages with four micro-batches against one process with the whole
-# batch. Watch the largest difference between a weight here and the same weight there: rounding alone leaves
-# it far below 1e-5.
+# batch. Watch the largest difference between a weight of the pipeline and the same weight of the one process:
+# rounding alone keeps it far below 1e-5.
 
 # %%
 V, T, L, D, B = 50, 16, 6, 64, 16  # vocabulary, tokens, blocks, width, sequences in a batch
@@ -290,9 +294,9 @@ if check.ready("12.2"):
 #
 # ### A weight in two places
 #
-# Now one change. In the runs above the head had a weight of its own. In many Transformers the head and the
-# embedding are one and the same matrix: their weights are **tied**. In a pipeline the embedding is on the
-# first rank and the head on the last, so there are two copies of this matrix. What happens to them?
+# Now we change one thing. In the run above the head had a weight matrix of its own. In many Transformers the
+# head and the embedding are one and the same matrix: their weights are **tied**. In a pipeline the embedding
+# is on the first rank and the head on the last, so there are two copies of this matrix. What happens to them?
 
 # %%
 if check.ready("12.2"):
@@ -308,7 +312,7 @@ if check.ready("12.2"):
 #
 # ## 4. Add up the gradients of tied weights (optional)
 #
-# `find_tied` finds the parameters that stages of several ranks use, each with these ranks.
+# `find_tied` returns each parameter that stages on several ranks use, together with the list of these ranks.
 
 # %% show="true"
 from manyhands.pipeline.wiring import find_tied
@@ -330,7 +334,8 @@ if check.ready("12.2", "12.3"):
     assert off < 1e-5
 
 # %% [markdown]
-# Summed, the two copies receive the same gradient, start equal, and so stay equal: only rounding is left.
+# Now both copies receive the same gradient in every step. They also start equal, so they stay equal, and only
+# rounding is left.
 #
 # ## 5. The bubble
 #
@@ -357,8 +362,8 @@ if check.ready("12.2"):
     figures.show(chart, "Chart of four ranks: a micro-batch passes down and back, then the next.")
 
 # %% [markdown]
-# They never do. The chart shows a staircase down and a staircase up, twice: one rank works, and three wait,
-# so the idle share is three quarters.
+# They never do. The chart shows a staircase down and a staircase up, twice: at each moment one rank works and
+# three wait. The share of the time in which ranks wait, the **idle share**, is therefore three quarters.
 #
 # ### Does a pipeline keep the GPUs busy?
 #
@@ -368,7 +373,8 @@ if check.ready("12.2"):
 #
 # **GPipe** is the simplest such order: all forwards, then all backwards. Ours takes the backwards in the
 # order of the micro-batches, as PyTorch does; the paper takes the last micro-batch first. Make each entry an
-# `Action`, not a plain tuple. Then compare one micro-batch with eight.
+# `Action(kind, stage, microbatch)`, not a plain tuple. The cell after the check
+# compares one micro-batch with eight.
 
 # %% exercise="gpipe" todo="12.4" minutes=5 difficulty=1 points=1
 from manyhands.pipeline.schedules import gpipe
@@ -384,15 +390,16 @@ if check.ready("12.2", "12.4"):
 
 # %% [markdown]
 # Both kinds of picture are right, each for its own number of micro-batches. With one micro-batch most of the
-# chart is grey. With eight a much smaller share is, though a bubble remains, and a busy machine adds gaps
-# between the boxes. (Here each micro-batch takes the same time, so eight of them are eight times the work.)
+# chart is grey. With eight a much smaller share of it is grey, though a bubble remains, and a busy machine
+# adds gaps between the boxes. (Here each micro-batch takes the same time in both charts, so eight of them are
+# eight times the work.)
 #
 # ## 6. Simulate it (optional)
 #
 # The schedule alone determines the bubble, so you can compute it without running anything. `simulate` works
 # out when each action can start: as soon as its own rank is free *and* everything that it needs from another
-# rank is done. Three helpers are given; `stuck` writes the error message for a schedule in which no rank can
-# go on.
+# rank is done. Three helpers are given: `needed` lists those actions, `unit_cost` is a cost to begin with,
+# and `stuck` writes the error message for a schedule in which no rank can go on.
 
 # %% show="true"
 from manyhands.pipeline.bubble import needed, stuck, unit_cost
@@ -423,22 +430,22 @@ if check.ready("12.2", "12.4", "12.5"):
     )
 
 # %% [markdown]
-# The simulated run is the one without messages and without Python, so it is a lower bound: the measured run
-# takes somewhat longer, and a lot longer on a busy machine.
+# In the simulated run messages and Python take no time, so it is a lower bound: the measured run takes
+# somewhat longer, and a lot longer on a busy machine.
 #
 # ## 7. Two formulas for one bubble
 #
 # How large is the bubble? Call the time of one micro-batch's forward and backward on a stage a **slot**. With
 # p equal stages and m micro-batches a rank has m slots of work, and p - 1 slots are empty. The bubble is
-# quoted relative to two times:
+# quoted relative to one of two times:
 #
-# - of the **ideal** time, the m slots: (p - 1) / m,
-# - of the time that **passes**, the m + p - 1 slots: (p - 1) / (m + p - 1).
+# - relative to the **ideal** time, the m slots, it is (p - 1) / m,
+# - relative to the time that **passes**, the m + p - 1 slots, it is (p - 1) / (m + p - 1).
 #
-# For p = 4 and m = 4 the first gives 75 % and the second 43 %. Both are in use: Narayanan et al. 2021 give
-# the first, GPipe's authors the second. The number alone does not tell, so always say which. If a rank has v
-# stages instead of one, an empty slot is only 1/v as long, so p - 1 becomes (p - 1)/v; in the core of this
-# lesson v is 1.
+# For p = 4 and m = 4 the first is 75 % and the second 43 %. Both are in use: Narayanan et al. 2021 give the
+# first, GPipe's authors the second. The number alone does not tell which one is meant, so always say it. If a
+# rank has v stages instead of one, an empty slot is only 1/v as long, so p - 1 becomes (p - 1)/v; in the core
+# of this lesson v is 1.
 #
 # Write both formulas, and `idle_share`, which computes the second one from a chart's times: for each rank a
 # list of `Span`s, (action, start, stop).
@@ -451,7 +458,7 @@ check.bubble(idle_share, bubble)
 
 # %% [markdown]
 # Predict: 8 ranks run GPipe, and they may wait for at most a tenth of the time that passes. What is the
-# smallest number of micro-batches for which that is so?
+# smallest number of micro-batches with which they stay within this limit?
 
 # %%
 enough = None  # your number of micro-batches
@@ -471,8 +478,8 @@ if check.ready("12.6"):
 # The share (p - 1) / (m + p - 1) is a tenth where m + p - 1 is ten times p - 1, that is, at m = 9 (p - 1). So
 # the number of micro-batches has to grow with the number of ranks.
 #
-# Does a real run lose as much? The lines below are the two formulas, and the points are runs of GPipe on
-# four stages that wait, as on a machine with a core for each of the four ranks.
+# Does a real run lose as much? The lines below are the two formulas, and the points are runs of GPipe on four
+# stages that only wait, so they show what a machine with a core for each of the four ranks would show.
 
 # %%
 if check.ready("12.2", "12.4", "12.6"):
@@ -486,22 +493,23 @@ if check.ready("12.2", "12.4", "12.6"):
         print(f"m = {m}: measured {share:.3f}, formula {formula:.3f} of the time that passes")
 
 # %% [markdown]
-# The points usually lie a little above the lines, because messages and Python take time as well, and they
-# take more of it on a busy machine.
+# The points usually lie on the lines or a little above them, because messages and Python take time as well,
+# and they take more of it on a busy machine.
 #
 # ## 8. 1F1B: the same bubble, less memory
 #
 # GPipe keeps the activations of all m micro-batches until the backwards begin. So more micro-batches make a
 # smaller bubble, but need more memory. **1F1B** (one forward, one backward) avoids this: it starts each
-# backward as soon as it can. A rank begins with as many forwards as there are ranks behind it; from then on
-# it alternates between one forward and one backward; in the end come the backwards that are left.
+# backward as soon as it can. A rank begins with as many forwards as there are ranks after it, p - 1 -
+# rank; from then on it alternates between one forward and one backward; at the end it does the backwards that
+# are left.
 #
 # Before you write it, predict it: draw the chart for 3 ranks and 4 micro-batches on paper, one row per rank,
 # with a backward twice as long as a forward. Then write down what each rank does. Which rank goes into its
 # first backward with the fewest forwards done?
 
 # %%
-rank_0, rank_1, rank_2 = None, None, None  # your rows, such as "F0 F1 B0 ..."
+rank_0, rank_1, rank_2 = None, None, None  # your rows, such as "F0 B0 ..."
 
 # %% answer="true"
 rank_0 = "F0 F1 F2 B0 F3 B1 B2 B3"
@@ -525,11 +533,11 @@ if check.ready("12.2", "12.4", "12.7"):
 
 # %% [markdown]
 # The last rank turns round at once, and rank 0 waits longest for its first backward. The two charts are about
-# equally long, because 1F1B starts the backwards earlier but leaves p - 1 empty slots on each rank. What it
-# changes is how much a rank has to keep.
+# equally long. 1F1B starts its backwards earlier, but p - 1 slots stay empty on each rank all the same. The
+# difference lies in how much a rank has to keep.
 #
 # A micro-batch is **in flight** on a rank from its forward to its backward. In between, the rank keeps its
-# activations.
+# activations. Count, in the list of a rank's actions, how many are in flight at most.
 
 # %% exercise="in_flight" todo="12.8" minutes=5 difficulty=1 points=1
 from manyhands.pipeline.bubble import in_flight
@@ -545,7 +553,7 @@ if check.ready("12.4", "12.7", "12.8"):
             print(f"{name:5} 4 ranks, {m:2} micro-batches: in flight at most {counts}")
 
 # %% [markdown]
-# In GPipe the number is m on every rank. In 1F1B it is at most p - rank, however large m is.
+# In GPipe the number is m on every rank. In 1F1B rank r has at most p - r in flight, however large m is.
 #
 # Now in bytes: we measure the peak of rank 0's tensors on two ranks. All micro-batches have the same size
 # here, so more of them make a larger batch. With `recompute` a rank keeps only the input and the output of
@@ -587,15 +595,15 @@ if check.ready("12.2", "12.4", "12.7"):
     assert peaks["1F1B"][1][-1] < 0.6 * peaks["GPipe"][1][-1]
 
 # %% [markdown]
-# GPipe's memory grows with every micro-batch, while 1F1B's is constant from the third on. (With one or two
-# micro-batches rank 0 does all forwards before the first backward; from the third on, the gradients of the
-# weights are there already when a forward runs.) So 1F1B can take as many micro-batches as a small bubble
-# needs, and that is why it is used.
+# GPipe's memory grows with every micro-batch, while 1F1B's is nearly constant once there are more than two
+# micro-batches. (With one or two, rank 0 does all forwards before the first backward; the third forward runs
+# when the gradients of the weights are already there.) So 1F1B can take as many micro-batches as a small
+# bubble needs, and that is why it is used.
 #
 # With recomputation, both schedules keep only the input and the output of a stage for each micro-batch in
 # flight. Those are small, so the two lines nearly coincide. What remains are the weights, their gradients,
-# and the activations of one micro-batch at a time. The price is a second forward. (Our engine keeps each
-# output's data until its backward; Megatron-LM can free them once they are sent.)
+# and the activations of one micro-batch at a time. The price is a second forward. (Our engine keeps the data
+# of each output until its backward; Megatron-LM can free them once they have been sent.)
 #
 # Schedules change only the order of the work, so both should agree with one process up to rounding.
 
@@ -644,12 +652,12 @@ if check.ready("12.2", "12.6", "12.7"):
     )
 
 # %% [markdown]
-# Read the columns from top to bottom. The work alone is smallest for large pieces and grows where the pieces
-# get small; the bubble's share is largest at m = 1, where the second rank waits for half of the step. Their
-# sum has its minimum in between, and around the minimum it is flat, so the exact m matters little while both
-# ends are expensive. The measured step is usually above the prediction for large m, because the prediction
-# leaves out the messages and Python's work for each action, and both grow with m. (On a busy machine all
-# times vary; run the cell again if the points jump.)
+# Read the columns from top to bottom. The work alone takes little time with large pieces and grows where the
+# pieces get small; the bubble is largest at m = 1, where each rank waits for half of the step. Their
+# sum has its minimum in between, and around the minimum it is flat, so the exact m matters little there,
+# while both ends are expensive. The measured step is usually above the prediction for large m, because the
+# prediction leaves out the messages and Python's work for each action, and both grow with m. (On a busy
+# machine all times vary; run the cell again if the points jump.)
 #
 # On GPUs the same decision is made with other numbers: a GPU needs far larger matrices than a core before it
 # is well used, so m cannot grow as far. There people take the smallest micro-batch that still keeps the GPU
@@ -660,7 +668,8 @@ if check.ready("12.2", "12.6", "12.7"):
 # ## 10. Where the rest of the time goes (optional)
 #
 # Where does the difference between the measured idle time and the formula come from? We take two ranks with
-# one thread each and blocks of matrix products. The simulator takes the difference apart:
+# one thread each and blocks of matrix products. The next cell prints four lines, and each step from one line
+# to the next has a cause:
 #
 # 1. the formula: equal stages, equal micro-batches,
 # 2. simulated with the mean time of each stage: the stages are not equal,
@@ -696,8 +705,8 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
 #
 # ## 11. An order of messages that hangs (optional)
 #
-# In the middle of 1F1B, stage 0 has just done a forward and wants to send an activation down, while stage 1
-# has just done a backward and wants to send a gradient up. Suppose that both send first and receive after,
+# In the middle of 1F1B, stage 0 has just done a forward and has an activation to send down, while stage 1 has
+# just done a backward and has a gradient to send up. Suppose that both send first and receive afterwards,
 # with the plain `dist.send`, which returns when the message has been taken. What happens?
 
 
@@ -716,16 +725,16 @@ except RanksHung as hung:
 
 # %% [markdown]
 # Each rank waits in its send for the other one's receive, and neither gets there: a **deadlock**. `Mail`
-# avoids it by `isend`, which returns at once, so both ranks go on to their receives. With gloo that is all.
-# With NCCL, the backend for GPUs, it is not enough. There two ranks have one **queue** per group: messages
+# avoids it by `isend`, which returns at once, so both ranks go on to their receives. With gloo that is
+# enough. With NCCL, the backend for GPUs, it is not. There two ranks have one **queue** per group: messages
 # between them are taken strictly in order, and tags (the numbers by which gloo tells messages apart) are
-# ignored. If rank 0 has put a send into the queue and rank 1 has put a send as well, each waits for the
+# ignored. If rank 0 has put a send into the queue and rank 1 has done so as well, each send waits for the
 # receive that stands behind the other one's send, although no line of Python waits.
 #
 # You have no GPUs here, but the rules can be enforced: with `rules="nccl"`, `run_ranks` watches all messages
-# and stops where they break a rule of NCCL. Run a step of 1F1B on two stages, first with all messages in one
-# group, without and with these rules, and then as `Mail` does it if left alone: it makes a second group, in
-# which the gradients travel. Which of the three passes?
+# and stops where they break a rule of NCCL. The next cell runs a step of 1F1B on two stages: first with all
+# messages in one group, without and with these rules, and then as `Mail` does it by default, with a second
+# group for the gradients. Which of the three pass?
 
 
 # %%
@@ -764,10 +773,10 @@ if check.ready("12.2", "12.7"):
 # flight.
 #
 # The micro-batches go in max(1, m // p) groups of equal size. Where that is impossible (p = 4, m = 9), raise
-# a `ValueError`. In words and charts a letter says which of a rank's stages is meant: `F0a` is the forward of
-# micro-batch 0 on its first stage, `F0b` on its second. Here is the target for two ranks with two stages each
-# and four micro-batches. Find the rule for the number of forwards at the beginning from it and from the
-# docstring:
+# a `ValueError`. In schedules and charts a letter says which of a rank's stages is meant: `F0a` is the
+# forward of micro-batch 0 on its first stage, `F0b` on its second. Here is the target for two ranks with two
+# stages each and four micro-batches. From it and from the docstring, find the rule for the number of forwards
+# at the beginning:
 #
 # ```text
 # rank 0: F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a
@@ -806,10 +815,11 @@ if check.ready("12.2", "12.9"):
 #
 # ## 13. PyTorch's own, and zero bubble (optional)
 #
-# `torch.distributed.pipelining` has a `PipelineStage(module, index, num_stages, device, group=group)` around
-# each of your modules (the device is that of the parameters), and a class for each schedule, called with
-# (stage, m, loss_fn=loss_fn): `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`,
-# `ScheduleInterleavedZeroBubble`. The classes with "Interleaved" in their name take a list of stages.
+# In `torch.distributed.pipelining` you wrap each of your modules in a
+# `PipelineStage(module, index, num_stages, device, group=group)` (the device is that of the parameters). Each
+# schedule is a class, made with (stage, m, loss_fn=loss_fn): `ScheduleGPipe`, `Schedule1F1B`,
+# `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`. The classes with "Interleaved" in their name
+# take a list of stages.
 #
 # ```python
 # schedule.step(inputs)                            # on the rank of the first stage
@@ -855,10 +865,10 @@ if check.ready("12.10"):
 #
 # ### Splitting backward
 #
-# What does "zero bubble" mean? The backward of a layer has two products, one for the gradient of its input
-# and one for the gradients of its weights; the stage before waits only for the first one, and nobody waits
-# for the second. A **zero-bubble** schedule therefore computes the first part at once and puts the second
-# where a rank would otherwise wait (Qi et al. 2023). The lower chart is PyTorch's own table for
+# What does "zero bubble" mean? The backward of a layer has two matrix products, one for the gradient of its
+# input and one for the gradients of its weights. The stage before waits only for the first one, and nobody
+# waits for the second. A **zero-bubble** schedule therefore computes the first part at once and puts the
+# second where a rank would otherwise wait (Qi et al. 2023). The lower chart is PyTorch's own table for
 # `ScheduleInterleavedZeroBubble` with one stage per rank, where forward, the backward for the input and the
 # backward for the weights take one unit of time each. The upper chart is 1F1B in the same units. Which boxes
 # fill the grey places?
@@ -873,26 +883,26 @@ for name, mine in spans.items():
     print(f"{name:11} ends after {max(stop for row in mine for *_, stop in row)} units of time")
 
 # %% [markdown]
-# The work is 24 units on each rank in both. 1F1B needs 9 more, three empty slots of three units. The split
-# schedule needs only 3 more: at the end of the step each rank still has backwards for the weights to do, and
-# they fill the time in which it would wait for the last gradients. What stays empty lies at the beginning:
-# rank 3 cannot start before three forwards are done, and rank 0 waits for its first gradient. So despite its
-# name this class only shrinks the bubble; Qi et al. also have schedules that nearly remove it, at the price of
-# more memory.
+# In both charts each rank has 24 units of work. 1F1B takes 9 units more, three empty slots of three units
+# each. The split schedule takes only 3 more: at the end of the step each rank still has backwards for the
+# weights to do, and they fill the time in which it would wait for the last gradients. What stays empty lies
+# at the beginning: rank 3 cannot start before three forwards are done, and rank 0 waits for its first
+# gradient. So despite its name this class only shrinks the bubble; Qi et al. also have schedules that nearly
+# remove it, at the price of more memory.
 #
 # ## 14. Pipelines beside each other (optional)
 #
-# With more ranks than stages, hold several copies of the pipeline and give each its share of the batch. This
-# is data parallelism (lesson 05) with a pipeline in place of each rank. The ranks form a table:
+# With more ranks than stages, you can have several copies of the pipeline and give each its share of the
+# batch. This is data parallelism (lesson 05) with a pipeline in place of each rank. The ranks form a table:
 #
 # | | replica 0 | replica 1 |
 # |---|---|---|
 # | stage 0 | rank 0 | rank 1 |
 # | stage 1 | rank 2 | rank 3 |
 #
-# A column is a pipeline. A row holds the same stage several times and averages its gradients. Replicas of a
-# stage have neighbouring ranks, so that they are inside one node: they exchange whole gradients, while a cut
-# sends only activations between nodes.
+# A column is a pipeline. A row holds the same stage several times and averages its gradients. The replicas of
+# a stage have neighbouring ranks, so that they lie inside one node, because they exchange whole gradients,
+# while only the activations at the cuts have to go from node to node.
 #
 # `dist.new_group(ranks)` makes a group. All ranks of the job have to call it for every group, in the same
 # order, even the ranks that are not in the group. So make all groups, and return the two that contain your
@@ -945,10 +955,10 @@ if check.ready("12.2", "12.7", "12.11"):
         assert (off < 1e-5) == (what == "gradients")
 
 # %% [markdown]
-# The gradients are what is synchronised. They are averaged before the optimizer uses them, so all replicas
-# take the step of one process, and their weights stay equal although no weight was ever sent. Averaged
-# weights are equal, too, but they are the mean of two different AdamW steps, each taken with half of the
-# batch, and that is another training.
+# So it is the gradients that have to be synchronised. They are averaged before the optimizer uses them, so
+# all replicas take the step of one process, and their weights stay equal although no weight was ever sent.
+# Averaged weights are equal, too, but they are the mean of two different AdamW steps, each taken with half of
+# the batch, and that is another training.
 #
 # ## 15. What travels, and when it pays
 #
@@ -982,9 +992,9 @@ if check.ready("12.2", "12.7"):
 # %% [markdown]
 # A cut carries far less here than an all-reduce. Its bytes grow with the number of tokens and with the width,
 # whereas the gradients grow with the square of the width. So with wide layers and not too many tokens a cut
-# is cheap, and only neighbours talk. That is why pipelines are put where the network is slow, between nodes.
-# Across two nodes a pipeline lost about 14 % of its speed, and tensor parallelism, the subject of lesson 13,
-# about 43 % (Ultra-Scale Playbook, 2025).
+# is cheap, and only neighbours exchange messages. That is why pipelines are used where the network is slow,
+# between nodes. Across two nodes a pipeline lost about 14 % of its speed, and tensor parallelism, the subject
+# of lesson 13, about 43 % (Ultra-Scale Playbook, 2025).
 #
 # But a pipeline cannot help with a single layer that is too large, and with few micro-batches it wastes time.
 # GPipe's authors measured the second effect (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4
@@ -1004,11 +1014,11 @@ if check.ready("12.2", "12.7"):
 #
 # ## 16. Run it as a job
 #
-# The job measures the layers, cuts by `partition`, and trains with your engine; by default it runs 1F1B with
-# four micro-batches, which its log says in a line and its report in the row "schedule". In the report,
-# "communication" is the time in which rank 0 waits for its neighbours, and the row "waiting" says which share
-# of the last step all ranks spent waiting, beside the formula. Expect more than the formula: the stages of
-# this small model are short, and the messages are not.
+# The job measures the layers, cuts the model so that the slowest stage is as fast as possible, and trains
+# with your engine. By default it runs 1F1B with four micro-batches; its log and the row "schedule" of its
+# report say so. In the report, "communication" is the time in which rank 0 waits for its neighbours, and the
+# row "waiting" gives the idle share of all ranks in the last step, beside the formula. Expect more than the
+# formula, because the stages of this small model compute little, so messages take a large part of the time.
 
 # %%
 if check.ready("12.2", "12.4", "12.7"):
@@ -1026,10 +1036,13 @@ check.summary()
 # You can now
 #
 # - cut a model into stages, and run their forwards and backwards by hand,
-# - write schedules as data, and execute them; in the optional sections you also simulated them,
+# - write schedules as data, and execute them,
 # - say how large the bubble is, in both ways, and choose the number of micro-batches for a given batch,
-# - say what 1F1B saves compared with GPipe, and what interleaving and split backwards save in addition,
-# - say why tied weights need care, which order of messages hangs, and how pipelines stand beside each other.
+# - say what 1F1B saves compared with GPipe, and what travels over a cut,
+# - say why tied weights need care.
+#
+# In the optional sections you also balanced the stages, simulated schedules, found an order of messages that
+# hangs, shrank the bubble by interleaving and by split backwards, and ran pipelines beside each other.
 #
 # **Questions**
 #
@@ -1047,7 +1060,7 @@ check.summary()
 #
 # </details>
 #
-# <details><summary>Your batch has 64 sequences, 4 stages, and m = 64 is slower than m = 16. Why?</summary>
+# <details><summary>Your batch has 64 sequences, your pipeline 4 stages, and m = 64 is slower than m = 16. Why?</summary>
 #
 # The bubble is smaller with 64 micro-batches (3/67 = 4 % of the time against 3/19 = 16 %), but each one is a
 # single sequence: its matrices are small, and there are four times as many messages and actions.
@@ -1056,8 +1069,8 @@ check.summary()
 #
 # <details><summary>You double the width of the model and keep everything else. What happens to the bubble?</summary>
 #
-# Nothing, because p and m are the same. But the work of the matrix products grows fourfold and each message
-# only twofold, so messages matter less.
+# Nothing, because p and m are the same. But the work of the products with weights grows fourfold and each
+# message only twofold, so messages matter less.
 #
 # </details>
 #

@@ -7,7 +7,8 @@
 #
 # A pipeline cuts a model between its layers (lesson 12). Here we cut *inside* them: each rank holds a part of
 # every matrix, and all ranks work on the same tokens at the same time. There is no bubble, and a single layer
-# that is too large for one device now fits. The price is communication in every layer, forward and backward.
+# that is too large for one device now fits. The price is communication in every layer, in forward and in
+# backward.
 #
 # ![An MLP cut over two ranks. Both ranks receive x; each multiplies it by its columns of A, applies gelu and multiplies the result by its rows of B; an all-reduce adds the two parts to y](figures/tensor_mlp.svg)
 #
@@ -15,7 +16,9 @@
 # travel between the two.
 #
 # Sections 1 to 9 are the core: you cut a whole Transformer, train it, and find out where the cut pays. The
-# optional sections after it are a second sitting: data shares, sequence parallelism, and PyTorch's own way.
+# optional sections after them are for a second sitting. They treat data shares, sequence parallelism, and
+# PyTorch's own way. (The exercises have fixed numbers, by which other lessons refer to them, so they do not
+# come in order, and there is no 13.2.)
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -66,9 +69,9 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo"
 # %% [markdown]
 # ## 1. Two ways to cut a matrix
 #
-# How can two ranks share y = x A? If A is cut by **columns**, each rank computes some columns of y, and side
-# by side they make up y. If A is cut by **rows**, x has to be cut by columns to match, and each rank computes
-# a term of full size, so the terms have to be added.
+# How can two ranks share the work of y = x A? If A is cut by **columns**, each rank computes some columns of
+# y, and side by side they make up y. If A is cut by **rows**, x has to be cut by columns to match, and each
+# rank computes a term of full size, so the terms have to be added.
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -90,16 +93,17 @@ print("by rows, added up:       ", torch.allclose(by_rows, x @ A, atol=1e-6))
 #
 # At the end of the MLP each rank has one term of y, and an all-reduce adds the terms. The figure calls this
 # all-reduce **g**. What is the *backward* of g? After g all ranks do the same work with the same y and get
-# the same loss. All ranks repeat one computation, so its gradient counts once. And y is a sum, so each term's
-# gradient is that of y, unchanged: no message is needed.
+# the same loss. They only repeat one computation, so its gradient counts once. And because y is a sum, the
+# gradient of each term is that of y, unchanged, and no message is needed.
 #
-# At the beginning every rank gets the same x: this is **f**. In forward f does nothing. But after f each rank
-# does *different* work with x, so the gradient of x is the sum of N contributions, of which each rank has
-# only its own. That is why the backward of f is an all-reduce.
+# At the beginning of the MLP every rank gets the same x. This step is **f**, and in forward it does nothing.
+# But after f each rank does *different* work with x, so with N ranks the gradient of x is the sum of N
+# contributions, of which each rank has only its own. That is why the backward of f is an all-reduce.
 #
 # The two are mirror images: f copies forward and sums backward, while g sums forward and copies backward.
 # Write both as `autograd.Function`s, as in lesson 09. A tensor that you are given may be used elsewhere, so
-# sum into a copy.
+# sum into a copy. Make this copy contiguous, because `all_reduce` adds numbers in the order in which they lie
+# in memory.
 
 # %% exercise="CopyToRanks.forward CopyToRanks.backward SumOverRanks.forward SumOverRanks.backward" todo="13.1" minutes=20 difficulty=2 points=2
 from manyhands.tensor.layers import CopyToRanks, SumOverRanks
@@ -112,10 +116,11 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 #
 # Which rank gets which part? Some groups of rows must not be cut apart: attention has heads, and a head must
 # stay in one piece. So parts are counted in **units**, and a unit, such as the rows of one head, stays
-# together. Where the number of units does not divide evenly, the first ranks get one more. The next cell
-# gives you both helpers: `my_range` says which part is this rank's, and `my_part` copies it into a parameter.
-# `Region` is the type of f and g as functions: `CopyToRanks.apply` brings x to all ranks and is called as
-# `enter(x, group)`, `SumOverRanks.apply` sums the ranks' parts and is called as `leave(part, group)`.
+# together. Where the units cannot be divided evenly, the first ranks get one more. The next cell gives you
+# both helpers: `my_range` says which part is this rank's, and `my_part` copies it into a parameter. `Region`
+# is the type of f and g when they are passed as functions: f is `CopyToRanks.apply`, which brings x to all
+# ranks and is called as `enter(x, group)`; g is `SumOverRanks.apply`, which sums the ranks' parts and is
+# called as `leave(part, group)`.
 
 # %% show="true"
 from manyhands.tensor.layers import Region, my_part, my_range
@@ -124,8 +129,9 @@ from manyhands.tensor.layers import Region, my_part, my_range
 # Now the two layers. `nn.Linear` stores its matrix transposed, as (out, in). So to cut A by *columns*, cut
 # the *rows* of `weight`, and cut the bias in the same way. `ColumnLinear.__init__`, which is given, does so.
 #
-# `enter` is the way into the cut layers, here f, and `leave` is the way out, here g. They are arguments
-# because section 11 replaces them. The bias of the row layer belongs to the sum, so add it once, after `leave`.
+# `enter` is the way into the cut layers, here f, and `leave` is the way out, here g. They are arguments, so
+# that they can be replaced (section 11 does so). The bias of the row layer belongs to the sum, so add it
+# once, after `leave`.
 
 # %% exercise="ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=15 difficulty=2 points=2
 from manyhands.tensor.layers import ColumnLinear, RowLinear
@@ -135,7 +141,8 @@ check.ColumnLinear(ColumnLinear, RowLinear)
 
 # %% [markdown]
 # Does an MLP on two ranks compute the same as the whole MLP? The next cell prints how far the output and the
-# gradient of x differ, and which messages were sent. Differences around 1e-6 or less are float32 rounding.
+# gradient of x are from those of the whole MLP, and which messages were sent. Differences around 1e-6 or less
+# are float32 rounding.
 
 
 # %%
@@ -161,13 +168,13 @@ if check.ready("13.1", "13.3"):
     assert max(off) < 1e-4 and forward == backward == {"all_reduce": 1}
 
 # %% [markdown]
-# The results agree up to rounding, and two matrices together cost one all-reduce each way.
+# The results agree up to rounding, and the two matrices together cost one all-reduce in each direction.
 #
 # ## 4. Attention: a rank has some of the heads
 #
 # Can attention be cut as cheaply? Its heads are independent: each has its own queries, keys and values. So
-# give each rank some of the heads. `qkv` is cut by columns and `out` by rows, and again one all-reduce each
-# way is enough.
+# give each rank some of the heads. The layer `qkv`, which makes queries, keys and values, is cut by columns,
+# and the layer `out`, which joins the heads, by rows. Again one all-reduce in each direction is enough.
 #
 # In our model the rows of `qkv` go head by head: 3 x head_width rows for the query, key and value of head 0,
 # then those of head 1, and so on. The columns of `out` also go head by head, head_width each.
@@ -200,9 +207,9 @@ if check.ready("13.1", "13.3", "13.4"):
 # %% [markdown]
 # The output is right even where the heads do not divide evenly.
 #
-# A warning for the weights of other people: many checkpoints store all queries, then all keys, then all
-# values in one matrix (GPT-2 does). A part of its rows is then no set of whole heads. The next cell cuts such
-# a matrix of two heads over two ranks, as it is stored and after its rows were reordered.
+# A warning, in case you load published weights: many checkpoints store all queries, then all keys, then all
+# values in one matrix (GPT-2's do). Half of its rows are then not half of the heads. The next cell cuts such
+# a matrix of two heads over two ranks, first as it is stored and then with its rows reordered.
 
 # %% tags=["nbval-check-output"]
 names = ["q0", "q1", "k0", "k1", "v0", "v1"]  # the rows of head 0's query, of head 1's query, ...
@@ -214,16 +221,16 @@ for what, order in (("as stored", as_stored), ("reordered", by_heads)):
 
 # %% [markdown]
 # As stored, rank 0 would take head 1's query for a key and head 0's key for a value. Every shape would still
-# fit, so no error would tell you. For a real matrix (3D, D) the same line reads
-# `weight.view(3, heads, head_width, D).transpose(0, 1).reshape(3 * D, D)`.
+# fit, so no error would tell you. For a real matrix of shape (3D, D), where D is the width of the model, the
+# same line reads `weight.view(3, heads, head_width, D).transpose(0, 1).reshape(3 * D, D)`.
 #
 # ## 5. The vocabulary
 #
-# The largest matrix is often that of the vocabulary. It has V rows, one for each token, and is used twice, as
-# embedding and as head. Cut it by rows, so that each rank has V/N of the tokens.
+# The largest matrix is often that of the vocabulary. It has V rows, one for each token, and our model uses it
+# twice, as embedding and as head. Cut it by rows, so that each rank has V/N of the tokens.
 #
-# **Embedding.** Each rank looks up the tokens that it has, and its part is zero for all others. The sum over
-# the ranks, `leave`, is the whole embedding.
+# **Embedding.** Each rank looks up the tokens that it has, and its part is zero for all others. `leave` sums
+# the parts over the ranks, and the sum is the whole embedding.
 
 # %% exercise="VocabEmbedding.forward" todo="13.5" minutes=10 difficulty=2 points=2
 from manyhands.tensor.vocabulary import VocabEmbedding
@@ -232,18 +239,18 @@ from manyhands.tensor.vocabulary import VocabEmbedding
 check.VocabEmbedding(VocabEmbedding)
 
 # %% [markdown]
-# **Head and loss.** With the same cut, each rank computes the scores of its own tokens, (B, T, V/N).
-# Gathering all scores would cost 4BTV bytes: for 8 sequences of 2,048 tokens and a vocabulary of 128,000 this
-# is 8.4 GB. But the loss of a token needs less:
+# **Head and loss.** With the same cut, each rank computes the scores of its own tokens, (B, T, V/N) for B
+# sequences of T tokens. Gathering all scores would cost 4BTV bytes: for 8 sequences of 2,048 tokens and a
+# vocabulary of 128,000 this is 8.4 GB. But the loss of a token needs less:
 #
 # log(sum over all tokens of exp(score)) - score of the target.
 #
-# Each rank has a part of the sum, and one rank has the target's score. So only two numbers per token travel,
-# and not V. A third number has to travel first, the largest score. It is subtracted from all scores, because
-# exp of a large number overflows, and all ranks have to subtract the *same* number.
+# Each rank has a part of the sum, and one rank has the target's score. So only two numbers per token have to
+# travel, not V. A third number has to travel before them, the largest score. It is subtracted from all
+# scores, because exp of a large number overflows, and all ranks have to subtract the *same* number.
 #
-# For both sums use your g, `SumOverRanks`, because autograd then handles the backward. The largest score is
-# only a shift and needs no gradient: `detach` it.
+# For both sums use your g, `SumOverRanks`, so that autograd handles the backward. The largest score is only a
+# shift and needs no gradient: `detach` it.
 
 # %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
 from manyhands.tensor.vocabulary import vocab_cross_entropy
@@ -254,16 +261,17 @@ check.vocab_cross_entropy(vocab_cross_entropy)
 # %% [markdown]
 # ## 6. A whole model, trained
 #
-# You have every part of a Transformer: the embedding, the blocks, the head and the loss. `CutTransformer`,
-# which is given, puts the cut parts into one module.
+# You now have every part of a Transformer: the embedding, the blocks, the head and the loss.
+# `CutTransformer`, which is given, puts the cut parts into one module.
 
 # %% show="true"
 from manyhands.tensor.model import CutTransformer
 
 # %% [markdown]
-# Write what it computes. `through_blocks` goes from the tokens to the end of the last block. `forward` goes on
-# to the loss: the head is cut by columns, like a `ColumnLinear`, so x passes through `self.enter` before it.
-# The scores, flattened to (B T, V/N), go to `vocab_cross_entropy` together with `self.tokens.mine`.
+# Write what it computes. `through_blocks` goes from the tokens to the end of the last block. `forward` goes
+# on to the loss: the head is cut by columns, like a `ColumnLinear`, so x passes through `self.enter` before
+# it. The scores, flattened to (B T, V/N), go to `vocab_cross_entropy` together with `self.tokens.mine`, the
+# range of tokens that this rank has.
 
 # %% exercise="TensorParallel.through_blocks TensorParallel.forward" todo="13.10" minutes=10 difficulty=2 points=2
 from manyhands.tensor.model import TensorParallel
@@ -275,9 +283,10 @@ check.TensorParallel(TensorParallel)
 # ### Is it the same training?
 #
 # The next two cells take ten steps of AdamW on 2 and 4 ranks. Up to rounding, the losses and the weights must
-# be equal to those of one process. And what every rank holds whole, norms and positions, must stay equal on
-# all ranks to the last bit. The second line of each pair has dropout. All ranks draw the same random numbers,
-# so even the dropped elements should be those of one process.
+# be equal to those of one process. And the parameters that every rank holds whole, those of the norms and the
+# positions, must stay equal on all ranks to the last bit. The second line of each pair is a training with
+# dropout. All ranks draw the same random numbers, so even the dropped elements should be those of one
+# process.
 
 # %%
 V, T, L, D, B = 50, 16, 3, 96, 8
@@ -358,8 +367,8 @@ if check.ready(*PARTS):
 # Compare with lesson 12. A pipeline of two stages sends one activation forward and one gradient backward, so
 # in a step each rank sends one tensor of B x T x D numbers. How many tensors of this size does each of *two*
 # ranks send here, with L = 3 blocks? Count the all-reduces of f and g in attention, MLP, embedding and head,
-# forward and backward; on two ranks a ring sends one whole tensor per rank and all-reduce. Write your number
-# down, then let the ledger count.
+# forward and backward; in a ring all-reduce on two ranks, each rank sends as many bytes as the whole tensor
+# has. Write your number down, then let the ledger count.
 
 # %%
 times_as_many = None  # your number
@@ -400,33 +409,34 @@ if check.ready(*PARTS):
     assert counted == {"all_reduce": 4 * L + 4} and round(inside / stage) == 4 * L + 2
 
 # %% [markdown]
-# So each block costs four all-reduces, and, apart from the loss, the embedding and the head one each. Each
-# block has to wait for all four of its own, because the next matrix needs the sum. (Megatron-LM hides those
-# of backward behind the computation of the weights' gradients.)
+# So each block costs four all-reduces. The embedding and the head add one each, and the loss adds two small
+# ones. A block has to wait for each of its four, because the next layer needs the sum. (Megatron-LM hides
+# those of backward behind the computation of the weights' gradients.)
 #
 # ### A calculator
 #
-# Do so many messages matter? That depends on how long they take *compared with the matrix products* that they
-# interrupt. A block has 12 D² weights, and forward and backward take 6 operations per weight and token, of
-# which a rank does 1/N. Against them stand four all-reduces, whose time you know from lesson 04.
+# Do so many messages matter? That depends on how long they take *compared with the matrix products* between
+# them. A block has 12 D² weights, and forward and backward take 6 operations per weight and token, of which a
+# rank does 1/N. To these come four all-reduces, whose time you can predict since lesson 04.
 
 # %% show="true"
 from manyhands.tensor.cost import Link, messages_s, products_s
 
 # %% [markdown]
-# Latencies aside, both times are proportional to the tokens, which therefore cancel. With b bytes per number,
-# F operations/s and W bytes/s
+# Without the latencies, both times are proportional to the number of tokens, which therefore cancels. With b
+# bytes per number, F operations/s and W bytes/s, the ratio is
 #
 # $$\frac{\text{messages}}{\text{products}} = \frac{(N - 1)\, b\, F}{9\, D\, W}$$
 #
-# Twice the width halves this share, and twice the ranks double it: the products of a rank shrink, but its
-# messages do not. Faster processors on the same network make it worse.
+# Twice the width halves this ratio, and twice the ranks more than double it, because the products of a rank
+# shrink and its messages do not. Faster processors on the same network make it worse.
 #
 # The figure uses the data sheet of the H100 and its node, as lesson 00 quotes it: 989 TFLOP/s for 16-bit
-# numbers, 450 GB/s over NVLink inside the node, 50 GB/s over InfiniBand to other nodes. The latencies, 3.4 and
-# 9.6 microseconds, are those with which NVIDIA's library NCCL plans its rings. Real products and real links
-# both stay below their data sheets, so the ratio is a first estimate. **Above the line at 1 a GPU spends more
-# time on messages than on products.** Which widths cross the line inside a node, and which between nodes?
+# numbers, 450 GB/s over NVLink inside the node, 50 GB/s over InfiniBand to other nodes. The latencies, 3.4
+# and 9.6 microseconds, are those that NVIDIA's library NCCL assumes when it plans its rings. Real products
+# and real links both stay below their data sheets, so the ratio is a first estimate. **Above the line at 1 a
+# GPU spends more time on messages than on products.** Which widths cross the line inside a node, and which
+# between nodes?
 
 # %% tags=["nbval-check-output"]
 from manyhands.tensor.cost import narrowest
@@ -450,14 +460,15 @@ for link, num_ranks in ((NVLINK, 2), (NVLINK, 8), (INFINIBAND, 2), (INFINIBAND, 
 
 # %% [markdown]
 # Inside a node eight GPUs can share a block from a width of about 4,000 on, that of models with 7 billion
-# parameters. Between nodes they would need about 31,000, twice the width of Llama 3 405B. So the cut pays
-# inside a node, and stops to pay at its border. Measurements agree: across two nodes tensor parallelism lost
-# about 43 % of its throughput, and a pipeline about 14 % (Ultra-Scale Playbook, 2025).
+# parameters. Between nodes they would need about 31,000, nearly twice the width of Llama 3 405B. So the cut
+# pays inside a node and stops paying at its border. Measurements agree: across two nodes tensor parallelism
+# lost about 43 % of its throughput, and a pipeline about 14 % (Ultra-Scale Playbook, 2025).
 #
 # ### Is tensor parallelism still used?
 #
-# Some slides say no, and cite Llama 3. Is it true? The paper's own table (Grattafiori et al. 2024, table 4)
-# says over how many GPUs each dimension is cut; "context" means the positions of long sequences:
+# Some slides say no, and cite Llama 3. Is that true? The paper's own table (Grattafiori et al. 2024, table 4)
+# says into how many parts each kind of parallelism cuts the training; "context" cuts long sequences by their
+# positions:
 #
 # | GPUs | tensor | context | pipeline | data | TFLOP/s per GPU |
 # |---|---|---|---|---|---|
@@ -465,15 +476,18 @@ for link, num_ranks in ((NVLINK, 2), (NVLINK, 8), (INFINIBAND, 2), (INFINIBAND, 
 # | 16,384 | 8 | 1 | 16 | 128 | 400 |
 # | 16,384 | 8 | 16 | 16 | 8 | 380 |
 #
-# Every row has tensor parallelism over the 8 GPUs of one node, where the calculator says that it pays. A
-# pipeline runs between the nodes, and data parallelism around both. Lesson 14 combines them.
+# Every row has tensor parallelism over the 8 GPUs of one node, where the calculator says that it pays.
+# Pipelines run from node to node, and data parallelism uses many copies of the whole. Lesson 14 combines
+# them.
 #
 # ## 8. All techniques side by side
 #
 # You have now built four ways to train on several processors. How do they compare on one model, with one
 # global batch? The next cell trains the same small Transformer on two ranks in each way, with your
 # `TensorParallel` among them. Before you run it, predict: which way sends the fewest bytes? Which keeps the
-# fewest activations on a rank, and which the least optimizer state?
+# fewest activations on a rank, and which the least optimizer state? In the table, "sent" is the least that a
+# ring has to send, and "by gloo" is what gloo sends, which makes a reduce-scatter out of an all-reduce. (The
+# row "tensor + sequence" is the course's own version of section 11.)
 
 # %%
 if check.ready(*PARTS):
@@ -496,19 +510,19 @@ if check.ready(*PARTS):
     assert kept["tensor"] > kept["DDP"] > kept["pipeline (1F1B)"]
 
 # %% [markdown]
-# No way wins everywhere. DDP sends each gradient once, whatever the batch, and repeats everything else. ZeRO
-# shards first the optimizer state and last the weights, which then travel as well. The pipeline sends least and
-# has a bubble. Cut matrices halve weights, gradients and optimizer state without gathering any of them, but
-# every rank works on *all* samples: what lies between the cut layers is whole on both (section 11 cuts it), and
-# what is sent grows with the tokens of a step. The times are those of two cores and a small model; on GPUs the
-# same comparison is a job, `sbatch sbatch/compare.sbatch`.
+# No way wins everywhere. DDP sends each gradient once, however large the batch is, but keeps weights,
+# gradients and optimizer state whole on every rank. ZeRO shards the optimizer state first and the weights
+# last, and sharded weights have to be gathered for forward and for backward. The pipeline sends least, but
+# has a bubble. Tensor parallelism halves weights, gradients and optimizer state without gathering any of
+# them, but every rank works on *all* samples: the activations between the cut layers are whole on both ranks
+# (section 11 cuts them), and the bytes sent grow with the tokens of a step. The times are those of two cores
+# and a small model; on GPUs the same comparison is a job, `sbatch sbatch/compare.sbatch`.
 #
 # ## 9. Run it as a job
 #
-# The job trains with your `TensorParallel`, which calls your other functions, since they are in the same
-# file. Here two ranks hold one model. In the report, the layers' messages count as forward and backward:
-# "communication" begins only after a rank's last gradient. On GPUs, `--dtype bfloat16` multiplies in 16
-# bits.
+# The job trains with your `TensorParallel`, which calls your other functions, because they are saved in the
+# same file. Here two ranks hold one model. In the report, the layers' messages count as forward and backward:
+# "communication" begins only after a rank's last gradient. On GPUs, `--dtype bfloat16` multiplies in 16 bits.
 
 # %%
 if check.ready(*PARTS):
@@ -518,16 +532,17 @@ if check.ready(*PARTS):
     )
 
 # %% [markdown]
-# This is the end of the core. The recap at the end of the notebook asks three questions about it.
+# This is the end of the core. The recap, at the end of the notebook, has three questions about it.
 #
 # ## 10. Which data? (optional)
 #
 # The ranks that hold one model together must see the **same batch**, because each computes a part of the
-# answer for it. With more ranks there are several models, replicas, and each *model* gets its own share of
-# the data, not each rank. The job does so where `--tensor 2` cuts each model over two of four ranks.
+# answer for it. With more ranks there are several copies of the model, the replicas, and each *replica* gets
+# its own share of the data, not each rank. The job does so, for example, when `--tensor 2` cuts each replica
+# over two of four ranks.
 #
-# Compute which share a rank gets. Ranks 0 ... k - 1 hold the first model, the next k ranks the second, and so
-# on.
+# Compute which share a rank gets. With k ranks per model, ranks 0 ... k - 1 hold the first one, the next k
+# ranks the second, and so on.
 
 # %% exercise="data_place" todo="13.11" minutes=5 difficulty=1 points=1
 from manyhands.tensor.model import data_place
@@ -574,13 +589,14 @@ if check.ready(*PARTS, "13.11"):
 # %% [markdown]
 # With different batches the embedding mixes the sequences: each rank adds the rows of its own tokens for its
 # own batch, so a position gets the tokens of both batches, of one, or of none. The loss mixes the targets in
-# the same way. The model trains, but partly on nonsense, and on this easy text its loss ends clearly higher.
+# the same way. So the model trains partly on nonsense, and on this easy text it ends with a clearly higher
+# loss.
 #
 # ## 11. Sequence parallelism (optional)
 #
-# Between the cut layers are norms, dropouts and additions. All ranks apply them to all positions: N times the
-# same work, and N copies of what backward needs. Can these be cut, too? An all-reduce is a reduce-scatter and
-# an all-gather (lesson 04), so separate the two:
+# Between the cut layers are norms, dropouts and additions. All ranks apply them to all positions, so the same
+# work is done N times, and the tensors that backward needs are kept N times. Can these layers be cut, too? An
+# all-reduce is a reduce-scatter and an all-gather (lesson 04), so separate the two:
 #
 # - Out of the cut layers goes a **reduce-scatter**: each rank gets the sum, but only for its own T/N
 #   positions.
@@ -588,19 +604,19 @@ if check.ready(*PARTS, "13.11"):
 # - Into the next cut layers goes an **all-gather** of the positions.
 #
 # A ring sends as many bytes as before, while the memory kept between the layers falls to 1/N. (gloo, the
-# backend of this notebook, makes a reduce-scatter out of a whole all-reduce, so here half as many bytes again
-# are sent. On GPUs, with NCCL, they are as many.)
+# backend of this notebook, makes a reduce-scatter out of a whole all-reduce, so here 1.5 times as many bytes
+# are sent. With NCCL, on GPUs, the number of bytes stays the same.)
 #
-# These two are mirror images as well: what is gathered forward is reduce-scattered backward, and vice versa.
-# The collectives of lesson 10 work on the *first* dimension, but positions are the second. `gather_positions`,
-# which is given, shows how to deal with that. `all_gather(whole, part, group)` only starts the transfer, hence
-# the `.wait()`; `reduce_scatter(part, whole, group)` returns when it is done.
+# These two are mirror images as well: the backward of an all-gather is a reduce-scatter, and vice versa. The
+# collectives of lesson 10 work on the *first* dimension, but positions are the second. `gather_positions`,
+# which is given, shows how to deal with that. `all_gather(whole, part, group)` only starts the transfer,
+# hence the `.wait()`; `reduce_scatter(part, whole, group)` returns when it is done.
 
 # %% show="true"
 from manyhands.tensor.sequence import gather_positions
 
 # %% [markdown]
-# Write `sum_positions` first, which is at the end of the cell, and then both classes.
+# Write `sum_positions`, at the end of the cell, first, and then both classes.
 
 # %% exercise="sum_positions GatherSequence.forward GatherSequence.backward ScatterSequence.forward ScatterSequence.backward" todo="13.7" minutes=15 difficulty=2 points=3
 from manyhands.tensor.sequence import GatherSequence, ScatterSequence, sum_positions
@@ -609,9 +625,9 @@ from manyhands.tensor.sequence import GatherSequence, ScatterSequence, sum_posit
 check.GatherSequence(GatherSequence, ScatterSequence)
 
 # %% [markdown]
-# There is a consequence for the norms, whose weights every rank has whole. Before, each rank saw all
-# positions, so all got the same gradient. Now each sees only its own positions and gets only a *part* of the
-# gradient, so these parts have to be added up after backward.
+# There is a consequence for the norms, whose weights every rank has whole. In sections 1 to 9 each rank saw
+# all positions, so all got the same gradient. Now each rank sees only its own positions and gets only a
+# *part* of the gradient, so `sum_gradients` has to add up these parts after backward.
 
 # %% exercise="sum_gradients" todo="13.8" minutes=10 difficulty=1 points=1
 from manyhands.tensor.sequence import sum_gradients
@@ -624,8 +640,8 @@ check.sum_gradients(sum_gradients)
 #
 # Dropout draws random numbers. Where every rank has a *copy* of x, all ranks must drop the same elements, or
 # the copies are no longer equal. Where each rank has a *part* of x, each must draw its own numbers, or the
-# same pattern repeats in all parts. So a rank needs two streams of random numbers: a common one, and one of
-# its own. Below, two ranks draw from both: compare their masks.
+# same pattern would repeat in all parts. So a rank needs two streams of random numbers: a common one, and one
+# of its own. Below, two ranks draw from both: compare their masks.
 
 # %% exercise="OwnRandom.__init__ OwnRandom.use" todo="13.9" minutes=15 difficulty=2 points=2
 from manyhands.tensor.sequence import OwnRandom
@@ -657,8 +673,8 @@ if check.ready("13.9"):
 #
 # `TensorSequenceParallel` is your `TensorParallel` with other ways in and out of the cut layers. Two things
 # are different inside. `self.tokens(inputs)` returns this rank's positions only, because its `leave` is a
-# reduce-scatter, so you need the same part of the position embeddings. And what is dropped is a part of x, so
-# draw from `self.random`.
+# reduce-scatter, so you need the same part of the position embeddings. And dropout now works on a part of x,
+# so everything up to the last block draws from `self.random`.
 
 # %% exercise="TensorSequenceParallel.through_blocks" todo="13.14" minutes=10 difficulty=2 points=2
 from manyhands.tensor.sequence import TensorSequenceParallel
@@ -673,13 +689,13 @@ if check.ready(*PARTS, *SEQUENCE):
         compare_training(num_ranks, TensorSequenceParallel, (0.0,))
 
 # %% [markdown]
-# Again it is the training of one process. (With dropout it is not: the ranks drop other elements than one
-# process would, though as many.)
+# Again it is the training of one process. (With dropout the numbers would differ: the ranks drop other
+# elements than one process would, though the same share of them.)
 #
 # ### What it saves
 #
 # The next cell measures what a rank holds between forward and backward, where activations are at their peak:
-# on one rank, and on two and four ranks, without and with sequence parallelism. Watch the activations.
+# first on one rank, then on two and four ranks, without and with sequence parallelism. Watch the activations.
 
 
 # %%
@@ -716,7 +732,7 @@ if check.ready(*PARTS, *SEQUENCE):
 # Weights and optimizer state shrink to almost 1/N, because only norms and positions stay whole on all ranks.
 # The activations inside the cut layers shrink as well, and sequence parallelism also cuts those between the
 # layers. But even then the gathered inputs stay whole: each layer cut by columns keeps its whole input for
-# the gradient of its weights. That is why the activations shrink to less than half on four ranks, but not to
+# the gradient of its weights. That is why on four ranks the activations shrink to less than half, but not to
 # a quarter. (Megatron-LM keeps only a rank's own positions there, and gathers again in backward.)
 #
 # A question before you go on:
@@ -730,9 +746,10 @@ if check.ready(*PARTS, *SEQUENCE):
 #
 # ## 12. Count the messages, and time them (optional)
 #
-# How many collectives are in one forward and backward of a model with L blocks? You counted the all-reduces of
-# f and g for L = 3 in section 7. The loss adds two: one for the largest scores, and one for both sums
-# together. Now write the count for any L. And what becomes of all these messages with sequence parallelism?
+# How many collectives are in one forward and backward of a model with L blocks? You counted the all-reduces
+# of f and g for L = 3 in section 7. The loss adds two: one for the largest scores, and one for both sums
+# together. Now write the count for any L, also for sequence parallelism. What becomes of each of these
+# messages there?
 
 # %% exercise="calls_per_step" todo="13.12" minutes=10 difficulty=2 points=1
 from manyhands.tensor.model import calls_per_step
@@ -760,16 +777,17 @@ if check.ready(*PARTS, *SEQUENCE, "13.12"):
         print(f"  {nbytes:,} bytes; 2 (2L + 1) activations are {2 * (2 * L + 1) * 4 * B * T * D:,}")
 
 # %% [markdown]
-# The ledger counts the whole tensor once per call. A ring all-reduce sends about twice that, and a gather or
-# a reduce-scatter about once (lesson 04). So the doubled number with sequence parallelism is the same
-# traffic, except that gloo makes a reduce-scatter from a whole all-reduce: here it is 1.5 times as much.
+# The ledger counts the whole tensor once per call. For each of these bytes a ring all-reduce sends twice as
+# much as an all-gather or a reduce-scatter (lesson 04). So the doubled number with sequence parallelism means
+# the same traffic, except that gloo makes a reduce-scatter from a whole all-reduce, so that here it is 1.5
+# times as much.
 #
 # ### And on this machine?
 #
-# The ranks of this notebook are CPU cores with gloo between them, neither H100 nor NVLink, but the rule is the
-# same: wide blocks should gain from two ranks and narrow ones lose. The next cell times forward and backward
-# of one block, on one rank and on two, in turn. The vertical bars hold the middle half of the rounds: where one
-# crosses the line at 1, this machine is too noisy to decide.
+# The ranks of this notebook are CPU cores with gloo between them, neither H100 nor NVLink, but the rule is
+# the same: wide blocks should gain from two ranks and narrow ones lose. The next cell times forward and
+# backward of one block, on one rank and on two ranks in turn. The vertical bars hold the middle half of the
+# rounds: where one crosses the line at 1, this machine is too noisy to decide.
 
 # %%
 if check.ready("13.1", "13.3", "13.4"):
@@ -784,21 +802,21 @@ if check.ready("13.1", "13.3", "13.4"):
     figures.show(tensor_figures.speed_up(widths, gains, 2), alt)
 
 # %% [markdown]
-# A narrow block has little to compute between two messages, so the latency of a message decides. For a wide
-# block the products decide, and two ranks come closer to their limit of twice the speed of one.
+# A narrow block has little to compute between two messages, so the latency of the messages decides. In a wide
+# block the products decide, and two ranks come closer to their limit, twice the speed of one rank.
 #
 # ## 13. PyTorch's own: a plan (optional)
 #
 # In PyTorch you write down how each module is cut, and **DTensor** does the rest. A DTensor (distributed
 # tensor) looks like the whole tensor, while each rank holds its part. `ColwiseParallel` and `RowwiseParallel`
-# are the layers that you wrote. Each has a layout for its input and one for its output, set by
-# `input_layouts=` and `output_layouts=`: `Replicate()` means whole on all ranks, `Shard(1)` cut by positions,
-# and `Shard(-1)` cut by the last dimension. By default `ColwiseParallel` takes a whole input and returns
-# `Shard(-1)`, and `RowwiseParallel` does the opposite.
+# are the layers that you wrote. These classes are called styles. Each has a layout for its input and one for
+# its output, set by `input_layouts=` and `output_layouts=`: `Replicate()` means whole on all ranks,
+# `Shard(1)` means cut by positions, and `Shard(-1)` means cut by the last dimension. By default
+# `ColwiseParallel` takes a whole input and returns `Shard(-1)`, and `RowwiseParallel` does the opposite.
 #
 # Write the plan, a dictionary from names such as `"blocks.0.mlp.up"` to styles. The activation between the
-# layers is `Replicate()` without sequence parallelism and `Shard(1)` with it (section 11 explains what that
-# is for; the plan itself does not need your functions from there):
+# layers is `Replicate()` without sequence parallelism and `Shard(1)` with it. (Section 11 explains what that
+# is for, but the plan does not need your functions from there.) The modules get these styles:
 #
 # - `tokens` is `RowwiseParallel` with a whole input. For an embedding this means rows of tokens.
 # - `head` is `ColwiseParallel`. Its input is the activation between the layers. Its output stays cut by the
@@ -806,8 +824,8 @@ if check.ready("13.1", "13.3", "13.4"):
 #   what your `vocab_cross_entropy` does.
 # - Each block needs `attention.qkv`, `attention.out`, `mlp.up` and `mlp.down`.
 # - With sequence parallelism all norms get `SequenceParallel()`. The activation also has to be cut by
-#   positions once, at the beginning, after `dropout`: `PrepareModuleOutput(output_layouts=Replicate(),
-#   desired_output_layouts=Shard(1))`.
+#   positions once, at the beginning. The style for this belongs to the module `dropout`:
+#   `PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))`.
 
 # %% exercise="plan" todo="13.13" minutes=15 difficulty=2 points=2
 from manyhands.tensor.dtensor import plan
@@ -845,14 +863,14 @@ if check.ready("13.13"):
 
 # %% [markdown]
 # The losses agree up to rounding, and without sequence parallelism the ledger shows the large messages that
-# you counted, 14 per step. It does not see what DTensor sends inside an operation: three small messages of
-# `loss_parallel`, and with sequence parallelism the sums of the norms' gradients, which are sent during the
-# optimizer's step. With it this plan also all-reduces the whole embedding and cuts it afterwards, so one
-# all-reduce per step replaces a reduce-scatter.
+# you counted, 14 per step. It does not see the messages that DTensor sends inside an operation: three small
+# ones of `loss_parallel`, and with sequence parallelism the sums of the norms' gradients, during the
+# optimizer's step. With sequence parallelism this plan also all-reduces the whole embedding and cuts it
+# afterwards, so one all-reduce per step replaces a reduce-scatter.
 #
-# DTensor also works out in Python, for each operation, which message it needs. That takes about the same time
-# for every width, so it matters least for wide layers; and on a GPU, where Python runs ahead of the device, it
-# may not show at all.
+# For each operation DTensor also has to work out, in Python, which messages it needs. That takes about the
+# same time for every width, so it matters least for wide layers. On a GPU, where Python runs ahead of the
+# device, it may not show at all.
 
 # %% [markdown]
 # ## Recap
@@ -883,8 +901,8 @@ if check.ready("13.13"):
 # <details><summary>From lessons 09 and 10: on two ranks ZeRO-3 and tensor parallelism both leave each rank half of the weights. You double the sequences of a step. Which of the two sends more bytes than before? Predict, then run section 8 again with <code>ways.Setting(batch=32)</code>.</summary>
 #
 # Tensor parallelism: it sends activations, which double with the tokens. ZeRO-3 gathers weights and reduces
-# gradients, and neither depends on the batch. So ZeRO-3 goes well with many tokens per rank, and tensor
-# parallelism with few.
+# gradients, and neither depends on the batch. So ZeRO-3 suits many tokens per rank, and tensor parallelism
+# suits few.
 #
 # </details>
 

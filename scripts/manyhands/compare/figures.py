@@ -57,7 +57,7 @@ def rows(found: Mapping) -> list[list[str]]:
 
 
 def table(found: Mapping) -> str:
-    """The same as text, one line a way, with what the numbers mean."""
+    """The same as text, one line per way, with what the numbers mean."""
     widths = [max(map(len, column)) for column in zip(*rows(found), strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])

@@ -31,8 +31,8 @@ def all_gather(whole: Tensor, shard: Tensor, group: Group = None) -> dist.Work:
 def reduce_scatter(shard: Tensor, whole: Tensor, group: Group = None) -> None:
     """Fill rank r's `shard` (S,) with the sum of all ranks' part r of their `whole` (N x S,).
 
-    It waits. With NCCL the stream that computes does, so on a GPU, too, backward stops for each
-    reduction, and for the all-reduce over replicas; fully_shard has a stream of its own for them.
+    It waits for the sum. With NCCL the computing stream waits, so on a GPU, too, backward stops for
+    each reduction, and for the all-reduce over replicas; fully_shard has its own stream for them.
     """
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(shard, whole, group=group)
@@ -74,7 +74,8 @@ class Flat(Views):
 
             whole: (padded P,), the parameters one behind the other, then zeros up to a multiple of
                 N. The parameters are views of it.
-            shard: this rank's part of `whole`, (padded P/N,), as a parameter for an optimizer.
+            shard: this rank's part of `whole`, (padded P/N,): a view of it, as a parameter for an
+                optimizer, which requires a gradient if the parameters do.
         """
         self.params, self.group, self.replicas = list(params), group, None
         self.num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -89,8 +90,9 @@ class Flat(Views):
         """Turn the parameters' gradients into `shard.grad`, (padded P/N,), and drop them.
 
         `shard.grad` becomes the mean, over the ranks and over `replicas` if that is a group, of
-        this rank's part of the gradients, in the type of `shard`. What was in it before stays in
-        the sum. Each parameter's own .grad is None afterwards; one without counts as zeros.
+        this rank's part of the gradients, in the type of `shard`. If it held something already,
+        the mean is added to that. Each parameter's own .grad is None afterwards; a parameter
+        without one counts as zeros.
         """
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         whole = pack([*grads, self.padding.to(grads[0].dtype)]).to(self.shard.dtype)
@@ -131,20 +133,20 @@ class ShardedFlat(Flat):
         return self.whole.untyped_storage().nbytes() > 0
 
     def start(self) -> None:
-        """Take `whole.nbytes` and start to gather, if the whole is neither there nor on its way."""
+        """Allocate `whole.nbytes` and start to gather, unless it is there or on its way."""
         if not self.is_whole:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.coming = self.gather()
 
     def wait(self) -> None:
-        """Return when the whole is there."""
+        """Return when the whole is there; starts the gather where nobody has."""
         self.start()
         if self.coming is not None:
             self.coming.wait()
             self.coming = None
 
     def free(self) -> None:
-        """Give the memory back, without a message; a gather on its way writes to it, so wait."""
+        """Give the memory back; starts no gather, but waits for one that still writes there."""
         if self.coming is not None:
             self.wait()
         # Autograd's saved weights are views of this storage: it stays, with 0 bytes.

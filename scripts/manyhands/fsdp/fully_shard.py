@@ -46,7 +46,7 @@ def torch_fsdp(
 
     Args:
         mesh: 1-D to shard over all its ranks, or 2-D to shard over its last dimension and hold a
-            replica for each row; all ranks where not given.
+            replica for each row; None means all ranks.
         reshard: reshard_after_forward of the units; None leaves it to PyTorch, which frees all but
             the root.
         dtype: to send weights and to compute in; gradients are summed in fp32.

@@ -29,8 +29,8 @@ class FSDP(ShardedModel):
     make_flat = ShardedFlat
 
     def before_forward(self, index: int) -> None:
-        """Have unit `index` whole, and the next one on its way. Before the root: free all."""
-        if index == 0:  # what is left was not used since, and may be older than the last step
+        """Make unit `index` whole, and start the next one. Before the root's forward, free all."""
+        if index == 0:  # weights still gathered may date from before the last step
             for flat in chain(*self.units):
                 flat.free()
         for flat in self.units[index]:
@@ -40,13 +40,13 @@ class FSDP(ShardedModel):
                 flat.start()
 
     def after_forward(self, index: int) -> None:
-        """Free a unit that backward can gather again, if `self.reshard`; the root stays."""
+        """If `self.reshard`, free unit `index`, which backward gathers again; the root stays."""
         if index > 0 and self.reshard:
             for flat in self.units[index]:
                 flat.free()
 
     def before_backward(self, index: int) -> None:
-        """Have unit `index` whole, and the one before it coming; for the root, the last unit."""
+        """Make unit `index` whole, and start the one before it; for the root, the last unit."""
         for flat in self.units[index]:
             flat.wait()
         if index != 1:  # before unit 1 comes the root, whose backward began first
@@ -56,7 +56,8 @@ class FSDP(ShardedModel):
     def after_backward(self, index: int) -> None:
         """All gradients of unit `index` are there: free its trainable Flats, then reduce them.
 
-        In this order there are never a unit's whole weights beside the room that a reduction takes.
+        Each is freed first, so that its whole weights and the room for its reduction never exist
+        at the same time.
         """
         for flat in self.trainable[index]:
             flat.free()

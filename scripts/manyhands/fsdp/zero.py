@@ -43,7 +43,7 @@ class ShardedOptimizer:
         return self.optimizer.state
 
     def step(self) -> None:
-        """Reduce what is still whole, step this rank's shards, and gather the new weights.
+        """Reduce gradients that are still whole, step this rank's shards, gather the new weights.
 
         What stage 2 has reduced before is not reduced again: that would cost a message of zeros.
         Afterwards every rank's parameters are the new ones, and every .grad is None.

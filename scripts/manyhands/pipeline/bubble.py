@@ -86,10 +86,10 @@ def simulate(schedule: Schedule, cost: Callable[[Action], float] = unit_cost) ->
 
 
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:
-    """The part of all ranks' time, from the first start to the last stop, in which they wait.
+    """The part of all ranks' time, from their first start to their last stop, in which they wait.
 
     Args:
-        spans: for each rank its spans, each (action, start, stop), as `simulate` gives them.
+        spans: for each rank its spans, each (action, start, stop), as in the charts.
     """
     every = [span for mine in spans for span in mine]
     total = max(stop for *_, stop in every) - min(start for _, start, _ in every)
@@ -102,7 +102,7 @@ def bubble(p: int, m: int, v: int = 1) -> tuple[Fraction, Fraction]:
     Args:
         p: ranks.
         m: micro-batches.
-        v: stages a rank.
+        v: stages per rank.
 
     Returns:
         Idle time relative to the time of an ideal pipeline, and as a part of the time that passes;
@@ -113,7 +113,7 @@ def bubble(p: int, m: int, v: int = 1) -> tuple[Fraction, Fraction]:
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """The largest number of forwards of one rank whose backward is still to come.
+    """The most forwards of one rank that are done while their backward is still to come.
 
     Each keeps the activations of one micro-batch on one stage.
     """

@@ -169,7 +169,7 @@ class Pipeline(Engine):
         """Take micro-batch `i` back through `stage`, and send the gradient of its input back.
 
         The gradient of the output comes by mail; the last stage needs none. Drops what was saved
-        for this micro-batch. The works of what is sent here go to self.sends: `step` waits for it.
+        for this micro-batch. The work of this send goes to self.sends: `step` waits for it.
         """
         x, out, send = self.saved.pop((stage, i))
         grad = None if stage == self.last else self.mail.receive("B", stage, i)

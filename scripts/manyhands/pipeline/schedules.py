@@ -52,10 +52,10 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """A backward as soon as it can be: p - 1 - rank forwards, then F and B in turns, then the rest.
+    """Each backward as soon as possible: p - 1 - rank forwards, then F and B in turns, the rest.
 
     Forwards and backwards are each in the order of the micro-batches. A rank begins with as many
-    forwards as there are ranks behind it, or with all m where there are not so many.
+    forwards as there are ranks after it, or with all m if m is smaller.
 
     Args:
         p: ranks, each with the stage of its own number.
@@ -76,14 +76,14 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B with v stages a rank: rank r has the stages r, r + p, r + 2p, ...
+    """1F1B with v stages per rank: rank r has the stages r, r + p, r + 2p, ...
 
-    The micro-batches go in max(1, m // p) groups of one size g, so g = p for a multiple of p: g
+    The micro-batches go in max(1, m // p) groups of one size g, so g = p if p divides m: g
     forwards of a rank's first stage, g of its second, ..., then the next g micro-batches. Backwards
     go in the same order of micro-batches, and from the last stage to the first. As in 1F1B, a rank
     begins with some forwards, or all of them; then F and B in turns; then the rest. The last rank
     begins with those that come before the first forward of its last stage, and each rank with two
-    more than the rank behind it: one for the way there and one for the way back.
+    more than the next rank: one for the way there and one for the way back.
 
     Raises:
         ValueError: the micro-batches cannot be put into max(1, m // p) groups of one size.
@@ -112,7 +112,7 @@ def forwards(p: int, m: int, v: int = 1) -> Schedule:
 
 
 def in_words(schedule: Schedule) -> str:
-    """One line a rank; where a rank has several stages, a letter says which: F0a, F0b."""
+    """One line per rank; where a rank has several stages, a letter says which: F0a, F0b."""
     p = len(schedule)
     letter = "abcdefgh" if max(a.stage for actions in schedule for a in actions) >= p else [""] * p
     return "\n".join(

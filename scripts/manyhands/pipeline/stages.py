@@ -5,7 +5,8 @@
     stages   |------- 0: 4.3 ---------------------| |------- 1: 4.7 ----------------|
 
 A pipeline runs at the pace of its slowest stage, so stages are cut by measured cost, not by the
-number of layers: head and embedding are layers, too, and a large vocabulary makes the head dear.
+number of layers: head and embedding are layers, too, and with a large vocabulary the head takes
+long.
 
 Price: measuring runs each layer a few times; cutting L layers into p stages is instant.
 Source: Harlap et al. 2018, "PipeDream", https://arxiv.org/abs/1806.03377 (stages balanced by a

@@ -32,7 +32,7 @@ class Mail:
     NCCL has one queue for two ranks of a group, and no tags: whatever the messages are, the first
     that one rank sends must be the first that the other receives. So activations and gradients go
     through groups of their own, and with two ranks, which are each other's next and previous one,
-    also the two directions do. Then all messages of a queue come in the order of the schedule.
+    so do the two directions. Then all messages of a queue come in the order of the schedule.
 
     Args:
         p, m: ranks of the pipeline, and micro-batches.
@@ -145,7 +145,7 @@ def make_grid(num_stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 def find_tied(stages: Sequence[nn.Module], p: int) -> Tied:
     """The parameters that stages of several ranks use, each with these ranks; stage s is on s % p.
 
-    Needs all stages, so call it before a rank lets go of those of others.
+    Needs all stages, so call it before a rank drops the stages of others.
     """
     users: dict[nn.Parameter, set[int]] = {}
     for stage, module in enumerate(stages):
@@ -161,7 +161,8 @@ def sum_tied(tied: Tied, group: Group = None) -> None:
     accumulation, and before the optimizer's step.
 
     `tied` is a list of (parameter, its ranks in the pipeline), as find_tied returns it. The first
-    of these ranks takes the parts of the others, and sends the sum back. Others do nothing.
+    of these ranks takes the parts of the others, and sends the sum back. A rank that is not among
+    them does nothing. They are ranks within `group`.
     The sum, not the mean: each rank has the part of the gradient that comes from its own use.
     """
     rank = dist.get_rank(group)

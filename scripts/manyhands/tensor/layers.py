@@ -42,7 +42,8 @@ class CopyToRanks(Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Return the sum of all ranks' gradients, and None for the group.
 
-        `grad` stays as it is. On one rank alone it may be a transposed view.
+        `grad` stays as it is. It may be a transposed view on one rank and contiguous on another,
+        and a sum of copies needs the same order of elements in memory on all of them.
         """
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -50,13 +51,13 @@ class CopyToRanks(Function):
 
 
 class SumOverRanks(Function):
-    """g: each rank has a part of a sum, with which all go on alike: each part has its gradient."""
+    """g: each rank has one term of a sum that all use alike; each term has the sum's gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: Group = None) -> Tensor:
         """Return the sum of all ranks' x, which stays as it is.
 
-        On one rank alone x may be a transposed view.
+        As in backward of f, x may be a transposed view on one rank only.
         """
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -126,7 +127,8 @@ class RowLinear(nn.Module):
     ) -> None:
         """Take this rank's part of weight (D, F), whose units are columns, and the whole bias (D,).
 
-        Sets self.leave, group, weight (D, F/N) and bias; the bias of a layer without one is None.
+        Sets self.leave, group, weight (D, F/N) and bias, which is that of `linear`: None where it
+        has none.
         """
         super().__init__()
         self.leave, self.group = leave, group

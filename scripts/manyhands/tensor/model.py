@@ -42,9 +42,10 @@ def cut_block(
 
 
 class CutTransformer(nn.Module):
-    """The parts of a Transformer, of which this rank has 1/N of every matrix.
+    """The parts of a Transformer, of which this rank has 1/N of every matrix but the positions'.
 
-    Rank 0's weights count. The head has no matrix of its own: it uses that of `tokens`.
+    All ranks start from rank 0's weights. The head has no matrix of its own: it uses that of
+    `tokens`.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class TensorParallel(CutTransformer):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats of (B, T) targets, a scalar, the same on every rank.
 
-        After the blocks come the norm, self.enter, and the scores, whose matrix is that of the
-        embedding.
+        After the blocks come the norm, self.enter, and the scores: a linear layer whose matrix is
+        the part of the embedding that this rank has.
         """
         x = self.enter(self.norm(self.through_blocks(inputs)), self.group)  # (B, T, D)
         scores = F.linear(x, self.tokens.weight).flatten(0, 1)  # (B T, V/N)
@@ -135,7 +136,7 @@ def calls_per_step(num_blocks: int, sequence: bool = False) -> dict[str, int]:
         sequence: of TensorSequenceParallel, with its `finish_gradients`.
 
     Returns:
-        Calls of all_reduce, all_gather and reduce_scatter.
+        How often the program calls all_reduce, all_gather and reduce_scatter; 0 for none.
     """
     each_way = 2 * num_blocks + 1  # forward the embedding is the 1, backward the head
     if sequence:

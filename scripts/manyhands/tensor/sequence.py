@@ -88,7 +88,7 @@ def sum_gradients(params: Iterable[nn.Parameter], group: Group = None) -> None:
     """Replace the gradients by their sums over the ranks, in place, with one all-reduce.
 
     For parameters of which every rank has a copy that saw only its own positions. Those without a
-    gradient (frozen ones) are skipped; where none has one, nothing is sent. `params` may be an
+    gradient (frozen ones) are skipped; if none has one, nothing is sent. `params` may be an
     iterator, such as model.parameters(), which can be read once.
     """
     gradients = [param.grad for param in params if param.grad is not None]
@@ -101,7 +101,7 @@ def sum_gradients(params: Iterable[nn.Parameter], group: Group = None) -> None:
 class OwnRandom:
     """Random numbers of this rank's own, beside those that all ranks draw in step.
 
-    What every rank holds in copies, must be dropped alike on all; what is a part, apart.
+    Of what every rank has a copy, all must drop the same elements; of parts, each rank its own.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", group: Group = None) -> None:
@@ -109,7 +109,7 @@ class OwnRandom:
 
         They differ from rank to rank, and on every rank from those that torch.manual_seed(seed)
         gives, with which the common ones often begin. The common ones stay as they are. The same
-        seed gives the same numbers again. rng_states and set_rng_states want a torch.device, not a
+        seed gives the same numbers again. rng_states and set_rng_states take a torch.device, not a
         str.
         """
         self.device = torch.device(device)
@@ -122,7 +122,7 @@ class OwnRandom:
     def use(self) -> Iterator[None]:
         """Draw from this rank's own numbers in the block, and go on with the common ones after it.
 
-        The next block goes on where this one ended. Also after an error the common ones go on.
+        The next block goes on where this one ended. The common ones go on after an error, too.
         """
         common = rng_states(self.device)
         set_rng_states(self.states, self.device)

@@ -4,7 +4,7 @@
              rank 0    rank 1         does not have is zero, and the sum over ranks is the embedding
 
 The head has the same cut: a rank has the scores of its own tokens, (B, T, V/N). The loss needs the
-sum of their exponentials and the score of each target: two numbers a token travel, not V.
+sum of their exponentials and the score of each target: two numbers per token travel, not V.
 
 Price: a rank holds 1/N of the largest matrix and of the scores. The embedding all-reduces 4BTD
 bytes, the loss 3 x 4BT; gathering the scores would take 4BTV.
@@ -53,8 +53,8 @@ def vocab_cross_entropy(
     scores, and both sums in one.
 
     Args:
-        scores: (tokens, V/N), those of the tokens in `mine`. 16 bits are too coarse for a loss, so
-            such scores are raised to float32.
+        scores: (tokens, V/N), those of the tokens in `mine`. Raise 16-bit scores to float32 first:
+            they are too coarse for a loss.
         targets: (tokens,) int64, all of them on every rank.
         mine: this rank's part of the vocabulary.
     """

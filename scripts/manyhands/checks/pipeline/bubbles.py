@@ -360,7 +360,7 @@ bubble = Spec(
         "times the number of ranks. How much of it lies inside spans?",
         "bubble: with v = 1 a pipeline without a bubble would take m, and p - 1 come on top. The "
         "same p - 1 are divided by m, and by m + p - 1.",
-        "With v stages a rank, write (p - 1)/v for p - 1 in both.",
+        "With v stages per rank, write (p - 1)/v for p - 1 in both.",
     ),
     mistakes=mistakes(
         """

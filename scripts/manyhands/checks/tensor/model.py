@@ -246,7 +246,7 @@ data_place = Spec(
     advice={"": CONSECUTIVE},
     refusal=("Some ranks are left without a group.", "Raise ValueError."),
     hints=(
-        "With 2 ranks a model, ranks 0 and 1 hold one model, ranks 2 and 3 the next. How many "
+        "With 2 ranks per model, ranks 0 and 1 hold one model, ranks 2 and 3 the next. How many "
         "models are there? Of which one is this rank a part?",
         "Number of the share: rank // tensor_ranks. Number of shares: world_size // tensor_ranks.",
     ),

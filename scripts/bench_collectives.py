@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Literal, NamedTuple
 
 import psutil
@@ -31,7 +30,7 @@ from torch import Tensor
 from manyhands.collectives import alpha_beta, ring, trees
 from manyhands.instruments.figures import BLACK, GREY, legend_below, lines, new_figure, png
 from manyhands.instruments.meters import machine
-from manyhands.instruments.timing import in_turn, slowest_rank
+from manyhands.instruments.timing import median_s
 from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
 from manyhands.training import lock
@@ -270,16 +269,7 @@ def time_works(
 ) -> dict[str, float]:
     """Name -> seconds of the slowest rank, the median of `repeats` calls."""
 
-    def finished(work: Callable[[], object]) -> None:
-        work()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    waited = [partial(finished, work) for work in works.values()]
-    in_turn(waited, 2)  # connections are made, and memory is taken, at the first call
-    times_s = [in_turn(waited, repeats)] * world.world_size
-    dist.all_gather_object(times_s, times_s[0])
-    return dict(zip(works, map(median, slowest_rank(times_s)), strict=True))
+    return dict(zip(works, median_s(list(works.values()), repeats, world.device), strict=True))
 
 
 def make_row(

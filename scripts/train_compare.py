@@ -9,7 +9,7 @@ bytes sent by collective, and time of a step. Every way's losses have to be thos
 
 import html
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from manyhands.instruments.meters import machine
 from manyhands.models.transformer import num_parameters
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
 from manyhands.training import lock
-from manyhands.training.report import PAGE, card, tile
+from manyhands.training.report import PAGE, card, grid, tile
 from manyhands.training.report import table as html_rows
 from manyhands.training.report_figures import Picture
 from manyhands.training.storage import open_folder, replace_file, write_json
@@ -154,15 +154,14 @@ def page(folder: Path, found: Mapping, about: Mapping, picture: bytes) -> str:
         "losses": ("equal", "to those of one process"),
     }
     words, *warning = figures.notes(found)
-    figure = card(Picture("compare", "Side by side", CAPTION, picture))
-    wide = figure.replace('class="card"', 'class="card" style="column-span: all"')
+    figure = card(Picture("compare", "Side by side", CAPTION, picture), is_wide=True)
     title = html.escape(f"Run {folder.resolve().name}")
     return PAGE.format(
         title=title,
         lead=html.escape(words),
         idle="".join(f'<div class="idle"><p>{html.escape(line)}</p></div>\n' for line in warning),
         tiles="\n".join(tile(name, *pair) for name, pair in numbers.items()),
-        figures=f"{wide}\n{html_table(found)}",
+        figures=f"{figure}\n{html_table(found)}",
         job=html_rows(about | {"backend": found["backend"], "timed steps": found["steps"]}),
         settings=html_rows(setting),
     )
@@ -172,16 +171,7 @@ def html_table(found: Mapping) -> str:
     """The table of all ways as a card of the page, which scrolls sideways on a small screen."""
     head, units, *ways = figures.rows(found)
     names = [f"{name} ({unit})" if unit else name for name, unit in zip(head, units, strict=True)]
-    lines = [html_row("th", names, "width: auto; overflow-wrap: normal")]
-    lines += [html_row("td", cells, "overflow-wrap: normal") for cells in ways]
-    look = "column-span: all; overflow-x: auto"
-    return f'<section class="card" style="{look}"><table>{"".join(lines)}</table></section>'
-
-
-def html_row(kind: str, cells: Sequence[str], look: str) -> str:
-    """A row of the table, of cells that break only between words."""
-    inner = "".join(f'<{kind} style="{look}">{html.escape(cell)}</{kind}>' for cell in cells)
-    return f"<tr>{inner}</tr>"
+    return f'<section class="card wide">{grid(names, ways)}</section>'
 
 
 if __name__ == "__main__":

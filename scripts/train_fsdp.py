@@ -156,9 +156,7 @@ def shard(
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
     if impl in SHARDED:
         broadcast_state(model)
-        in_blocks = set(model.blocks.parameters())
-        root = [param for param in model.parameters() if param not in in_blocks]
-        flats = [parts.Flat(params) for params in [root, *(b.parameters() for b in blocks)]]
+        flats = [parts.Flat(params) for params in flat.units_of(model)]
         if impl == "zero2":
             parts.reduce_during_backward(flats)
         return model, parts.ShardedOptimizer(flats, adamw)

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +22,7 @@ from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import Stopwatch, reset_peaks
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token
+from manyhands.models.transformer import Transformer, flops_per_token, token_loss
 from manyhands.pipeline import bubble, schedules, stages, wiring
 from manyhands.pipeline import engine as pipeline
 from manyhands.ranks.runtime import BadInput, World, command_line, on_main
@@ -210,11 +209,6 @@ def take_stages(
 def message_shape(config: Config, size: int) -> tuple[int, int, int]:
     """The shape of what goes from stage to stage for `size` samples."""
     return size, config.block, 32 * config.layers
-
-
-def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of scores (B, T, V) for targets (B, T), in nats."""
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 class Native:

@@ -29,8 +29,7 @@ from manyhands.compare.ways import WAYS, Make, Ready, Setting
 from manyhands.instruments.ledger import Entry, Ledger
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.timing import in_turn, slowest_rank
-from manyhands.pipeline.stages import finish
-from manyhands.ranks.runtime import together
+from manyhands.ranks.runtime import together, wait_for
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered")  # as lesson 09 stacks them
 TOLERANCE = 1e-4  # of a loss, in nats
@@ -120,7 +119,7 @@ class OneWay:
 
     def timed(self) -> None:
         self.step()
-        finish(self.device)
+        wait_for(self.device)
 
     def memory(self) -> dict:
         """Bytes of each part at its highest, and of all tensors at the peak, in one step."""

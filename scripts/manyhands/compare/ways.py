@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from manyhands.data_parallel.replicas import BucketedDDP, broadcast_state
 from manyhands.fsdp import flat, fully_shard, units, zero
-from manyhands.models.transformer import Transformer
+from manyhands.models.transformer import Transformer, token_loss
 from manyhands.pipeline import engine, schedules, stages, wiring
 from manyhands.ranks.runtime import BadInput
 from manyhands.tensor.model import TensorParallel
@@ -101,9 +100,7 @@ def ddp(model: Transformer, setting: Setting) -> Ready:
 def sharded_optimizer(model: Transformer, setting: Setting, stage: int) -> Ready:
     """ZeRO stage 1 or 2: every block is a Flat, and so is all the rest."""
     broadcast_state(model)
-    in_blocks = set(model.blocks.parameters())
-    rest = [param for param in model.parameters() if param not in in_blocks]
-    flats = [flat.Flat(params) for params in [rest, *(b.parameters() for b in model.blocks)]]
+    flats = [flat.Flat(params) for params in flat.units_of(model)]
     if stage == 2:
         zero.reduce_during_backward(flats)
     optimizer = zero.ShardedOptimizer(flats, adamw)
@@ -133,8 +130,7 @@ def pipeline(model: Transformer, setting: Setting) -> Ready:
     own = every[rank]
     schedule = schedules.one_f_one_b(n, setting.micro_batches)
     shape = (setting.batch // setting.micro_batches, setting.block, width)
-    back = dist.new_group()
-    runner = engine.Pipeline({rank: own}, schedule, token_loss, shape, back=back)
+    runner = engine.Pipeline({rank: own}, schedule, token_loss, shape)
     optimizer = adamw(own.parameters())
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -172,11 +168,6 @@ WAYS: dict[str, Make] = {
 def adamw(params: object) -> torch.optim.Optimizer:
     """The same optimizer for all ways."""
     return torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
-
-
-def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of scores (B, T, V) for targets (B, T), in nats."""
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def own_samples(batch: Tensor) -> Tensor:

@@ -153,6 +153,13 @@ class ShardedFlat(Flat):
         self.whole.untyped_storage().resize_(0)
 
 
+def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of the root unit, which are in no block of the model, and of each block."""
+    in_blocks = set(model.blocks.parameters())
+    root = [param for param in model.parameters() if param not in in_blocks]
+    return [root, *(list(block.parameters()) for block in model.blocks)]
+
+
 def make_flats(params: Iterable[nn.Parameter], make: Callable[[list], Flat]) -> list[Flat]:
     """One Flat, made by `make`, for each type, and for trainable and frozen parameters apart."""
     kinds: dict[tuple, list[nn.Parameter]] = {}

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from manyhands.gpu.peaks import GOAL
 from manyhands.instruments.figures import BLACK, bars, label, legend_below, lines, new_figure
 
-GOAL = 0.5  # of the peak, on an H100 or H200
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 
 

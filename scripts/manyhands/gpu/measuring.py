@@ -1,42 +1,15 @@
 """What every part of `make gpu` uses: times of the slowest rank, memory, one line for a failure."""
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from statistics import median
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from manyhands.instruments.live import Live
-from manyhands.instruments.timing import in_turn, slowest_rank
-from manyhands.ranks.runtime import first_line
+from manyhands.instruments.meters import memory_bytes, reset_peaks
+from manyhands.ranks.runtime import first_line, wait_for
 
 Rows = list[dict[str, object]]
-NUM_WARM = 2  # calls before the first that counts: memory is new then, and kernels are chosen
-
-
-def finished(work: Callable[[], object], device: torch.device) -> None:
-    """Call `work` and wait until a GPU has done it, too: the call returns before that."""
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def median_s(
-    works: Sequence[Callable[[], object]], repeats: int, device: torch.device
-) -> list[float]:
-    """The median time (s) of each of `works`, taken in turn.
-
-    Where ranks are joined, all call this together, and a time is that of the slowest of them.
-    """
-    waited = [partial(finished, work, device) for work in works]
-    in_turn(waited, NUM_WARM)
-    times_s = [in_turn(waited, repeats)]
-    if dist.is_initialized():
-        times_s *= dist.get_world_size()
-        dist.all_gather_object(times_s, times_s[0])
-    return [median(one) for one in slowest_rank(times_s)]
 
 
 def one_line(problem: BaseException) -> str:
@@ -61,7 +34,7 @@ class Memory:
         if self.live is not None:
             self.live.__enter__()
             return self
-        torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         self.before = torch.cuda.memory_allocated(self.device)
         self.begin_peak()
         return self
@@ -81,13 +54,13 @@ class Memory:
         if self.live is not None:
             self.live.total = 0
         else:
-            torch.cuda.reset_peak_memory_stats(self.device)
+            reset_peaks(self.device)
 
     def peak(self) -> int:
         """The most bytes at a time since `begin_peak`."""
         if self.live is not None:
             return self.live.total
-        return torch.cuda.max_memory_allocated(self.device) - self.before
+        return memory_bytes(self.device) - self.before
 
 
 def run_for(work: Callable[[], object], least_s: float) -> None:

@@ -9,18 +9,10 @@ from manyhands.gpu import figures
 from manyhands.gpu.words import WORDS
 from manyhands.instruments.figures import png
 from manyhands.instruments.meters import duration
-from manyhands.training.report import PAGE, counted, tile
+from manyhands.training.report import TOP, counted, grid, tile
 from manyhands.training.report_figures import scaled
 from manyhands.training.storage import replace_file
 
-HEAD = PAGE.partition("<h1>")[0].replace(
-    "</style>",
-    ".part {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px;\n"
-    "  padding: .75rem; margin: 0 0 1rem; overflow-x: auto }}\n"
-    ".part p {{ margin: .3rem 0 }} .part img {{ max-width: 46rem }}\n"
-    ".part th, .part td {{ width: auto; overflow-wrap: normal }}\n"
-    ".why {{ color: var(--bad) }}\n</style>",
-)
 FORMATS: dict[str, Callable] = {  # end of a column's name -> how its values are written
     "(s)": lambda value: f"{1e3 * value:,.2f} ms",
     "step_s": lambda value: f"{1e3 * value:,.2f} ms",
@@ -60,8 +52,7 @@ def write_page(folder: Path, result: Mapping) -> None:
     title = f"Run {folder.resolve().name}"
     sections = [section(name, part, result) for name, part in result["parts"].items()]
     lines = [
-        HEAD.format(title=html.escape(title)),
-        f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(lead(result))}</p>',
+        TOP.format(title=html.escape(title), lead=html.escape(lead(result))),
         f'<dl class="tiles">{"".join(tile(*one) for one in tiles(result))}</dl>',
         *sections,
         "</body></html>\n",
@@ -98,17 +89,18 @@ def tiles(result: Mapping) -> list[tuple[str, str, str]]:
 def section(name: str, part: Mapping, result: Mapping) -> str:
     """One part: its heading, why it is not there, its sentence, figure and rows."""
     about = f"{part['state']} in {duration(part['time_s'])}, {counted(part['ranks'], 'rank')}"
-    text = f'<section class="part"><h2>{html.escape(part["title"])}</h2>'
+    text = f'<section class="card wide"><h2>{html.escape(part["title"])}</h2>'
     text += f'<p class="lead">{html.escape(about)}</p>'
     if part["why"]:
-        text += f'<p class="why">{html.escape(part["why"])}</p>'
+        text += f'<p class="failed">{html.escape(part["why"])}</p>'
     if part["rows"]:
         words = WORDS.get(name, lambda *_: "")(part["rows"], result)
         text += f"<p>{html.escape(words)}</p>" if words else ""
         if (drawn := figures.draw(name, part["rows"])) is not None:
             data = base64.b64encode(png(drawn)).decode()
             alt = html.escape(f"{part['title']}. {words}", quote=True)
-            text += f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
+            image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+            text += f'<figure style="max-width: 46rem">{image}</figure>'
         text += table(part["rows"])
     return text + "</section>"
 
@@ -117,12 +109,8 @@ def table(rows: Sequence[Mapping]) -> str:
     """All rows, with every column that one of them has."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     columns = [one for one in columns if any(row.get(one) not in (None, "") for row in rows)]
-    heads = "".join(f'<th scope="col">{html.escape(NAMES.get(one, one))}</th>' for one in columns)
-    lines = [
-        "".join(f"<td>{html.escape(cell(one, row.get(one)))}</td>" for one in columns)
-        for row in rows
-    ]
-    return f"<table><tr>{heads}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    lines = ([cell(one, row.get(one)) for one in columns] for row in rows)
+    return grid([NAMES.get(one, one) for one in columns], lines)
 
 
 def cell(column: str, value: object) -> str:

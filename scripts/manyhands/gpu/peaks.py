@@ -36,6 +36,7 @@ PEAKS = {  # part of the name that torch gives -> peak; where several fit, the f
     "RTX 4090": Peak(165.2e12, "NVIDIA Ada GPU architecture, appendix A"),
     "RTX 3090": Peak(71e12, "NVIDIA Ampere GA102 GPU architecture, appendix A"),
 }
+GOAL = 0.5  # utilisation to reach on an H100 or H200
 SLICE = " MIG "  # in the name of a part of a GPU, whose peak is a part as well
 
 

@@ -1,6 +1,5 @@
 """FSDP in time and memory: what gathering ahead gains, and what offloading saves and costs."""
 
-import gc
 from itertools import chain
 
 import torch
@@ -8,8 +7,9 @@ import torch.distributed as dist
 
 from manyhands.fsdp import flat, units
 from manyhands.gpu import techniques
-from manyhands.gpu.measuring import Memory, Rows, median_s
+from manyhands.gpu.measuring import Memory, Rows
 from manyhands.gpu.scales import Scale
+from manyhands.instruments.timing import median_s
 
 
 def prefetch(device: torch.device, scale: Scale) -> Rows:
@@ -54,17 +54,12 @@ def offload(device: torch.device, scale: Scale) -> Rows:
 def one_way(device: torch.device, scale: Scale, name: str, offloaded: bool) -> dict[str, object]:
     """Time and peak memory of a step in one of the two ways."""
     shape = scale.large
-    wrapped = techniques.shard(techniques.begin(shape, device), device, scale, offloaded)
-    step = techniques.train_step(wrapped, shape, device)
-    step()  # from now on there is optimizer state
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    with Memory(device) as gauge:
+        wrapped = techniques.shard(techniques.begin(shape, device), device, scale, offloaded)
+        step = techniques.train_step(wrapped, shape, device)
+        step()  # from now on there is optimizer state
+        gauge.begin_peak()
         step()
-        peak_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        with Memory(device) as gauge:
-            step()
         peak_bytes = gauge.peak()
     (time_s,) = median_s([step], max(2, scale.steps // 4), device)
     row = {"what": f"shards {name}", "model": shape.name, "ranks": dist.get_world_size()}

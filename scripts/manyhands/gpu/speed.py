@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.gpu.measuring import Rows, finished, median_s, one_line, run_for
+from manyhands.gpu.measuring import Rows, one_line, run_for
 from manyhands.gpu.scales import Scale, Shape
+from manyhands.instruments.meters import memory_bytes, reset_peaks
+from manyhands.instruments.timing import finished, median_s
 
 WARM_S = 0.5
 
@@ -80,8 +82,7 @@ def train(
     """Time training steps with one batch size; returns the numbers of a row."""
     torch.manual_seed(1)
     step = make_step(shape, device, compiler, batch)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peaks(device)
     (time_s,) = median_s([step], steps, device)
     tokens_per_s = batch * shape.block / time_s
     return {
@@ -91,7 +92,7 @@ def train(
         "step_s": time_s,
         "tokens_per_s": tokens_per_s,
         "flops_per_s": tokens_per_s * shape.flops_per_token,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_bytes": memory_bytes(device) if device.type == "cuda" else None,
     }
 
 

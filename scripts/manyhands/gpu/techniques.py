@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -18,8 +17,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from manyhands.data_parallel import replicas
 from manyhands.ddp import wrapping
 from manyhands.fsdp import fully_shard, units
-from manyhands.gpu.measuring import Memory, Rows, median_s
+from manyhands.gpu.measuring import Memory, Rows
 from manyhands.gpu.scales import Scale, Shape
+from manyhands.instruments.timing import median_s
+from manyhands.models.transformer import token_loss
 from manyhands.pipeline import engine, schedules, stages, wiring
 from manyhands.tensor import dtensor, model
 
@@ -62,7 +63,6 @@ def pipeline(device: torch.device, scale: Scale) -> Rows:
     m = 2 * p
     size = max(1, shape.batch // 4)  # sequences of a micro-batch
     inputs, targets = batch_of(shape, device, m * size)
-    back = dist.new_group()  # gradients travel in a group of their own
 
     def own() -> dict[int, nn.Module]:
         layers = stages.layers_of(begin(shape, device, scale.dtype))
@@ -72,7 +72,7 @@ def pipeline(device: torch.device, scale: Scale) -> Rows:
         mine = own()
         sizes = size, shape.block, shape.width
         schedule = schedules.one_f_one_b(p, m)
-        runner = engine.Pipeline(mine, schedule, token_loss, sizes, back=back, dtype=scale.dtype)
+        runner = engine.Pipeline(mine, schedule, token_loss, sizes, dtype=scale.dtype)
         return partial(cleared, mine[rank], partial(runner.step, inputs, targets))
 
     def native() -> Step:
@@ -170,11 +170,6 @@ def cleared(module: nn.Module, call: Step) -> Tensor | None:
     loss = call()
     module.zero_grad()
     return loss
-
-
-def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of scores (B, T, V) for targets (B, T), in nats."""
-    return F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
 def compare(

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from manyhands.gpu.peaks import GOAL
 from manyhands.training.report_figures import scaled
 
 Rows = Sequence[Mapping]
-GOAL = 0.5
 ALONE = (
     " This is a world of one: nothing travels, so the times compare what each side does around "
     "its messages."

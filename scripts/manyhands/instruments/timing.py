@@ -2,8 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 
+import torch
 import torch.distributed as dist
+
+from manyhands.ranks.runtime import wait_for
+
+NUM_WARM = 2  # calls before the first that counts
 
 
 def time_s(work: Callable[[], object]) -> float:
@@ -32,3 +39,26 @@ def slowest_rank(times_s: Sequence[Sequence[Sequence[float]]]) -> list[list[floa
     return [
         [max(ranks) for ranks in zip(*work, strict=True)] for work in zip(*times_s, strict=True)
     ]
+
+
+def median_s(
+    works: Sequence[Callable[[], object]], repeats: int, device: torch.device
+) -> list[float]:
+    """The median time (s) of each of `works`, taken in turn, until the device has done it.
+
+    Where ranks are joined, all call this together, and a time is that of the slowest of them. Some
+    calls come before the first that counts: connections are made then, and memory is taken.
+    """
+    waited = [partial(finished, work, device) for work in works]
+    in_turn(waited, NUM_WARM)
+    times_s = [in_turn(waited, repeats)]
+    if dist.is_initialized():
+        times_s *= dist.get_world_size()
+        dist.all_gather_object(times_s, times_s[0])
+    return [median(one) for one in slowest_rank(times_s)]
+
+
+def finished(work: Callable[[], object], device: torch.device) -> None:
+    """Call `work` and wait until a GPU has done it, too."""
+    work()
+    wait_for(device)

@@ -118,9 +118,14 @@ class Transformer(nn.Module):
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits
-        # Between 1 and 2 bfloat16 counts in steps of 0.008, which is too coarse for a loss.
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.flatten(0, 1).to(exact), targets.flatten())
+        return token_loss(logits, targets)
+
+
+def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss in nats of scores (B, T, V) for the targets (B, T), a scalar."""
+    # Between 1 and 2 bfloat16 counts in steps of 0.008, which is too coarse for a loss.
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    return F.cross_entropy(scores.flatten(0, 1).to(exact), targets.flatten())
 
 
 def num_parameters(vocab_size: int, block: int, layers: int, width: int | None = None) -> int:

@@ -28,18 +28,13 @@ from manyhands.instruments.benchmark import (
     spread,
 )
 from manyhands.instruments.timing import in_turn
-from manyhands.models.transformer import Transformer
+from manyhands.models.transformer import Transformer, token_loss
 from manyhands.pipeline import bubble, engine, schedules, stages, wiring
 from manyhands.ranks.lab import run_ranks
 
 # ---- what the notebook measures --------------------------------------------------------------
 
 SHAPE = {"vocab_size": 50, "block": 32, "layers": 4, "heads": 4, "width": 128}
-
-
-def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of scores (B, T, V) for targets (B, T), in nats."""
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 class Sweep(NamedTuple):

@@ -357,6 +357,12 @@ def end_with_caller() -> None:
         end_with_parent()
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work: a call returns before that. Nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without the C++ part that torch adds."""
     return str(error).strip().split("\n")[0].split(" Exception raised from")[0]

@@ -8,7 +8,7 @@ runs/ddp-001 --> report.html            one page, for a browser without a networ
 import base64
 import html
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -22,7 +22,7 @@ from manyhands.training.storage import replace_file
 
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1
-PAGE = """<!doctype html>
+TOP = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
@@ -62,15 +62,21 @@ table {{ border-collapse: collapse; width: 100%; margin: .5rem 0 0 }}
 th, td {{ text-align: left; font-weight: normal; padding: .3rem .75rem .3rem 0;
   border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere }}
 th {{ color: var(--weak); width: 36% }}
+.wide {{ column-span: all; overflow-x: auto }}
+.wide p {{ margin: .3rem 0 }} .wide th, .wide td {{ width: auto; overflow-wrap: normal }}
 </style></head><body>
 <h1>{title}</h1>
 <p class="lead">{lead}</p>
-{idle}<dl class="tiles">{tiles}</dl>
+"""
+PAGE = (
+    TOP
+    + """{idle}<dl class="tiles">{tiles}</dl>
 <div class="cards">{figures}</div>
 <details open><summary>The job</summary><table>{job}</table></details>
 <details><summary>Settings</summary><table>{settings}</table></details>
 </body></html>
 """
+)
 
 
 # ---- words -------------------------------------------------------------------------------------
@@ -310,6 +316,13 @@ def table(rows: Mapping[str, object]) -> str:
     )
 
 
+def grid(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """An HTML table of several columns; all text is escaped."""
+    top = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in heads)
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
+    return f"<table><tr>{top}</tr>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+
+
 def tile(name: str, number: str, more: str) -> str:
     """One number with its name; a state carries its colour."""
     kind = f' class="{number.split()[0]}{"-but" * bool(more)}"' if name == "state" else ""
@@ -317,13 +330,14 @@ def tile(name: str, number: str, more: str) -> str:
     return f"<div><dt>{html.escape(name)}</dt><dd{kind}>{html.escape(number)}{small}</dd></div>"
 
 
-def card(picture: Picture) -> str:
-    """A figure with its title and its words, which also stand in for it."""
+def card(picture: Picture, is_wide: bool = False) -> str:
+    """A figure with its title and its words, which also stand in for it; as wide as the page."""
     data = base64.b64encode(picture.png).decode()
     title = html.escape(picture.title)
     words = html.escape(picture.words, quote=True)
+    kind = "card wide" if is_wide else "card"
     return (
-        f'<section class="card"><h2>{title}</h2><figure>'
+        f'<section class="{kind}"><h2>{title}</h2><figure>'
         f'<img alt="{title}. {words}" src="data:image/png;base64,{data}">'
         f"<figcaption>{words}</figcaption></figure></section>"
     )

@@ -42,7 +42,7 @@ from manyhands.instruments.meters import (
     machine,
     memory_bytes,
 )
-from manyhands.ranks.runtime import BadInput, World, on_main, together
+from manyhands.ranks.runtime import BadInput, World, on_main, together, wait_for
 from manyhands.training import checkpoints, lock, storage
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
@@ -329,8 +329,7 @@ class Run:
                 progress.show(number)
         if progress:
             progress.bar.close()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        wait_for(self.world.device)
         spent_s = self._status.get("valid_s", 0.0) + time.perf_counter() - start_s
         self._status["valid_s"] = round(spent_s, 3)
 

@@ -210,6 +210,27 @@ def fails_in_what_it_calls(x, group=None):
     return textwrap.fill(lines)  # wants a text
 
 
+def test_dicts_too_long_to_be_shown_differ_in_a_name_and_nested_elements_read_well():
+    long = {f"{number} messages of some kind between two ranks": number for number in range(4)}
+    less = {name: number for name, number in long.items() if number != 2}
+    name = next(name for name, number in long.items() if number == 2)
+    assert difference(less, long) == f"{name!r} is missing, which should be 2"
+    assert difference(long, less) == f"{name!r} is 2, and should not be there"
+    assert difference({"a": 1}, {"b": 1}) == "{'a': 1}, not {'b': 1}"
+    one, other = [torch.zeros(2)], [torch.tensor([0.0, 1.0])]
+    assert difference(one, other).startswith("element 0: element [1] is 0, not 1")
+
+
+def odd(value: object) -> object:
+    raise Malformed("that looks odd", "It does.")
+
+
+def test_words_for_a_call_that_end_in_a_comma():
+    spec = replace(MEAN, tell=lambda case: "mean of some numbers,")
+    assert "mean of some numbers, gives" in told(spec, median)
+    assert "mean of some numbers: that looks odd" in told(replace(spec, form=odd), median)
+
+
 def test_a_statement_that_does_not_hold_is_said_as_such():
     assert "breaks this rule: x is unchanged" in told(TOTAL, spoils_x)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+MAX_SHOWN = 100  # letters of a value
 BROKEN = "this does not hold: "  # and which statement, where one is False
 
 
@@ -192,7 +193,7 @@ def show(value: object, digits: int = 6) -> str:
         shown = ", ".join(show(one, digits) for one in value[:12])
         return f"[{shown}{', ...' if len(value) > 12 else ''}]"
     shown = repr(value)
-    return shown if len(shown) <= 100 else f"{shown[:97]}..."
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN - 3]}..."
 
 
 def pair(found: object, wanted: object) -> str:
@@ -213,6 +214,8 @@ def difference(found: object, wanted: object, tolerance: float | None = None) ->
         if wanted[name] is True and found[name] is False:
             return f"{BROKEN}{name}"
         return f"{name}: {difference(found[name], wanted[name], tolerance)}"
+    if isinstance(found, dict) and isinstance(wanted, dict) and _is_cut(found, wanted):
+        return _name_difference(found, wanted)
     if isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
         short = len(wanted) <= 12 and all(isinstance(one, Real) for one in [*found, *wanted])
         if short or not wanted:
@@ -221,8 +224,23 @@ def difference(found: object, wanted: object, tolerance: float | None = None) ->
             return f"{len(found)} elements, not {len(wanted)}"
         pairs = enumerate(zip(found, wanted, strict=True))
         index, (one, other) = next(p for p in pairs if not same(*p[1], tolerance))
-        return f"element {index} is {difference(one, other, tolerance)}"
+        inner = difference(one, other, tolerance)
+        return f"element {index}{': ' if inner.startswith('element') else ' is '}{inner}"
     return pair(found, wanted)
+
+
+def _is_cut(*values: object) -> bool:
+    """Is one of them too long to be shown whole?"""
+    return any(len(repr(value)) > MAX_SHOWN for value in values)
+
+
+def _name_difference(found: dict, wanted: dict) -> str:
+    """The first name that only one of two dicts has."""
+    for name, value in wanted.items():
+        if name not in found:
+            return f"{name!r} is missing, which should be {show(value)}"
+    name = next(name for name in found if name not in wanted)
+    return f"{name!r} is {show(found[name])}, and should not be there"
 
 
 def first_difference(found: object, wanted: object) -> str:

@@ -373,6 +373,11 @@ def _wrong_part(trial: Trial) -> str | None:
 # ---- words ----------------------------------------------------------------------------------
 
 
+def _colon(said: str, seen: str) -> str:
+    """The call and what was seen; the words for a call may end in a comma."""
+    return f"{said.rstrip(',')}: {seen}"
+
+
 def _words(trial: Trial, index: int, rank: int) -> Words:
     """Seen, why and hint for the first rank that is wrong."""
     spec = trial.spec
@@ -381,10 +386,10 @@ def _words(trial: Trial, index: int, rank: int) -> Words:
     said = trial.said(index, rank)
     if sight.kind == "told":
         seen, why, hint = sight.data
-        return f"{said} {seen}" if seen.startswith("gives") else f"{said}: {seen}", why, hint
+        return f"{said} {seen}" if seen.startswith("gives") else _colon(said, seen), why, hint
     if is_lost(sight):
         at = place(sight.failure, trial.answer)
-        return f"{said}: a rank waited{at} for partners that had already left", *PARTED
+        return _colon(said, f"a rank waited{at} for partners that had already left"), *PARTED
     if sight.kind == "value" and wanted.kind == "value":
         changed = set(sight.changed) - set(wanted.changed)
         if UNWAITED in changed or _is_only_changed(trial, index, rank):
@@ -397,7 +402,7 @@ def _words(trial: Trial, index: int, rank: int) -> Words:
         return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)
     if sight.kind == "lost":
         hint = "Every send needs its recv: write down who sends to whom in each step."
-        return f"{said}: {sight.data}", *(cause or (_no_cause(trial), hint))
+        return _colon(said, sight.data), *(cause or (_no_cause(trial), hint))
     if wanted.kind == "raised":
         return f"{said} raises nothing and gives {show(sight.data)}", *(cause or spec.refusal)
     seen = f"{said} {spec.say(judged(sight.data), judged(wanted.data))}"
@@ -463,10 +468,10 @@ def _words_of_an_end(trial: Trial) -> Words:
     if isinstance(failed, RanksHung):
         return _words_of_a_hang(said, failed, trial.answer)
     if failed.failure.error == "Wrong":
-        return f"{said}: {failed.failure.message}", "", _advice(trial.spec, None)
+        return _colon(said, failed.failure.message), "", _advice(trial.spec, None)
     if is_echo(failed.failure):
         at = place(failed.failure, trial.answer)
-        return f"{said}: rank {failed.rank} waited{at} for a partner that had left", *PARTED
+        return _colon(said, f"rank {failed.rank} waited{at} for a partner that had left"), *PARTED
     return raised(said, failed.failure, trial.answer, trial.spec.reasons)
 
 

@@ -221,14 +221,18 @@ def test_dicts_too_long_to_be_shown_differ_in_a_name_and_nested_elements_read_we
     assert difference(one, other).startswith("element 0: element [1] is 0, not 1")
 
 
-def odd(value: object) -> object:
-    raise Malformed("that looks odd", "It does.")
+def odd_seen(answer, case: Draw, place: Place) -> dict:
+    seen = total_seen(answer, case, place)
+    if not seen["x is unchanged"]:
+        raise Wrong("that looks odd", "It does.")
+    return seen
 
 
 def test_words_for_a_call_that_end_in_a_comma():
     spec = replace(MEAN, tell=lambda case: "mean of some numbers,")
     assert "mean of some numbers, gives" in told(spec, median)
-    assert "mean of some numbers: that looks odd" in told(replace(spec, form=odd), median)
+    spec = replace(TOTAL, tell=lambda case: "total of some numbers,", observe=odd_seen)
+    assert "total of some numbers: that looks odd" in told(spec, spoils_x)
 
 
 def test_a_statement_that_does_not_hold_is_said_as_such():

@@ -38,7 +38,7 @@ job: $(ENV)/ready ## run the main job on this machine and write its report; DATA
 report: $(ENV)/ready ## write a run's report.html again: the newest run, or RUN=runs/ddp-001
 	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"
 
-test: lint ## lint, find stale notebooks, run every test; ONLY=pipeline or ONLY=fast; TORCH=2.11.0
+test: lint $(ENV)/ready-frameworks ## lint, find stale notebooks, run every test; ONLY=pipeline or ONLY=fast; TORCH=2.11.0
 	$(if $(ONLY),,$(BIN)/python scripts/build_notebooks.py --check)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal \
 		$(if $(ONLY),--only "$(ONLY)")
@@ -81,4 +81,9 @@ $(ENV)/ready: pyproject.toml constraints.txt
 
 $(ENV)/ready-dev: $(ENV)/ready
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# Lightning and Accelerate, for scripts/train_lightning.py and scripts/train_accelerate.py.
+$(ENV)/ready-frameworks: $(ENV)/ready
+	$(INSTALL) -e '.[frameworks]'
 	@touch $@

@@ -60,6 +60,8 @@ FILE = f"""\
 """
 ORDERS = ((4, 1, 7, 5, 3, 9, 0, 8, 6, 2), (5, 6, 1, 2, 0, 8, 9, 3, 7, 4))  # ShardedSampler, seed 0
 
+COMMON = ((0, 3), (3, 4), (4, 6), (6, 8), (8, 9), (9, 12))  # from pieces of 3 to pieces of 4
+
 
 PATTERNS = {  # collective: what it does, and whose numbers a rank has in a chunk before and after
     "broadcast": ("rank 0's numbers to all", lambda r, c: "" if r else "0", lambda r, c: "0"),
@@ -736,6 +738,71 @@ def layerwise_ratio(card: Card) -> None:
     card.text(24, 246, "green: the length of a step, as a share of the layer's norm", START)
 
 
+def checkpoint_sharded(card: Card) -> None:
+    """Who writes what: each of four ranks holds three rows of w and all of b; every rank writes its
+    rows into a file of its own, and b, which all of them hold, is written by rank 0 alone; when all
+    have written, rank 0 writes index.json, and only then does the checkpoint exist.
+    """
+    card.text(14, 84, "in memory", START)
+    card.text(14, 178, "on the disk", START)
+    for rank in range(4):
+        x = 120 + 160 * rank
+        card.text(x + 70, 22, f"rank {rank}", BOLD)
+        card.box(x, 40, 140, 92)
+        words, colour = ("b", GREY) if rank else ("b: written", "weights")
+        card.box(x + 10, 48, 120, 34, words, fill=colour)
+        card.box(x + 10, 90, 120, 34, f"w, rows {3 * rank}-{3 * rank + 2}", fill="weights")
+        card.line((x + 70, 132), (x + 70, 160))
+        card.box(x, 160, 140, 38, f"rank-{rank:05d}.pt", fill="data")
+        card.line((x + 70, 198), (x + 70, 222), more="")
+    card.line((190, 222), (670, 222), more="")
+    card.line((430, 222), (430, 250))
+    card.text(444, 237, "all have written", START)
+    card.box(300, 250, 260, 40, "index.json: the commit", fill="optimizer")
+    card.text(14, 270, "rank 0, at the end:", START)
+
+
+def checkpoint_reshard(card: Card) -> None:
+    """From four ranks to three: a vector of twelve numbers lies in four stored pieces; each of the
+    three ranks that load owns four numbers, and copies what its own box has in common with
+    each stored one: three numbers and one, two and two, one and three.
+    """
+    card.text(14, 54, "stored by 4", START)
+    card.text(14, 186, "owned by 3", START)
+    for rank in range(4):
+        words = f"{3 * rank} to {3 * rank + 2}"
+        card.text(120 + 150 * rank + 75, 20, f"rank-{rank:05d}.pt")
+        card.box(122 + 150 * rank, 34, 146, 40, words, fill=RANK[rank])
+    for rank in range(3):
+        words = f"{4 * rank} to {4 * rank + 3}"
+        card.box(122 + 200 * rank, 166, 196, 40, words, fill=RANK[rank])
+        card.text(120 + 200 * rank + 100, 222, f"rank {rank}", BOLD)
+    for start, stop in COMMON:
+        x = 120 + 25 * (start + stop)
+        card.line((x, 74), (x, 166))
+        card.text(x + 7, 120, stop - start, START)
+
+
+def checkpoint_commit(card: Card) -> None:
+    """Complete or absent: three ranks write their files at different speeds and wait for the
+    slowest; rank 0 then writes the index. A run that is killed before the index is there goes on
+    from the checkpoint before; a run that is killed later goes on from this one.
+    """
+    card.text(300, 20, "one save", BOLD)
+    for rank, stop in enumerate((330, 400, 270)):
+        y = 36 + 44 * rank
+        card.text(14, y + 17, f"rank {rank}", START)
+        card.box(90, y, stop - 90, 34, "write, fsync", fill="data")
+        if stop < 400:
+            card.box(stop + 2, y, 398 - stop, 34, fill="idle")
+    card.box(404, 36, 96, 34, "the index", fill="optimizer")
+    card.line((502, 30), (502, 236), more=DASHED)
+    card.line((90, 178), (740, 178))
+    card.text(78, 178, "time", END)
+    card.box(90, 194, 406, 40, "killed here: the checkpoint before it counts", fill=GREY)
+    card.box(508, 194, 232, 40, "killed here: it counts", fill="optimizer")
+
+
 HEIGHTS = {
     lesson: 284,
     first_job_map: 284,
@@ -751,6 +818,9 @@ HEIGHTS = {
     data_parallel_server: 342,
     memory_stages: 354,
     fsdp_unit: 326,
+    checkpoint_sharded: 306,
+    checkpoint_reshard: 246,
+    checkpoint_commit: 252,
     pipeline_stages: 224,
     tensor_mlp: 272,
     data_parallel_buckets: 424,

@@ -3,16 +3,22 @@
     python scripts/launch.py scripts/train_ddp.py --steps 50     all ranks on this machine
     srun ... python scripts/launch.py scripts/train_ddp.py       a node's agent: sbatch/launch.sh
 
+In a pod of Kubernetes the first form is enough: what the pod is given says which node it is.
+
 RANKS sets the number of ranks a node; otherwise it is one a GPU that torch sees, or 2 where it sees
 none, or 1 where only one core was granted.
-Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input.
+Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input; 75 in
+a pod whose run is not finished yet.
 """
 
+import argparse
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,11 +33,13 @@ from manyhands.instruments.meters import machine
 from manyhands.ranks.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+UNFINISHED = 75  # "try again", in sysexits.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 
 
 def torchrun_arguments(environ: Mapping[str, str], num_gpus: int, num_cores: int = 2) -> list[str]:
-    """The arguments for this node's agent, from what launch.sh and Slurm have set."""
+    """The arguments for this node's agent, from what launch.sh and Slurm or a pod have set."""
+    environ = {**environ, **node_of_pod(environ)}
     ranks = environ.get("RANKS", str(num_gpus or min(2, num_cores)))
     if not ranks.isdigit() or int(ranks) < 1:
         raise BadInput(f"RANKS is {ranks!r}: give the number of ranks a node, 1 or more")
@@ -45,6 +53,53 @@ def torchrun_arguments(environ: Mapping[str, str], num_gpus: int, num_cores: int
         job_id=int(environ["SLURM_JOB_ID"]),
         is_head=environ.get("SLURM_NODEID", "0") == "0",
     )
+
+
+def node_of_pod(environ: Mapping[str, str]) -> dict[str, str]:
+    """What launch.sh and Slurm would have set, from what this pod of Kubernetes was given.
+
+    Its number is JOB_COMPLETION_INDEX in an indexed Job (and in a TrainJob, which is made of one),
+    and PET_NODE_RANK in a PyTorchJob. job.yaml says how many pods there are and which is the head
+    in NODES and MASTER_ADDR; Kubeflow says so in PET_NNODES, and in PET_MASTER_ADDR (TrainJob) or
+    MASTER_ADDR (PyTorchJob). Sources: kubernetes.io/docs/tasks/job; in kubeflow's repositories
+    trainer pkg/runtime/framework/plugins/torch/torch.go and, for PyTorchJob, training-operator
+    pkg/controller.v1/pytorch/envvar.go.
+    """
+    index = environ.get("JOB_COMPLETION_INDEX", environ.get("PET_NODE_RANK"))
+    nodes = environ.get("PET_NNODES", environ.get("NODES", "1"))
+    head = environ.get("PET_MASTER_ADDR", environ.get("MASTER_ADDR"))
+    if index is None:
+        return {}
+    ranks = environ.get("RANKS", environ.get("PET_NPROC_PER_NODE", ""))
+    given = {"RANKS": ranks} if ranks.isdigit() else {}
+    if nodes == "1":
+        return given
+    if not nodes.isdigit() or not head:
+        raise BadInput(
+            f"this pod is told of {nodes!r} nodes with the head {head!r}: give a whole number as "
+            "NODES, and the name of pod 0 in the headless service as MASTER_ADDR"
+        )
+    # All pods of a job know the same name of its head, and no other job has that name.
+    number = str(zlib.crc32(head.encode()))
+    return given | {
+        "NODES": nodes,
+        "HEAD_NODE": head,
+        "SLURM_JOB_ID": number,
+        "SLURM_NODEID": index,
+    }
+
+
+def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
+    """Is this a pod whose run stopped before its end?
+
+    Kubernetes takes exit code 0 for finished work, and would not start this pod again.
+    """
+    if not {"JOB_COMPLETION_INDEX", "PET_NODE_RANK"} & set(environ):
+        return False
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", default="")
+    status = Path(parser.parse_known_args(command)[0].out) / "status.json"
+    return status.is_file() and json.loads(status.read_text())["state"] != "finished"
 
 
 def prepare_environment(num_threads: int, one_node: bool) -> None:
@@ -95,13 +150,14 @@ def launch(command: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except SignalException as stop:
-        return 130 if stop.sigval == signal.SIGINT else 0
+        if stop.sigval == signal.SIGINT:
+            return 130
     except (RendezvousError, DistNetworkError, OSError) as error:
         raise BadInput(
             f"the nodes did not meet ({first_line(error)}): is the head node's name right, and its "
             f"port free? ({' '.join(arguments)})"
         ) from None
-    return 0
+    return UNFINISHED if is_unfinished(os.environ, command) else 0
 
 
 if __name__ == "__main__":

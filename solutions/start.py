@@ -15,7 +15,7 @@
 #       the first afternoon
 #   - name: University module
 #     minutes: 2100
-#     lessons: ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "12", "13"]
+#     lessons: ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13"]
 #     goal: all of the above, and train what does not fit on one processor; 14 weeks of 2.5 hours
 # ---
 
@@ -80,6 +80,7 @@ print("everything works")
 # | [08_layerwise](08_layerwise.ipynb) | LARS, LARC, LAMB and NovoGrad from their papers, also over shards |
 # | [09_memory](09_memory.ipynb) | where the memory goes, to the byte, and three ways to need less |
 # | [10_fsdp](10_fsdp.ipynb) | sharded optimizer, gradients and weights by hand, and fully_shard message by message |
+# | [11_checkpoint](11_checkpoint.ipynb) | what a run is made of, saved in shards and resumed exactly, on any number of ranks |
 # | [12_pipeline](12_pipeline.ipynb) | stages, schedules as data, GPipe and 1F1B by hand, and the bubble predicted and measured |
 # | [13_tensor](13_tensor.ipynb) | matrices, heads and vocabulary cut over ranks, with and without sequence parallelism |
 #

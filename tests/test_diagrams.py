@@ -14,6 +14,8 @@ from torch import nn
 
 import draw_diagrams
 from draw_diagrams import HEIGHTS, ORDERS, PATTERNS, Config, main
+from manyhands.checkpoint.pieces import Box, overlap
+from manyhands.checkpoint.sharded import plan
 from manyhands.collectives.ring import all_gather_ring, all_reduce_ring, reduce_scatter_ring
 from manyhands.collectives.trees import broadcast_naive, broadcast_tree, gather, reduce_tree
 from manyhands.data.corpus import ShardedSampler
@@ -335,3 +337,22 @@ def test_server_picture_counts_bytes_as_the_ledger_does() -> None:
         entries = [entry for mine in run_ranks(average_in_ring, n) for entry in mine]
         (num_bytes,) = set(traffic(entries).values())  # the same on every link
         assert f"n = {n}: {2 * num_bytes // 16}P bytes" in ring  # in over one link, out over one
+
+
+def test_reshard_picture_has_an_arrow_for_each_common_box() -> None:
+    root, found = read("checkpoint_reshard"), []
+    for owned in (Box((4 * rank,), (4,)) for rank in range(3)):
+        for stored in (Box((3 * rank,), (3,)) for rank in range(4)):
+            if common := overlap(owned, stored):
+                found.append((common.offset[0], common.size[0]))
+    counts = [int(area.words) for area in texts(root) if area.words.isdigit()]
+    middles = [start + count / 2 for start, count in found]
+    assert counts == [count for _, count in found]
+    assert [(line[0][0] - 120) / 50 for line in arrows(root)] == middles
+
+
+def test_sharded_picture_has_the_writer_of_the_plan() -> None:
+    boxes_of = [{"b": Box((0,), (4,)), "w": Box((3 * rank, 0), (3, 4))} for rank in range(4)]
+    writers = plan(boxes_of)
+    shown = [area.words for area in texts(read("checkpoint_sharded")) if area.words[0] == "b"]
+    assert shown.index("b: written") == writers["b", Box((0,), (4,))]

@@ -34,7 +34,8 @@ PLUMBING = {
 }
 LESSON_LAYER = 3
 BENCH_LAYER = 4
-BESIDE_CHECKS = ("bench.py", "figures.py", "program.py")  # they use all below, and draw and run it
+# They use all below: they measure, draw and run what the room teaches, or hand it to a Run.
+BESIDE_CHECKS = ("bench.py", "figures.py", "program.py", "checkpoints.py", "elastic_run.py")
 PROGRAM_LAYER = 5
 OTHER_JOBS = ("solution", "compare")  # jobs of no single lesson
 MAX_ROOMS = 26
@@ -159,6 +160,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def layers(root: Path) -> list[str]:
     """Imports point down; a lesson imports torch, the standard library and earlier lessons.
 
+    fsspec, which gives files by address, comes with torch.
+
     A room's bench.py measures it, figures.py draws it and program.py is a whole training with it;
     they stand beside the checks. Programs import no other program:
     what two of them need stands in a room.
@@ -177,7 +180,7 @@ def layers(root: Path) -> list[str]:
             if package in programs:
                 faults.append(f"{name}: imports the program {package}")
             elif package != "manyhands":
-                known = package in sys.stdlib_module_names or package == "torch"
+                known = package in sys.stdlib_module_names or package in ("torch", "fsspec")
                 if own == LESSON_LAYER and not known:
                     faults.append(f"{name}: a lesson imports {package}")
             elif own == LESSON_LAYER and layer != LESSON_LAYER:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import train_checkpoint
 import train_data_parallel
 import train_ddp
 import train_fsdp
@@ -42,6 +43,7 @@ SCRIPTS = {
     "data_parallel": train_data_parallel,
     "memory": train_memory,
     "fsdp": train_fsdp,
+    "checkpoint": train_checkpoint,
     "pipeline": train_pipeline,
     "tensor": train_tensor,
 }
@@ -52,6 +54,7 @@ JOBS = [  # a torchrun takes seconds; the other ways of all but ddp run on quick
     *(("data_parallel", {"impl": impl, "mine": True}) for impl in ("server", "overlapped")),
     ("memory", {"impl": "mine", "save": "checkpointing"}),
     ("fsdp", {"impl": "mine"}),
+    ("checkpoint", {"impl": "mine"}),
     ("pipeline", {"impl": "mine", **THREE}),
     ("tensor", {"impl": "mine", **TWO}),
 ]
@@ -65,6 +68,7 @@ WAYS = [  # lesson, settings, ranks
     *(("fsdp", {"impl": impl, "mesh": "2x1"}, 2) for impl in ("zero3", "torch")),
     ("fsdp", {"impl": "torch", "offload": True}, 2),
     ("fsdp", {"impl": "zero3"}, 3),
+    *(("checkpoint", {"impl": impl}, 2) for impl in ("scratch", "torch")),
     *(("pipeline", {"schedule": way, **THREE}, 3) for way in ("naive", "gpipe", "1f1b")),
     ("pipeline", {"schedule": "interleaved", "micro_batches": 2, **TWO}, 2),
     ("pipeline", {"recompute": True, "stages": 2, **THREE}, 4),
@@ -83,6 +87,8 @@ KILLED = [  # the same, and a rank that is killed
     ("fsdp", {"impl": "zero3", "mesh": "2x2", "batch": 8}, 4, 3),
     ("fsdp", {"impl": "torch", "mesh": "2x2", "batch": 8}, 4, 2),
     ("fsdp", {"impl": "torch"}, 3, 1),
+    ("checkpoint", {"impl": "scratch"}, 3, 1),
+    ("checkpoint", {"impl": "torch"}, 2, 0),
     ("pipeline", {**THREE}, 3, 1),
     ("pipeline", {"stages": 2, **THREE}, 4, 3),
     ("tensor", {**TWO}, 2, 0),
@@ -144,7 +150,7 @@ def write_mine(clone: Path) -> None:
     lesson_06 = train_ddp.Parts(train=program.train)._asdict()
     del lesson_06["BucketedDDP"]
     mine.write("ddp", lesson_06, clone / "mine")
-    for lesson in ("data_parallel", "memory", "fsdp", "pipeline", "tensor"):
+    for lesson in ("data_parallel", "memory", "fsdp", "checkpoint", "pipeline", "tensor"):
         mine.write(lesson, SCRIPTS[lesson].Parts()._asdict(), clone / "mine")
 
 
@@ -155,6 +161,7 @@ YOURS = {
     "memory": "accumulate, Checkpoint",
     "fsdp": "Flat, ShardedOptimizer, reduce_during_backward, ShardedFlat, FSDP, torch_fsdp, "
     "make_mesh",
+    "checkpoint": "samples_of_step",
     "pipeline": "partition, Pipeline, sum_tied, gpipe, one_f_one_b, interleaved, make_grid",
     "tensor": "TensorParallel, TensorSequenceParallel, data_place",
 }
@@ -165,8 +172,10 @@ def test_every_training_script_has_a_job_that_starts_it_and_a_test():
     # Those of many tasks have their tests in test_train_first_job.py and test_task_jobs.py.
     of_tasks = {"train_first_job", "train_loss_surface", "train_batch_size"}
     of_tasks |= {"train_large_batch", "train_layerwise", "train_compare"}
-    assert scripts == {f"train_{lesson}" for lesson in SCRIPTS} | of_tasks
-    for script in scripts:
+    # Those that need the extra `frameworks` are started by torchrun; tests in test_frameworks.py.
+    of_frameworks = {"train_lightning", "train_accelerate"}
+    assert scripts == {f"train_{lesson}" for lesson in SCRIPTS} | of_tasks | of_frameworks
+    for script in scripts - of_frameworks:
         job = (ROOT / "sbatch" / f"{script.removeprefix('train_')}.sbatch").read_text()
         assert f' scripts/{script}.py "$@"' in job.splitlines()[-1]
     tried = [*JOBS, *((lesson, settings) for lesson, settings, _ in WAYS)]
@@ -185,7 +194,7 @@ def test_job_on_two_ranks_trains_like_one_process(clone, single_of, tmp_path, le
     if changes["impl"] == "mine" or "mine" in changes:
         yours = YOURS[lesson if changes["impl"] == "mine" else changes["impl"]]
         assert f"yours: {yours}; the course's: all else" in out
-    assert ("memory: at most " in out) == (lesson in ("memory", "fsdp", "pipeline", "tensor"))
+    assert ("memory: at most " in out) == (lesson not in ("ddp", "data_parallel"))
     page = (tmp_path / "run/report.html").read_text()
     for text in (out, page):
         assert ("in the last step the ranks waited " in text) == (lesson == "pipeline")
@@ -305,6 +314,7 @@ def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, wor
         ("ddp", {}, 2),
         ("data_parallel", {"impl": "server"}, 3),
         ("fsdp", {"impl": "zero3"}, 3),
+        ("checkpoint", {}, 3),
         ("pipeline", {**THREE}, 3),
         ("tensor", {**TWO}, 2),
     ],
@@ -539,7 +549,7 @@ def folder_mine(clone: Path) -> Path:
 
 
 def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
-    for lesson in ("ddp", "memory", "fsdp", "pipeline", "tensor"):
+    for lesson in ("ddp", "memory", "fsdp", "checkpoint", "pipeline", "tensor"):
         line = refuse(lesson, impl="mine")
         assert f"mine/{lesson}.py is not there: run check.keep()" in line
     for text, words in BROKEN.items():

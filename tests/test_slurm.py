@@ -252,6 +252,7 @@ def test_other_jobs_on_two_nodes(slurm, clone):
         "data_parallel": flags(clone, **SHORT),
         "memory": flags(clone, **SHORT),
         "fsdp": flags(clone, **SHORT),
+        "checkpoint": flags(clone, **SHORT),
         "pipeline": flags(clone, micro_batches=3, **SHORT),
         "tensor": flags(clone, **SHORT | {"layers": 2}),
         "collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce".split(),

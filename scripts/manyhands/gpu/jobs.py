@@ -26,6 +26,8 @@ def flags(num_ranks: int) -> dict[str, str]:
         "memory": train,
         "fsdp": f"{train} --impl zero3",
         "fsdp torch": f"{train} --impl torch --dtype bfloat16 --offload",
+        "checkpoint": f"{train} --save-every 10",
+        "checkpoint torch": f"{train} --save-every 10 --impl torch",
         "pipeline": stages,
         "pipeline torch": f"{stages} --impl torch",
         "tensor": train,

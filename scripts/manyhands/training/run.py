@@ -43,7 +43,8 @@ from manyhands.instruments.meters import (
     memory_bytes,
 )
 from manyhands.ranks.runtime import BadInput, World, on_main, together, wait_for
-from manyhands.training import checkpoints, lock, storage
+from manyhands.training import lock, storage
+from manyhands.training.checkpoints import Checkpoints, get_rng, set_rng
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
 
@@ -129,6 +130,8 @@ class Run:
         flops_per_token: float = 0.0,
         floor: float | None = None,
         num_shares: int | None = None,
+        checkpoints: Callable[[Path, dict, World], Checkpoints] = Checkpoints,
+        same_ranks: bool = True,
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -137,6 +140,8 @@ class Run:
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
             num_shares: ranks that share a batch evenly; all ranks where not given.
+            checkpoints: makes what saves and loads, of a folder, the identity and the world.
+            same_ranks: does a checkpoint fit only the number of ranks that has saved it?
 
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
@@ -155,8 +160,10 @@ class Run:
         self._status |= {"valid_loss": None, "floor": floor}
         self._life = Life(world, self._status)
         identity = _identity(config, world, name)
+        if not same_ranks:
+            del identity["ranks"]
         self.folder = self._open_folder(name, identity, flops_per_token)
-        self._checkpoints = checkpoints.Checkpoints(self.folder / "checkpoints", identity, world)
+        self._checkpoints = checkpoints(self.folder / "checkpoints", identity, world)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -214,20 +221,25 @@ class Run:
     def batches(self, loader: DataLoader) -> Iterator[tuple[Tensor, ...]]:
         """Yield the rest of this epoch's batches on the device, as many on every rank.
 
-        They are empty where `loader` makes empty ones, on a rank that has no samples.
+        They are empty where `loader` makes empty ones, on a rank that has no samples. A batch
+        sampler with a method begin_at(number) is told where to begin; without one, the batches
+        that were used before are loaded again and discarded.
         """
         done = self.step % self.steps_per_epoch
         rng = self._rng
         self._rng = None
         if rng:
-            checkpoints.set_rng(rng["epoch"] if done else rng["now"], self.world.device)
-        self._epoch_rng = checkpoints.get_rng(self.world.device)
+            set_rng(rng["epoch"] if done else rng["now"], self.world.device)
+        self._epoch_rng = get_rng(self.world.device)
+        begin_at = getattr(loader.batch_sampler, "begin_at", None)
+        if begin_at:
+            begin_at(done)
         batches = iter(loader)
-        for _ in range(done):
+        for _ in range(0 if begin_at else done):
             next(batches)
         if rng and done:
             # The iterator has drawn random numbers again; the checkpoint's come after those.
-            checkpoints.set_rng(rng["now"], self.world.device)
+            set_rng(rng["now"], self.world.device)
         for _ in range(min(self.steps_per_epoch - done, self.config.steps - self.step)):
             before = self.step
             batch = self._on_device(next(batches))
@@ -272,10 +284,10 @@ class Run:
         known = self._checkpoints.losses
         if not self._measure or not self.step or not self._is_due or self.step in known:
             return
-        rng = checkpoints.get_rng(self.world.device)
+        rng = get_rng(self.world.device)
         with self.stopwatch.all_as("validation"):  # the model's forwards are no part of a step
             loss = self._measure(self.validation(self._valid))
-        checkpoints.set_rng(rng, self.world.device)
+        set_rng(rng, self.world.device)
         with self._life.ends_on_bad_input():
             self._checkpoints.add_loss(self.step, loss)
         is_best = loss <= min(known.values())

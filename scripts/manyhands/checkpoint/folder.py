@@ -1,0 +1,97 @@
+"""The checkpoints of a run: the newest intact one, the last few, and the best.
+
+    step-00000100/    complete: it has its index
+    step-00000200/    complete, but rank-00001.pt is damaged  --> step-00000200.broken/
+    step-00000300/    without an index: the run was killed while it saved; cleared away
+
+Price: to find the newest intact one reads it once, each rank its share of the files; the disk holds
+the k newest, the best, and one that is being written.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands.checkpoint.agree import gather, rank_of, together
+from manyhands.checkpoint.index import INDEX, damage
+from manyhands.checkpoint.store import Store
+from manyhands.collectives.trees import Group
+
+BROKEN = ".broken"
+
+
+def name_of(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's folder."""
+    return int(name.removeprefix("step-"))
+
+
+def complete(folder: str | Path) -> list[str]:
+    """Names of the complete checkpoints in `folder`, oldest first."""
+    store = Store(folder)
+    named = [name for name in store.folders() if name[:5] == "step-" and name[5:].isdigit()]
+    return [name for name in named if store.has(f"{name}/{INDEX}")]
+
+
+def newest_intact(folder: str | Path, group: Group = None) -> tuple[str | None, list[str]]:
+    """The newest checkpoint of which every file is as it was written; None where there is none.
+
+    Every rank of `group` calls it. Newer ones that are damaged stay where they are.
+
+    Returns:
+        Its name, and for each newer complete one what is wrong with it, the newest first.
+    """
+    store, problems = Store(folder), []
+    found = complete(folder) if rank_of(group) == 0 else []
+    for name in reversed(gather(found, group)[0]):
+        problem = damage(store.below(name)) if rank_of(group) == 0 else ""
+        if not (problem := gather(problem, group)[0]):
+            return name, problems
+        problems.append(problem)
+    return None, problems
+
+
+def to_remove(names: list[str], losses: Mapping[int, float], num_kept: int) -> list[str]:
+    """Which checkpoints can go: all but the `num_kept` newest and the best.
+
+    Args:
+        names: of complete checkpoints, oldest first.
+        losses: validation loss by step; not every checkpoint has one, and of steps whose checkpoint
+            is gone there may be one, too. A loss that is not a number is never the best.
+    """
+    known = [name for name in names if losses.get(step_of(name), float("nan")) < float("inf")]
+    best = min(known, key=lambda name: losses[step_of(name)], default=None)
+    newest = names[-num_kept:] if num_kept > 0 else []
+    return [name for name in names if name not in newest and name != best]
+
+
+def remove(folder: str | Path, name: str) -> None:
+    """Remove a checkpoint, its index first: half of one must not count as one."""
+    store = Store(folder)
+    store.remove(f"{name}/{INDEX}")
+    store.remove(name)
+
+
+def set_aside(folder: str | Path, name: str) -> str:
+    """Give a damaged checkpoint another name, so that its step can be saved again; returns it."""
+    store, kept, number = Store(folder), name + BROKEN, 2
+    while kept in store.folders():
+        kept, number = f"{name}{BROKEN}{number}", number + 1
+    store.files.mv(f"{store.path}/{name}", f"{store.path}/{kept}", recursive=True)
+    return kept
+
+
+def clear(folder: str | Path, group: Group = None) -> None:
+    """Clear away what a killed run has left incomplete; before the run goes on."""
+
+    def remove_incomplete() -> None:
+        store = Store(folder)
+        whole = complete(folder)
+        for name in store.folders():
+            if name[:5] == "step-" and name[5:].isdigit() and name not in whole:
+                store.remove(name)
+
+    together(lambda: rank_of(group) or remove_incomplete(), group)

@@ -1,0 +1,144 @@
+"""The index of a sharded checkpoint, and what is refused because of it.
+
+    {"format": ..., "files": {"rank-00000.pt": {"bytes", "sha256"}}, "values": {"step": 7},
+     "tensors": {"model/w": {"shape", "dtype", "pieces": [{"offset", "size", "file"}]}}}
+
+It is read before any file of tensors, and says all that one has to know to find a number again.
+Price: a few hundred bytes a piece.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import prod
+
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint.pieces import Box, Piece, overlap
+from manyhands.checkpoint.store import Store
+
+FORMAT = "manyhands checkpoint 1"
+INDEX = "index.json"
+
+
+def read_index(store: Store) -> dict:
+    """The index of a complete checkpoint.
+
+    Raises:
+        ValueError: there is none, or it has another format.
+    """
+    index = store.read_json(INDEX)
+    if index.get("format") != FORMAT:
+        raise ValueError(f"{store.address} has another format ({index.get('format')})")
+    return index
+
+
+def damage(store: Store) -> str:
+    """What is wrong with a checkpoint, in words, or "": reads every file of it once."""
+    try:
+        index = read_index(store)
+    except ValueError as problem:
+        return str(problem)
+    for file, expected in index["files"].items():
+        if found := _differs(store, file, expected):
+            return found
+    return ""
+
+
+def read_file(store: Store, file: str, expected: Mapping) -> dict[str, Tensor]:
+    """The tensors of one file, on the CPU, after its sum was found to be the index's.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    if found := _differs(store, file, expected):
+        raise ValueError(found)
+    with store.open(file) as opened:
+        return torch.load(opened, map_location="cpu", weights_only=True)
+
+
+def _differs(store: Store, file: str, expected: Mapping) -> str:
+    found = store.sums(file)
+    if found == expected:
+        return ""
+    if found is None:
+        return f"{store.address}/{file} is missing"
+    if found["bytes"] != expected["bytes"]:
+        return f"{store.address}/{file} has {found['bytes']:,} of {expected['bytes']:,} bytes"
+    return f"{store.address}/{file} is damaged: its SHA-256 is not the index's"
+
+
+def check_names(ours: set[str], theirs: set[str], keep: Sequence[str]) -> None:
+    """Refuse names that only one side has, but for those that begin with one of `keep`."""
+    for names, words in (
+        (ours - theirs, "is not in the checkpoint"),
+        (theirs - ours, "is in the checkpoint only"),
+    ):
+        odd = sorted(name for name in names if not name.startswith(tuple(keep)))
+        if odd:
+            bare = odd[0].replace("module.", "", 1)
+            if bare in theirs:
+                words += f", which has {bare}: save and load the module inside the wrapper"
+                raise ValueError(f"{odd[0]} {words}")
+            more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise ValueError(f"{odd[0]} {words}{more}: it is another model or another run")
+
+
+def check_kind(name: str, piece: Piece, stored: Mapping) -> None:
+    theirs = [list(stored["shape"]), stored["dtype"]]
+    ours = [list(piece.shape), str(piece.tensor.dtype)]
+    if theirs != ours:
+        raise ValueError(f"{name} has shape and type {theirs} in the checkpoint, and {ours} here")
+
+
+def describe(writers: Mapping, shapes: Mapping, types: Mapping) -> dict[str, dict]:
+    """The index's part on tensors."""
+    tensors = {
+        name: {"shape": list(shape), "dtype": types[name], "pieces": []}
+        for name, shape in shapes.items()
+    }
+    for (name, box), rank in writers.items():
+        stored = {"offset": box.offset, "size": box.size, "file": file_of(rank)}
+        tensors[name]["pieces"].append(stored)
+    return tensors
+
+
+def check_whole(writers: Mapping[tuple[str, Box], int], shapes: Mapping[str, Sequence]) -> None:
+    """Refuse boxes that leave numbers out, hold some twice, or stick out of their tensor."""
+    boxes: dict[str, list[Box]] = {name: [] for name in shapes}
+    for name, box in writers:
+        boxes[name].append(box)
+    for name, shape in shapes.items():
+        whole = Box((0,) * len(shape), tuple(shape))
+        if any(overlap(box, whole) != box for box in boxes[name]):
+            raise ValueError(f"a rank's part of {name} is not within its shape {tuple(shape)}")
+        if any(overlap(*pair) for pair in combinations(boxes[name], 2)):
+            raise ValueError(f"the ranks' parts of {name} overlap")
+        count = sum(prod(box.size) for box in boxes[name])
+        if count != prod(shape):
+            raise ValueError(f"the ranks' parts of {name} hold {count} numbers of {prod(shape)}")
+
+
+def agreed(every: Sequence[Mapping]) -> dict:
+    """One dict of all ranks' dicts.
+
+    Raises:
+        ValueError: two ranks have something else under one name.
+    """
+    agreed: dict[str, object] = {}
+    for rank, known in enumerate(every):
+        for name, value in known.items():
+            if agreed.setdefault(name, value) != value:
+                words = f"{name} is {value} on rank {rank} and {agreed[name]} on one before it"
+                raise ValueError(f"{words}: put what ranks do not share below ranks/<its number>")
+    return agreed
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.pt"
+
+
+def key_of(name: str, offset: Sequence[int]) -> str:
+    """What a stored box is called in its file: "model/w 3,0"."""
+    return f"{name} {','.join(map(str, offset))}"

@@ -1,0 +1,190 @@
+"""11.7: saves that go on while training goes on, on a disk that waits until it is told to write."""
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from manyhands.checkpoint import asynchronous as course
+from manyhands.checkpoint.sharded import load_sharded
+from manyhands.checkpoint.store import Store
+from manyhands.checks.engine import cases
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Spec
+
+HELD_S = 0.4  # how long the disk waits for a save() that does not return
+FULL = "No space left on device"
+
+
+class Saves(NamedTuple):
+    """A training that saves some times; in one of them the disk is full."""
+
+    seed: int
+    num_saves: int
+    full_at: int  # 0: never
+
+
+def trainings() -> list[Saves]:
+    """One save; several; one that fails in the middle and one that fails at the end."""
+    seed = cases.draw_seed()
+    return [Saves(seed, 1, 0), Saves(seed, 3, 0), Saves(seed, 3, 2), Saves(seed, 2, 2)]
+
+
+class Gate:
+    """A disk that writes when it is told to, and notes how many write at once."""
+
+    def __init__(self, full_at: int) -> None:
+        self.full_at = full_at
+        self.opened = threading.Event()
+        self.lock = threading.Lock()
+        self.active = 0
+        self.most = 0
+        self.finished = 0
+        self.real = Store.write
+
+    def write(self, store: Store, name: str, fill: Callable) -> object:
+        """Called instead of Store.write."""
+        with self.lock:
+            self.active += 1
+            self.most = max(self.most, self.active)
+        try:
+            self.opened.wait(HELD_S)
+            if self.full_at and store.address.endswith(f"step-{self.full_at}"):
+                raise OSError(28, FULL)
+            return self.real(store, name, fill)
+        finally:
+            with self.lock:
+                self.active -= 1
+                self.finished += 1
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Every Store writes through this gate."""
+        gate = self
+        with mock.patch.object(
+            Store, "write", lambda self, name, fill: gate.write(self, name, fill)
+        ):
+            yield
+
+
+def saves_seen(answer: type, case: Saves) -> dict:
+    """What is in each checkpoint, which calls raise, and what save() waits for."""
+    folder = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
+    before = set(threading.enumerate())
+    gate = Gate(case.full_at)
+    try:
+        with gate.closed():
+            seen = _train(answer(), case, folder, gate)
+            gate.opened.set()
+            for thread in set(threading.enumerate()) - before:
+                thread.join(5.0)  # so that none writes into the next case
+        for step in range(1, case.num_saves + 1):
+            seen[f"checkpoint {step}"] = content(folder / f"step-{step}")
+        return seen
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
+    draw = cases.generator(case.seed)
+    state = {"model": {"w": cases.values(6, draw), "t": cases.values((2, 3), draw).t()}, "step": 0}
+    seen: dict = {}
+    places: list[dict] = []
+    for step in range(1, case.num_saves + 1):
+        state["step"] = step
+        for tensor in state["model"].values():
+            tensor += 1  # in place, as an optimizer does
+        timer = threading.Timer(0.05, gate.opened.set)  # the disk goes on while the next one waits
+        if step > 1:
+            timer.start()
+        seen[f"save {step} raises"] = told(lambda s=step: saver.save(state, folder / f"step-{s}"))
+        if step == 1:
+            seen["save returns before the disk has written"] = gate.finished == 0
+        else:
+            timer.join()
+        gate.opened.clear()
+        places.append({n: b.data_ptr() for n, b in getattr(saver, "buffers", {}).items()})
+    for tensor in state["model"].values():
+        tensor.fill_(-99)
+    gate.opened.set()
+    seen["the first wait raises"] = told(saver.wait)
+    seen["the second wait raises"] = told(saver.wait)
+    seen["no write is left after wait"] = gate.active == 0
+    seen["most writes at once"] = gate.most
+    seen["every save uses the buffers of the first"] = all(one == places[0] for one in places)
+    return seen
+
+
+def told(call: Callable) -> str:
+    """What a call raises, in a word."""
+    try:
+        call()
+    except (ValueError, OSError) as problem:
+        return "that the disk is full" if FULL in str(problem) else f"{problem}"
+    return "nothing"
+
+
+def content(folder: Path) -> object:
+    """The tensors and values of a checkpoint; a word where it is not complete."""
+    state = {"model": {"w": torch.zeros(6), "t": torch.zeros(3, 2)}, "step": 0}
+    with suppress(ValueError):
+        return flat(load_sharded(state, folder))
+    return "not complete"
+
+
+def flat(state: Mapping) -> dict:
+    """One dict."""
+    return {**state["model"], "step": state["step"]}
+
+
+FIRST = "save() calls self.wait() before anything else."
+COPY = "Copy every tensor with self.copy(state) before the thread starts."
+THREAD = "threading.Thread(target=self.write, args=(copied, folder), daemon=True), then start()."
+ONCE = "Take the problem away before raising it, so that the next wait() does not raise it again."
+async_saver = Spec(
+    todo="11.7",
+    truth=course.AsyncSaver,
+    cases=trainings,
+    observe=saves_seen,
+    tell=lambda case: f"AsyncSaver in a training with {case.num_saves} saves",
+    independent=True,
+    mistake_s=4.0,
+    advice={
+        "save returns before the disk has written": THREAD,
+        "most writes at once": FIRST,
+        "": "Who may change the tensors while the thread writes, and who hears of its error?",
+    },
+    hints=(
+        "Four things come in this order: wait for the save before, copy, start a thread, return.",
+        f"{COPY} {THREAD}",
+        "An error in a thread is printed and then lost. write() keeps it in self.problem; wait() "
+        f"joins the thread, and raises it. {ONCE}",
+    ),
+    mistakes=mistakes(
+        """
+        self.wait()\n        copied => copied
+            The next save starts while the one before is still being written. | {FIRST}
+        copied = self.copy(state) => copied = state
+            The thread writes the tensors that training goes on to change. | {COPY}
+        self.thread.start() => self.thread.run()
+            run() writes in the training itself, which waits for the disk. | {THREAD}
+        self.thread.start() => self.thread.start(); self.thread.join()
+            The training waits for its thread. | {THREAD}
+        raise problem => pass
+            Nobody hears that a save has failed. | wait() raises what the thread has kept.
+        problem, self.problem = self.problem, None => problem = self.problem
+            The error of one save comes out again and again. | {ONCE}
+        self.buffers[name] = buffer => pass
+            Every save makes new buffers. | Keep each under its name in self.buffers.
+        buffer.copy_(tensor) => pass
+            Nothing is copied into the buffers. | {COPY}
+        """,
+        globals(),
+    ),
+)

@@ -1,0 +1,211 @@
+"""11.3: a file that is at every moment the old one or the new one, and at the end on the disk."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+from unittest import mock
+
+from manyhands.checkpoint import store as course
+from manyhands.checks.engine import cases
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Spec
+
+OLD = b"the old file"
+STOP = "the disk is full"
+
+
+class Writing(NamedTuple):
+    """One call: what stands there before, how much is written, and whether `fill` fails."""
+
+    seed: int
+    has_old: bool
+    num_bytes: int
+    fails: bool
+
+
+def writings() -> list[Writing]:
+    """A new name, an older file, one block and many, a disk that fills up."""
+    seed = cases.draw_seed()
+    return [
+        Writing(seed, False, 10, False),
+        Writing(seed + 1, True, 300_000, False),
+        Writing(seed + 2, True, 50, True),
+        Writing(seed + 3, False, 50, True),
+    ]
+
+
+class Disk:
+    """What a folder would hold if the machine lost its power now.
+
+    A file's bytes are on the disk up to where it was when fsync was called on it. A name, and what
+    it stands for, is on the disk when fsync was called on the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.synced: dict[int, int] = {}  # number of the file -> its bytes on the disk
+        self.is_named = False
+        self.real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+
+    def fsync(self, file: int | IO) -> None:
+        """Called instead of the system's, which takes an open file as well."""
+        descriptor = file if isinstance(file, int) else file.fileno()
+        self.real["fsync"](descriptor)
+        found = os.fstat(descriptor)
+        if found.st_ino == os.stat(self.path.parent).st_ino:
+            self.is_named = True
+        else:
+            self.synced[found.st_ino] = found.st_size
+
+    def moved(self, name: str) -> Callable:
+        """Called instead of os.replace or os.rename."""
+
+        def move(source: object, target: object, **named: object) -> None:
+            self.real[name](source, target, **named)
+            self.is_named = False
+
+        return move
+
+    def state(self) -> str:
+        """What a power cut would leave under the name."""
+        number = os.stat(self.path).st_ino if self.path.exists() else 0
+        if number == 0:
+            return "no file"
+        if self.synced.get(number, 0) < os.stat(self.path).st_size:
+            return "a file without all of its bytes"
+        return "the new file" if self.is_named else "perhaps the new file"
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Write down what is called."""
+        with (
+            mock.patch.object(os, "fsync", self.fsync),
+            mock.patch.object(os, "replace", self.moved("replace")),
+            mock.patch.object(os, "rename", self.moved("rename")),
+        ):
+            yield
+
+
+def writing_seen(answer: Callable, case: Writing) -> dict:
+    """What a reader finds before, while and after, and what a power cut would leave."""
+    folder = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
+    try:
+        return _seen(answer, case, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
+    path = folder / "weights.pt"
+    if case.has_old:
+        path.write_bytes(OLD)
+    new = bytes(case.seed % 200 + 20 for _ in range(case.num_bytes))
+    readers = []
+
+    def fill(file) -> int:
+        readers.append(words_of(path, new))
+        for start in range(0, len(new), 4096):
+            file.write(new[start : start + 4096])
+            readers.append(words_of(path, new))
+        if case.fails:
+            file.flush()
+            raise OSError(28, STOP)
+        return len(new)
+
+    disk, error, returned = Disk(path), "", None
+    with disk.watched():
+        try:
+            returned = answer(path if case.seed % 2 else str(path), fill)
+        except OSError as raised:
+            if raised.errno != 28:
+                raise
+            error = raised.strerror
+    left = sorted(file.name for file in folder.iterdir() if file != path)
+    seen = {
+        "what a reader finds while `fill` writes": ", then ".join(dict.fromkeys(readers)),
+        "what a reader finds afterwards": words_of(path, new),
+        "the error of `fill` comes out": error == (STOP if case.fails else ""),
+        "nothing is left beside the file": not left,
+    }
+    if not case.fails:
+        seen["what is returned"] = returned
+        seen["what a power cut would leave after the call"] = disk.state()
+    return seen
+
+
+def words_of(path: Path, new: bytes) -> str:
+    """What stands under the name."""
+    if not path.exists():
+        return "no file"
+    content = path.read_bytes()
+    return {OLD: "the old file", new: "the new file"}.get(content, "a part of the new file")
+
+
+def tell_writing(case: Writing) -> str:
+    """The call in words."""
+    where = "over an older file" if case.has_old else "under a new name"
+    ends = ", whose `fill` finds the disk full in the middle," if case.fails else ""
+    return f"write_whole of {case.num_bytes:,} bytes {where}{ends}"
+
+
+SWAP = "Write to another name in the same folder, and os.replace it to `path` at the end."
+SYNC = "file.flush() hands Python's buffer to the system, os.fsync(file.fileno()) to the disk."
+FOLDER = "sync_folder(os.path.dirname(path)) after os.replace."
+CLEAN = "On any exception remove the partial file, and raise the exception again."
+REPLACE = "os.replace(partial, path)"
+FSYNC = "os.fsync(file.fileno())"
+UNLINK = "Path(partial).unlink(missing_ok=True)"
+write_whole = Spec(
+    todo="11.3",
+    truth=course.write_whole,
+    cases=writings,
+    observe=writing_seen,
+    tell=tell_writing,
+    independent=True,
+    advice={
+        "what a reader finds while `fill` writes": SWAP,
+        "what a power cut would leave after the call": f"{SYNC} Then: {FOLDER}",
+        "nothing is left beside the file": CLEAN,
+        "": "Go through the docstring, one sentence after the other.",
+    },
+    reasons={
+        "Is a directory": ("A folder is opened like a file.", "Use sync_folder for the folder."),
+    },
+    hints=(
+        "A reader sees a file by its name. So the bytes come first, under another name, and the "
+        "name last.",
+        "The order is: write, file.flush(), os.fsync(file.fileno()), os.replace(partial, path), "
+        "sync_folder(os.path.dirname(path)). Each step makes the next one safe.",
+        "Put it into try, and in `except BaseException:` remove the partial file, then `raise`. "
+        "Return what fill(file) returned.",
+    ),
+    mistakes=mistakes(
+        """
+        partial = f"{path}{PARTIAL}" => partial = path
+            The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
+        {FSYNC} => pass
+            The system is never told to put the bytes on the disk, so a power cut may leave a name
+            with nothing behind it. | {SYNC}
+        file.flush() => pass
+            fsync is called while the last bytes are still in Python's buffer. | {SYNC}
+        sync_folder(os.path.dirname(path)) => pass
+            The bytes are on the disk, and the new name may not be. | {FOLDER}
+        {REPLACE} => sync_folder(os.path.dirname(path)); os.replace(partial, path)
+        raise\\n    sync_folder(os.path.dirname(path)) => raise
+            The folder is written to the disk before the new name is in it. | {FOLDER}
+        {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial)
+            The bytes are copied to `path` once more, and that file is not on the disk. | {SWAP}
+        {UNLINK} => pass
+            Half a file stays on the disk that is full. | {CLEAN}
+        {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True)
+            When `fill` fails, the old file is removed with the new one. | {CLEAN}
+        return result => return None
+            What `fill` returned is lost. | Keep it, and return it at the end.
+        """,
+        globals() | {"PARTIAL": "{PARTIAL}"},
+    ),
+)

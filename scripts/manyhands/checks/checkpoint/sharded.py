@@ -1,0 +1,326 @@
+"""11.4 to 11.6: what two boxes have in common, who writes which box, what a rank has to copy."""
+
+import itertools
+import random
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from manyhands.checkpoint import pieces, sharded
+from manyhands.checkpoint.pieces import Box, Piece
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.values import kind
+
+# ---- 11.4 ----------------------------------------------------------------------------------------
+
+
+class Two(NamedTuple):
+    """Boxes of one tensor."""
+
+    first: Box
+    second: Box
+
+
+def box(*sides: tuple[int, int]) -> Box:
+    """The box with a (start, length) for each dimension."""
+    return Box(tuple(start for start, _ in sides), tuple(length for _, length in sides))
+
+
+def pairs() -> list[Two]:
+    """Boxes that share a part, touch, lie in one another, or miss each other in one dimension."""
+    a, b = random.randint(1, 9), random.randint(1, 9)
+    return [
+        Two(box((a, 4)), box((a + 3, 5))),
+        Two(box((a + 3, 5)), box((a, 4))),
+        Two(box((a, 9)), box((a + 2, 3))),
+        Two(box((a, 3)), box((a + 3, 2))),
+        Two(box((a, 5), (b, 6)), box((a + 2, 7), (b - 1, 3))),
+        Two(box((a, 5), (b, 6)), box((a + 1, 2), (b + 8, 3))),
+        Two(box((a, 5), (b, 6)), box((a + 7, 2), (b + 1, 3))),
+        Two(box((0, 4), (b, 3), (0, 7)), box((0, 4), (b + 1, 1), (2, 9))),
+        Two(box((a, 6)), box((a + 2, 0))),
+        Two(box(), box()),
+    ]
+
+
+def common_seen(answer: Callable, case: Two) -> object:
+    """The box as offset and size."""
+    found = answer(*case)
+    if found is None:
+        return "nothing in common"
+    if not isinstance(found, tuple) or len(found) != 2:
+        return f"{kind(found)}, and not a Box"
+    return {"offset": tuple(found[0]), "size": tuple(found[1])}
+
+
+STARTS = "The part in common begins at the larger of the two offsets, dimension by dimension."
+ENDS = "It ends at the smaller of the two ends, and an end is offset + size."
+NONE = "Where a side is 0 or less there is nothing in common: return None."
+overlap = Spec(
+    todo="11.4",
+    truth=pieces.overlap,
+    cases=pairs,
+    observe=common_seen,
+    advice={"": f"{STARTS} {ENDS}"},
+    hints=(
+        "Take one dimension first: two stretches of a line. Where does what they share begin, and "
+        "where does it end?",
+        f"{STARTS} {ENDS}",
+        "The size is end - start in each dimension. If any side is 0 or less, return None. A "
+        "scalar has no side at all, so two boxes of it have Box((), ()) in common.",
+    ),
+    mistakes=mistakes(
+        """
+        max(offset, other) => min(offset, other)
+            The part begins at the smaller offset, where only one of the boxes is. | {STARTS}
+        max(offset, other) => offset
+            The part begins where the first box does.
+        max(offset, other) => other
+            The part begins where the second box does.
+        min(offset + size, other + length) => max(offset + size, other + length)
+            The part ends at the larger end, where only one of the boxes is. | {ENDS}
+        min(offset + size, other + length) => min(size, length)
+            The sizes are taken for ends. | {ENDS}
+        min(offset + size, other + length) => offset + size
+            The part ends where the first box does. | {ENDS}
+        Box(starts, size) => Box(starts, ends)
+            The box is given its end in the place of its size. | The size is end - start.
+        Box(starts, size) => Box(tuple(s - o for s, o in zip(starts, first.offset)), size)
+            The offset counts from the first box, and not from the whole tensor. | {STARTS}
+        length <= 0 for => length < 0 for
+            A box without any number in it is returned where two boxes touch. | {NONE}
+        any(length <= 0 => all(length <= 0
+            Boxes that miss each other in one dimension are said to share something. | {NONE}
+        None if any(length <= 0 for length in size) else Box(starts, size) => Box(starts, size)
+            Boxes that share no number give a box and not None. | {NONE}
+        None if any(length <= 0 for length in size) else => None if any(n <= 0 for n in [*size, *[0][len(size):]]) or not size else
+            Two boxes of a scalar are said to share nothing. | A scalar has no side that is 0.
+        """,
+        globals(),
+    ),
+)
+
+# ---- 11.5 ----------------------------------------------------------------------------------------
+
+
+class Holders(NamedTuple):
+    """What each rank holds."""
+
+    every_box: list[dict[str, Box]]
+
+
+def states() -> list[Holders]:
+    """Shards, a tensor that all hold, replicas of shards, one rank's own, empty boxes, scalars."""
+    rows = [box((4 * rank, 4), (0, 3)) for rank in range(3)]
+    own = [{"w": row, "table": box((0, 10))} for row in rows]
+    replicas = [{"w": rows[rank % 2], "b": rows[rank % 2], "step": box()} for rank in range(4)]
+    several = {
+        f"{name}": box((0, size)) for name, size in zip("edcba", (7, 5, 3, 2, 2), strict=True)
+    }
+    odd = [{"w": box((0, 5))}, {"w": box((5, 5)), "rng/1": box((0, 9))}, {"w": box((10, 0))}]
+    sizes = {"a": 1, "b": 9, "c": 1, "d": 1}
+    return [
+        Holders(own),
+        Holders([{"w": row} for row in rows]),
+        Holders(replicas),
+        Holders([several] * 2),
+        Holders([{n: box((0, s)) for n, s in sizes.items()}] * 3),
+        Holders([{"t": box((0, 20)), "v": box((0, 4))}, {"v": box((0, 4))}, {"t": box((0, 20))}]),
+        Holders(odd),
+    ]
+
+
+def plan_seen(answer: Callable, case: Holders) -> dict:
+    """Which rank writes what, in order, and how many numbers each."""
+    found = answer([dict(boxes) for boxes in case.every_box])
+    if not isinstance(found, dict):
+        return {"what is returned": kind(found)}
+    load = [0] * len(case.every_box)
+    for (_, one), rank in found.items():
+        load[rank] += prod(one.size)
+    return {
+        "names that are written": [name for name, _ in found],
+        "the writer of each box": {
+            f"{name} at {tuple(one.offset)} of size {tuple(one.size)}": rank
+            for (name, one), rank in found.items()
+        },
+        "numbers that each rank writes": load,
+    }
+
+
+ONCE = "Collect for each (name, box) the list of the ranks that hold it; it has one entry then."
+FEWEST = "Of the ranks that hold the box, take the one with the fewest numbers so far."
+COUNT = "Add prod(box.size), the number of numbers, to the writer's load."
+plan = Spec(
+    todo="11.5",
+    truth=sharded.plan,
+    cases=states,
+    observe=plan_seen,
+    tell=lambda case: f"plan of {len(case.every_box)} ranks that hold {_held(case)}",
+    independent=True,
+    advice={"": FEWEST, "names that are written": "Go through sorted(holders.items())."},
+    reasons={
+        "unhashable": ("A list is no key.", "(name, box) is one: a Box is a tuple."),
+        "arg is an empty sequence": ("A box that no rank holds was asked for.", ONCE),
+    },
+    hints=(
+        "Three steps: find the holders of each box, go through the boxes in order, and choose a "
+        "writer for each.",
+        f"{ONCE} Leave out boxes of which prod(box.size) is 0.",
+        "Keep a list `load` with a number for each rank. min(ranks, key=lambda rank: load[rank]) "
+        f"is the first of those with the least. {COUNT}",
+    ),
+    mistakes=mistakes(
+        """
+        min(ranks, key=lambda rank: load[rank]) => ranks[0]
+            The first holder writes every box that several hold, and others wait for it. | {FEWEST}
+        min(ranks, key=lambda rank: load[rank]) => ranks[-1]
+            The last holder writes every box that several hold. | {FEWEST}
+        min(ranks, key=lambda rank: load[rank]) => min(range(len(load)), key=lambda rank: load[rank])
+            A rank is told to write a box that it does not hold. | {FEWEST}
+        min(ranks, key=lambda rank: load[rank]) => min(ranks[::-1], key=lambda rank: load[rank])
+            Of ranks with equally little to write the last is taken. | The docstring says the first.
+        min(ranks, key=lambda rank: load[rank]) => ranks[len(writers) % len(ranks)]
+            The holders take turns, whatever the size of what they write. | {FEWEST}
+        load[writer] += prod(box.size) => load[writer] += 1
+            Boxes are counted, and not the numbers in them. | {COUNT}
+        if prod(box.size) > 0: => if True:
+            Boxes without numbers are written. | Leave out boxes of which prod(box.size) is 0.
+        sorted(holders.items()) => holders.items()
+            The boxes come in the order in which the ranks name them. | sorted(holders.items())
+        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][1])
+            The boxes come in the order of boxes first. | sorted(holders.items())
+        """,
+        globals(),
+    ),
+)
+
+
+def _held(case: Holders) -> str:
+    names = sorted(set(itertools.chain(*case.every_box)))
+    return ", ".join(names)
+
+
+# ---- 11.6 ----------------------------------------------------------------------------------------
+
+
+class Reshard(NamedTuple):
+    """This rank's pieces, and what an index says of tensors; `pieces` are boxes in their shapes."""
+
+    boxes: dict[str, tuple[Box, tuple[int, ...]]]
+    tensors: dict[str, dict]
+
+
+def stored(shape: tuple[int, ...], *files: tuple[str, Box]) -> dict:
+    """A tensor's part of the index; lists, as JSON has them."""
+    return {
+        "shape": list(shape),
+        "dtype": "torch.float32",
+        "pieces": [
+            {"offset": list(one.offset), "size": list(one.size), "file": file}
+            for file, one in files
+        ],
+    }
+
+
+def reshardings() -> list[Reshard]:
+    """Other numbers of ranks, two dimensions, several names in a file, nothing wanted."""
+    a = random.randint(1, 3)
+    four = [(f"rank-0000{rank}.pt", box((3 * rank, 3))) for rank in range(4)]
+    grid = [
+        (f"rank-0000{2 * row + col}.pt", box((4 * row, 4), (3 * col, 3)))
+        for row in range(2)
+        for col in range(2)
+    ]
+    vector, matrix = stored((12,), *four), stored((8, 6), *grid)
+    scalar = stored((), ("rank-00002.pt", box()))
+    return [
+        Reshard({"w": (box((6, 6)), (12,))}, {"w": vector}),
+        Reshard({"w": (box((4, 4)), (12,))}, {"w": vector}),
+        Reshard({"w": (box((3 + a, 1)), (12,))}, {"w": vector}),
+        Reshard({"m": (box((a, 5), (2, 2)), (8, 6))}, {"m": matrix}),
+        Reshard(
+            {"w": (box((0, 4)), (12,)), "step": (box(), ()), "m": (box((0, 8), (0, 3)), (8, 6))},
+            {"m": matrix, "step": scalar, "v": vector, "w": vector},
+        ),
+        Reshard({"w": (box((12, 0)), (12,))}, {"w": vector}),
+        Reshard({"new": (box((0, 2)), (2,)), "w": (box((0, 3)), (12,))}, {"w": vector}),
+    ]
+
+
+def copies_seen(answer: Callable, case: Reshard) -> dict:
+    """For each file what is copied out of it."""
+    held = {
+        name: Piece(torch.zeros(one.size), one.offset, shape)
+        for name, (one, shape) in case.boxes.items()
+    }
+    found = answer(held, case.tensors)
+    if not isinstance(found, dict):
+        return {"what is returned": kind(found)}
+    seen = {"the files": sorted(found)}
+    for file in sorted(found):
+        seen[f"what is copied from {file}"] = [
+            (name, tuple(offset), tuple(map(tuple, common))) for name, offset, common in found[file]
+        ]
+    return seen
+
+
+def tell_reshard(case: Reshard) -> str:
+    """The call in words."""
+    words = [f"{name} at {one.offset} of size {one.size}" for name, (one, _) in case.boxes.items()]
+    return f"parts_to_copy for a rank that holds {', '.join(words)}"
+
+
+LISTS = 'The index comes from JSON, so make tuples of it: Box(tuple(stored["offset"]), ...).'
+TRIPLE = "An entry is (name, offset of the stored box, common box)."
+parts_to_copy = Spec(
+    todo="11.6",
+    truth=sharded.parts_to_copy,
+    cases=reshardings,
+    observe=copies_seen,
+    tell=tell_reshard,
+    advice={"": f"Ask overlap(piece.box, stored box) for each pair. {TRIPLE}"},
+    reasons={
+        "KeyError": (
+            "A name or a file is asked for that is not there.",
+            "A piece may have a name that the index does not have: leave it out.",
+        ),
+    },
+    hints=(
+        "Compare each of this rank's pieces with every stored box of the same name.",
+        f"{LISTS} overlap(piece.box, box) is what there is to copy, or None.",
+        f"Collect in defaultdict(list), under the stored box's file. {TRIPLE}",
+    ),
+    mistakes=mistakes(
+        """
+        overlap(piece.box, box) => box
+            Whole stored boxes are copied, also those that this rank has no part of.
+            | Ask overlap(piece.box, box).
+        overlap(piece.box, box) => overlap(piece.box, box) and piece.box
+            This rank's whole box is copied from every file. | overlap(...) says what is in common.
+        (name, box.offset, common) => (name, piece.offset, common)
+            The entry has the offset of this rank's piece, and no stored box has that name.
+            | {TRIPLE}
+        (name, box.offset, common) => (name, common.offset, common)
+            The entry has the offset of the common part, and not that of the stored box. | {TRIPLE}
+        wanted[stored["file"]].append => wanted[stored["file"]][:] = [] ; wanted[stored["file"]].append
+            Only the last part from each file is kept. | A file may hold several parts: append.
+        wanted[stored["file"]].append => wanted[name].append
+            The parts are collected by name, and not by file. | wanted[stored["file"]]
+        if common := overlap(piece.box, box): => common = overlap(piece.box, box)\\n            if True:
+            Boxes that share nothing with this rank's are in the list. | overlap returns None there.
+        if common := overlap(piece.box, box): => wanted[stored["file"]]; common = overlap(piece.box, box)\\n            if common:
+            Files that hold nothing for this rank are read, too. | Make a list only where needed.
+        Box(tuple(stored["offset"]), tuple(stored["size"])) => Box(tuple(stored["size"]), tuple(stored["offset"]))
+            Offset and size have changed places. | Box(offset, size)
+        if name in tensors else [] => if name in tensors else [][0]
+            A name that the checkpoint does not have raises an error. | Leave it out.
+        tensors[name]["pieces"] if => tensors[name]["pieces"][:1] if
+            Only the first stored box of a tensor is looked at. | Go through all of them.
+        """,
+        globals(),
+    ),
+)

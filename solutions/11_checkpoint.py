@@ -1,0 +1,991 @@
+# ---
+# manyhands: {title: Checkpoints, goal: "Say what a run is made of, save it in shards and resume it exactly on any number of ranks, choose how often to save, and survive damage and failures", needs: [ddp, fsdp], job: {flags: "--steps 40 --layers 2 --block 32"}}
+# ---
+
+# %% [markdown]
+# # 11 Checkpoints
+#
+# In March 2026 the author of a training program reported what a reboot had done to a run. The machine had
+# stopped at step 25,671, and the run went on from its checkpoint of step 25,000. Weights and optimizer were
+# restored. The place in the data was not in the checkpoint, so the loader began again with its first shard.
+# For 25,000 steps the model read texts that it had read before, and its validation perplexity looked good:
+# 251 at step 46,000. Then came the first texts that were really new, and the perplexity rose from 251 to
+# 782. The model did not recover, and early stopping ended the run at step 62,000 of 155,000
+# (https://github.com/paiml/entrenar/issues/294).
+#
+# Nothing had failed. No file was damaged, no error was raised, and the loss even looked better than before.
+# **What does a run consist of, and how do you save all of it, so that nobody can tell that it was ever
+# interrupted?**
+#
+# You build the answer in this lesson. First comes what has to be saved, item by item. Then come the files:
+# a checkpoint that is either complete or absent, written in parts by all ranks at once, and loaded by
+# another number of ranks than wrote it. At the end you save without making the training
+# wait, and choose how often to save, from the cost of a save and the time between failures.
+#
+# ![Four ranks each hold three rows of w and all of b; each writes a file with its rows, rank 0 also b; when all have written, rank 0 writes the index](figures/checkpoint_sharded.svg)
+#
+# The picture shows a **sharded checkpoint**: every rank writes the part that it holds into a file of its
+# own. Which rank writes b, which all ranks hold? And why does the index come last?
+#
+# Sections marked optional can wait: no section outside them needs what you write there.
+
+# %%
+import atexit
+import copy
+import math
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
+from math import prod
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from manyhands.checkpoint import figures as drawn, program
+from manyhands.checkpoint.agree import gather, rank_of, together
+from manyhands.checkpoint.asynchronous import in_group
+from manyhands.checkpoint.folder import complete, damage, name_of, remove, step_of
+from manyhands.checkpoint.index import (
+    FORMAT,
+    INDEX,
+    agreed,
+    check_kind,
+    check_names,
+    check_whole,
+    describe,
+    file_of,
+    key_of,
+    read_file,
+    read_index,
+)
+from manyhands.checkpoint.pieces import (
+    flatten,
+    model_state,
+    optimizer_state,
+    set_groups,
+    with_leaves,
+)
+from manyhands.checkpoint.sharded import OWN, copy_common, for_the_disk
+from manyhands.checkpoint.state import Patience
+from manyhands.checkpoint.store import Store
+from manyhands.checks import checkpoint as check
+from manyhands.collectives.trees import Group
+from manyhands.data import images
+from manyhands.fsdp.fully_shard import full_state
+from manyhands.fsdp.units import FSDP
+from manyhands.instruments import figures
+from manyhands.jobs import watch as jobs
+from manyhands.models.transformer import Transformer
+from manyhands.ranks import lab
+from manyhands.ranks.failures import RankFailed, RanksHung
+from manyhands.ranks.lab import run_ranks
+from manyhands.training.storage import stored
+
+lab.warm_up()
+torch.set_num_threads(1)
+scratch = tempfile.TemporaryDirectory(prefix="checkpoints-")  # removed when the kernel ends
+HERE = Path(scratch.name)
+print(
+    f"torch {torch.__version__}, {os.cpu_count()} cores; the ranks of this notebook use CPU + gloo"
+)
+
+# %% [markdown]
+# ## 1. What a run is made of
+#
+# Composer, a library for training, once listed what its checkpoints hold, and the list has twelve items: the
+# model, optimizers, schedulers, algorithms, callbacks, the gradient scaler, a timestamp, the seed of rank
+# zero, metrics of training and of evaluation, the name of the run, and the state of the dataset. Why so many?
+# Because every number that the next step depends on has to come back, and a step depends on more than
+# weights.
+#
+# ### A place in the data
+#
+# Begin with the item that the story was about. A **sampler** gives a data loader the order of the samples.
+# `Position` is a sampler that knows its place. The order of an epoch follows from the seed and the number of
+# the epoch alone, so two numbers are enough to find any place again: the epoch, and how many of its samples
+# the training has used.
+#
+# *Used* is not the same as *drawn*. A loader with worker processes fetches batches in advance, and if drawn
+# samples were counted, those on their way would be skipped after a restart. So the training itself counts, by
+# calling `advance` after each step.
+#
+# Write the order of what is left, `advance`, and the two methods for the state. Loading goes to the place
+# directly: to draw samples and throw them away until the place is reached would take longer the later the
+# run was interrupted.
+
+# %% exercise="Position.order Position.advance Position.state_dict Position.load_state_dict" todo="11.2" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.state import Position
+
+# %% check="11.2" tags=["nbval-check-output"]
+check.Position(Position)
+
+# %% [markdown]
+# What does the mistake of the story do to the samples? The cell uses half an epoch, "restarts", and then uses
+# as many samples as the rest of the epoch has, once with the place restored and once without. How often is
+# each sample used?
+
+
+# %% tags=["nbval-check-output"]
+def uses_of_samples(is_restored, num_samples=1000):
+    before = Position(num_samples, seed=3)
+    used = list(before)[:600]
+    before.advance(600)
+    after = Position(num_samples, seed=3)
+    if is_restored:
+        after.load_state_dict(before.state_dict())
+    used += list(after)[:400]
+    return Counter(Counter(used)[sample] for sample in range(num_samples))
+
+
+if check.ready("11.2"):
+    for is_restored in (True, False):
+        uses = uses_of_samples(is_restored)
+        print(
+            f"place {'restored' if is_restored else 'lost    '}: "
+            f"{uses[0]:3} samples never used, {uses[1]:4} once, {uses[2]:3} twice"
+        )
+        assert uses == ({1: 1000} if is_restored else {0: 400, 1: 200, 2: 400})
+
+# %% [markdown]
+# With the place lost, 400 samples are used twice and 400 not at all, in an epoch in which each should be used
+# once. The loss on repeated samples is lower, which looks like progress.
+#
+# ### Twelve items
+#
+# `Training` is a small classifier of digits that has all that a long run has: AdamW and a learning rate that
+# falls, dropout, a running average of the weights, early stopping, a gradient scaler, and metrics. Its parts
+# are attributes of `run`: `model`, `optimizer`, `scheduler`, `average`, `patience`, `scaler`, and so on.
+
+# %% show="true"
+from manyhands.checkpoint.state import Training
+
+# %% [markdown]
+# Write its state. Two points decide whether it is right:
+#
+# - **A snapshot.** `model.state_dict()` returns the tensors that the training goes on changing, and not
+#   copies of them. If you keep them until they are written, they hold later weights by then. So copy.
+# - **Random numbers.** Dropout draws from torch's generator. Its state belongs to the run, and every rank has
+#   one of its own. It is restored once, at loading. Restored within the training loop, it would make every
+#   step drop the same units.
+
+# %% exercise="TrainingState.state_dict TrainingState.load_state_dict" todo="11.1" minutes=20 difficulty=2 points=3
+from manyhands.checkpoint.state import TrainingState
+
+# %% check="11.1" tags=["nbval-check-output"]
+check.TrainingState(TrainingState)
+
+# %% [markdown]
+# Now leave out one item at a time. A run of 30 steps is interrupted after 13, in the middle of an epoch. A
+# new process would build everything anew, with another seed here, and load the state. Each row of the output
+# is a run that was resumed with one item missing: by how much its losses differ from those of the run that
+# was never interrupted. Which items will show, and which will not?
+
+
+# %%
+def make_run(seed):
+    data = images.load("embedded")
+    train = TensorDataset(data.train_inputs.flatten(1), data.train_labels)
+    held_out = TensorDataset(data.test_inputs.flatten(1), data.test_labels)
+    return Training(train, held_out, seed=seed)
+
+
+def resumed_without(item, state, fresh):
+    """Losses after a resume in which one item keeps what a new run has."""
+    run = make_run(seed=1)
+    TrainingState(run).load_state_dict(state | ({item: fresh[item]} if item else {}))
+    return run.train(17)
+
+
+# %%
+if check.ready("11.1", "11.2"):
+    undisturbed = make_run(seed=0)
+    undisturbed.train(13)
+    state = TrainingState(undisturbed).state_dict()
+    expected = undisturbed.train(17)
+    fresh = TrainingState(make_run(seed=1)).state_dict()
+    assert resumed_without("", state, fresh) == expected, "all items: equal, bit for bit"
+    off = {}
+    for item in state:
+        losses = resumed_without(item, state, fresh)
+        pairs = zip(losses, expected, strict=False)
+        off[item] = max(abs(a - b) for a, b in pairs)
+        print(f"without {item:15} the losses differ by at most {off[item]:.3f}")
+    silent = [item for item in state if off[item] == 0]
+    print(f"no difference in these losses: {', '.join(silent)}")
+    assert "dataset_state" not in silent and "ranks" not in silent and "run_name" in silent
+
+# %% [markdown]
+# With all items the resumed losses equal the undisturbed ones bit for bit. Some items change the losses as soon
+# as they are forgotten, and none of them raises an error. The items that the last line lists make no difference
+# to these few losses, but they have another use: a lost count of early stopping stops too late, an average of
+# the weights that begins anew is a worse model, a metric gives a wrong mean of this epoch, and without the name
+# the run writes somewhere else. So the mistake shows later, or only in a report, which makes it harder to find.
+
+# %% [markdown]
+# ## 2. Complete or absent
+#
+# ### Every rank calls
+#
+# A model that is sharded over ranks can be saved as one file: gather the weights on rank 0, and rank 0 writes
+# them. `full_state` of lesson 10 gathers. In many programs the call to save stands below `if rank == 0`. What
+# happens when the gathering stands there as well?
+
+
+# %%
+V, T, L, B = 50, 16, 2, 12
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def build(seed=0):
+    """A model that is sharded by hand, and its optimizer."""
+    torch.manual_seed(seed)
+    model = Transformer(V, T, L)
+    model = FSDP(model, list(model.blocks))
+    return model, ADAMW(model.parameters())
+
+
+def save_on_rank_0():
+    model, _ = build()
+    if dist.get_rank() == 0:
+        torch.save(full_state(model), HERE / "full.pt")
+
+
+try:
+    run_ranks(save_on_rank_0, 2, timeout_s=3)
+except (RanksHung, RankFailed) as found:
+    print(f"{type(found).__name__}: rank 0 waits in full_state, or was left alone there")
+
+# %% [markdown]
+# Rank 0 waits for parts that nobody sends. Here it learns of that soon, because rank 1 has ended; where rank 1
+# goes on training, rank 0 waits until the time limit. Whatever gathers is a collective, so **every rank calls it**, and
+# only the writing stands below `if rank == 0`.
+#
+# The full file has a second price. Rank 0 has to hold the whole state at once, 12 bytes per parameter with
+# AdamW's two moments, which is just what sharding was meant to avoid. All other ranks wait while it writes.
+# Section 3 does better. First comes a question that a single file has as well.
+#
+# ### Killed while it writes
+#
+# A job can be killed at any moment, and a large file takes a while to write. In the next cell a process
+# overwrites its old checkpoint and is killed after 1 MB of the new one. What is left?
+
+
+# %%
+class Killed:
+    """A file whose process is killed in the middle of a write."""
+
+    def __init__(self, file, limit):
+        self.file, self.left = file, limit
+
+    def write(self, block):
+        self.file.write(block[: self.left])
+        self.left -= len(block)
+        if self.left <= 0:
+            self.file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(block)
+
+    def flush(self):
+        self.file.flush()
+
+
+def overwrite(path, limit):
+    with open(path, "wb") as file:
+        torch.save({"w": torch.ones(1_000_000)}, Killed(file, limit))
+
+
+def state_of_file(path):
+    """What a reader finds in a checkpoint's file."""
+    try:
+        return f"a checkpoint whose weights are {torch.load(path, weights_only=True)['w'][0]:.0f}"
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError):
+        return f"{path.stat().st_size:,} bytes that torch.load cannot read"
+
+
+# %% tags=["nbval-check-output"]
+path = HERE / "run.pt"
+torch.save({"w": torch.zeros(1_000_000)}, path)
+print("before:", state_of_file(path))
+try:
+    run_ranks(overwrite, 1, path, 1_000_000, join=False)
+except RankFailed:
+    print("after: ", state_of_file(path))
+
+# %% [markdown]
+# Both checkpoints are lost, the new one and the one that was fine. So a file is never overwritten in place.
+# The new content goes into a file of another name beside the old one, and then takes over the name.
+# `os.replace` does this in one step of the file system: at every moment the name stands for the old file or
+# for the new one, never for a part.
+#
+# One more point concerns the power supply. When `write` returns, the bytes may be in the system's memory
+# only. `os.fsync(file.fileno())` waits until they are on the disk. Without it the new name could reach the
+# disk before the contents do. The name itself is kept in the folder, which needs an `fsync` of its own.
+#
+# Write it. `fill` writes the content into a file that you open. If `fill` fails, for example because the disk
+# is full, the old file stays and the half of the new one is removed, since a full disk needs the room.
+# `PARTIAL` is what the other name ends in, and `sync_folder` waits for the names of a folder.
+
+# %% show="true"
+from manyhands.checkpoint.store import PARTIAL, sync_folder
+
+# %% exercise="write_whole" todo="11.3" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.store import write_whole
+
+# %% check="11.3" tags=["nbval-check-output"]
+check.write_whole(write_whole)
+
+# %% [markdown]
+# The same process is killed at the same place, and this time your function writes. Which weights will be
+# there?
+
+
+# %%
+def overwrite_whole(path, limit):
+    write_whole(path, lambda file: torch.save({"w": torch.ones(1_000_000)}, Killed(file, limit)))
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.3"):
+    torch.save({"w": torch.zeros(1_000_000)}, path)
+    print("before:", state_of_file(path))
+    try:
+        run_ranks(overwrite_whole, 1, path, 1_000_000, join=False)
+    except RankFailed:
+        print("after: ", state_of_file(path))
+    assert torch.load(path, weights_only=True)["w"].sum() == 0
+
+# %% [markdown]
+# The old checkpoint is untouched. Beside it lies a part of the new one under its other name, which no reader
+# looks for, and the next save overwrites it.
+
+# %% [markdown]
+# ## 3. Every rank writes its part
+#
+# How can a state be saved that no rank could hold whole? Each rank writes the parts that it holds, all ranks
+# at the same time, and a small file says where everything is. Two words are needed for that:
+#
+# - A **box** is a part of a tensor with straight sides: its offset in the tensor, and its size in each
+#   dimension.
+# - A **piece** is a box together with the memory in which this rank holds it.
+
+# %% show="true"
+from manyhands.checkpoint.pieces import Box, Piece
+
+# %% [markdown]
+# Boxes describe any kind of sharding. In your FSDP of lesson 10 a unit is one long vector and each rank's
+# shard is a box of it. `fully_shard` cuts each weight by rows. A tensor that is not sharded is one box, which
+# every rank holds. `model_state` and `optimizer_state` find the pieces of a model and of its optimizer, and
+# this is what four ranks hold of one unit and of its first moment in AdamW:
+
+
+# %% tags=["nbval-check-output"]
+def state_of(model, optimizer, step):
+    """All that a run of this notebook has to save, in pieces."""
+    flats = list(chain(*model.units))
+    return {
+        "model": model_state(model, flats),
+        "optimizer": optimizer_state(optimizer, flats),
+        "step": step,
+    }
+
+
+def boxes_on_rank():
+    model, optimizer = build()
+    pieces, values = flatten(state_of(model, optimizer, 0))
+    return {name: piece.box for name, piece in pieces.items()}, values
+
+
+every_box, (values, *_) = zip(*run_ranks(boxes_on_rank, 4), strict=True)
+name = next(name for name, box in every_box[0].items() if name.endswith("exp_avg"))
+for rank, boxes in enumerate(every_box):
+    print(f"rank {rank}: {name} from {boxes[name].offset[0]:,}, {boxes[name].size[0]:,} numbers")
+print(f"{len(every_box[0])} pieces per rank, {len(values)} numbers and texts, such as step")
+
+# %% [markdown]
+# ### Who writes what?
+#
+# If all ranks hold the same box, it is enough that one of them writes it. It should not always be rank 0,
+# because all ranks wait for the one that has most to write. So go through the boxes in order, and give each
+# to the rank that has least to write so far, among the ranks that hold it.
+
+# %% exercise="plan" todo="11.5" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.sharded import plan
+
+# %% check="11.5" tags=["nbval-check-output"]
+check.plan(plan)
+
+# %% [markdown]
+# Does it balance? The cell takes the weights of a model on four ranks in two ways: sharded, where each box
+# has one holder, and as DDP holds them, where all ranks hold everything.
+
+
+# %%
+def megabytes(every_box):
+    """MB of float32 that each rank writes by the plan."""
+    writes = Counter()
+    for (name, box), rank in plan(every_box).items():
+        writes[rank] += 4 * prod(box.size) / 1e6 if name.startswith("model") else 0
+    return [writes[rank] for rank in range(len(every_box))]
+
+
+def boxes_of_ddp():
+    pieces, _ = flatten({"model": model_state(Transformer(V, T, L))})
+    return {name: piece.box for name, piece in pieces.items()}
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.5"):
+    for words, boxes in (("sharded", every_box), ("DDP", run_ranks(boxes_of_ddp, 4))):
+        each = megabytes(boxes)
+        print(f"{words:8}", "  ".join(f"{one:.3f} MB" for one in each))
+        assert max(each) < 0.4 * sum(each)
+
+# %% [markdown]
+# The shards of a model are equally long, so the ranks write equally much. Under DDP the boxes are whole
+# weights of different sizes, and the shares differ, but the rank with most to write still writes much less
+# than one rank that writes everything.
+#
+# ### The index is the commit
+#
+# A checkpoint is now several files, and section 2's question comes back: what if the run is killed when three
+# of four are written? No file system renames several files at once. But one file can decide. `index.json`
+# says which boxes are in which file, and it holds the size and the SHA-256 sum of each of them. It is written
+# last, by rank 0, when all ranks have reported that their files are on the disk. A folder without an index is
+# not a checkpoint.
+#
+# ![Three ranks write files at different speeds, and rank 0 writes the index when the slowest has finished; before that the older checkpoint counts](figures/checkpoint_commit.svg)
+#
+# A **SHA-256** sum is a number of 256 bits that is computed from all bytes of a file. If one bit changes, it
+# becomes a different number, so a reader can tell that a file is the one that was written.
+
+# %% show="true"
+from manyhands.checkpoint.sharded import save_sharded
+
+
+# %%
+def train(model, optimizer, steps):
+    """Losses of these steps; the batch of a step follows from its number."""
+    rank, world_size, losses = dist.get_rank(), dist.get_world_size(), []
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randint(V, (2, B, T), generator=draw)
+        loss = model(inputs[rank::world_size], targets[rank::world_size])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total := loss.detach().clone())
+        losses.append(total.item() / world_size)
+    return losses
+
+
+def train_and_save(folder, dies_at=None):
+    """Save after step 3 and after step 6; a rank may be killed before its second save is whole."""
+    model, optimizer = build()
+    losses = train(model, optimizer, range(3))
+    written = save_sharded(state_of(model, optimizer, 3), folder / name_of(3))
+    losses += train(model, optimizer, range(3, 6))
+    if dist.get_rank() == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save_sharded(state_of(model, optimizer, 6), folder / name_of(6))
+    return written, losses + train(model, optimizer, range(6, 10))
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.5"):
+    outcomes = run_ranks(train_and_save, 4, HERE / "four")
+    for path in sorted((HERE / "four" / name_of(3)).iterdir()):
+        print(path.name)
+    undisturbed = outcomes[0][1]
+    try:
+        run_ranks(train_and_save, 4, HERE / "killed", dies_at=2)
+    except RankFailed as failed:
+        print(f"\nrank {failed.rank} was killed before its second save")
+    print(f"complete checkpoints: {', '.join(complete(HERE / 'killed'))}")
+    assert complete(HERE / "killed") == [name_of(3)]
+
+# %% [markdown]
+# The folder of step 6 may hold files of the ranks that were not killed, but it has no index, and so only the
+# checkpoint of step 3 counts.
+
+# %% [markdown]
+# ## 4. On another number of ranks
+#
+# After a failure there may be fewer nodes than before. Four ranks saved, and three are to go on. None of the
+# three can read "its file", because nobody wrote one for it. This is called **resharding**.
+#
+# ![A vector of twelve numbers in four stored pieces of three; three ranks own four numbers each and copy 3 and 1, 2 and 2, 1 and 3 of them](figures/checkpoint_reshard.svg)
+#
+# Each rank looks at its own boxes. Whatever an own box and a stored box have in common is copied. The numbers
+# at the arrows say how many that are. So the only geometry is the box that two boxes have in common. Along
+# one side, it begins at the later of the two beginnings and ends at the earlier of the two ends.
+
+# %% exercise="overlap" todo="11.4" minutes=5 difficulty=1 points=1
+from manyhands.checkpoint.pieces import overlap
+
+# %% check="11.4" tags=["nbval-check-output"]
+check.overlap(overlap)
+
+# %% [markdown]
+# With `overlap` a rank can plan what it reads: from which file, which stored box, and which part of it. Files
+# that hold nothing for this rank are not opened, which matters when there are a thousand of them.
+
+# %% exercise="parts_to_copy" todo="11.6" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.sharded import parts_to_copy
+
+# %% check="11.6" tags=["nbval-check-output"]
+check.parts_to_copy(parts_to_copy)
+
+# %% [markdown]
+# `load_sharded` uses your function. It reads into the tensors that the training already has, so loading needs
+# no second model. And it refuses what does not fit: a name that only one side has, another shape, another
+# type, a damaged file. `strict=False` of `load_state_dict` would let such names pass. If, for example, all
+# names begin with `module.` on one side only, then nothing is loaded, and the run begins anew without a word.
+
+# %% show="true"
+from manyhands.checkpoint.sharded import load_sharded
+
+# %% [markdown]
+# Now use it. The checkpoint that four ranks wrote after step 3 is loaded by 4, 2, 3 and 1 ranks, into models
+# that were built with another seed. Each goes on to step 10 and compares its losses with those of the
+# undisturbed run on four ranks. The batch of 12 can be divided by each of these numbers.
+
+
+# %%
+def load_and_train(folder):
+    model, optimizer = build(seed=5)
+    state = load_sharded(state_of(model, optimizer, 0), folder / name_of(3))
+    set_groups(optimizer, state["optimizer"]["groups"])
+    return train(model, optimizer, range(state["step"], 10))
+
+
+if check.ready("11.4", "11.5", "11.6"):
+    for num_ranks in (4, 2, 3, 1):
+        losses = run_ranks(load_and_train, num_ranks, HERE / "four")[0]
+        pairs = zip(losses, undisturbed[3:], strict=True)
+        off = max(abs(a - b) for a, b in pairs)
+        print(f"4 -> {num_ranks} ranks: the losses differ by at most {off:.1e}")
+        assert off == 0 if num_ranks == 4 else off < 1e-5
+
+# %% [markdown]
+# On four ranks the losses are equal bit for bit. On another number they are equal to rounding only, although
+# every loaded number is exact: the gradients of a batch are now summed in another order, and floating-point
+# sums depend on the order.
+#
+# AdamW's state deserves a second look. It is created lazily, in the first step, so a new optimizer has no
+# tensors to load into. A load that only fills what it finds would skip the moments without a word.
+# `optimizer_state` therefore first takes a step with gradients of 0 and a learning rate of 0, which creates
+# the state and changes no weight. Section 6 meets the same trap in PyTorch's tool.
+#
+# And what cannot be resharded? What belongs to a rank by its nature, above all random numbers. A checkpoint of
+# four ranks holds four states of the generator, and three ranks cannot continue four sequences. Such items
+# stand below `ranks/` and are loaded where their rank exists. So with dropout, a run on another number of
+# ranks draws other numbers: a run as good as the first one, but not the same.
+
+# %% [markdown]
+# ## 5. Which checkpoint to go back to
+#
+# A checkpoint that is complete can still be damaged later: by a failing disk, by a file system that ran full,
+# by somebody who copied half of a folder. So a run should not go on from the *newest* checkpoint, but from
+# the newest *intact* one, which is the newest whose files all have the sum that the index states. For the
+# same reason more than one checkpoint is kept. With them stays the best one by validation loss, because the
+# best model is often not the last one.
+
+# %% show="true"
+from manyhands.checkpoint.folder import newest_intact, to_remove
+
+# %% [markdown]
+# The cell saves five checkpoints, keeps the two newest and the best, and then flips one bit in the newest.
+# Its validation losses are made up.
+
+
+# %%
+def save_five(folder, losses):
+    model, optimizer = build()
+    for step in losses:
+        train(model, optimizer, range(step - 1, step))
+        save_sharded(state_of(model, optimizer, step), folder / name_of(step))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in to_remove(complete(folder), losses, num_kept=2):
+            remove(folder, name)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.5"):
+    folder = HERE / "kept"
+    run_ranks(save_five, 2, folder, {1: 3.9, 2: 3.1, 3: 3.4, 4: 3.6, 5: 3.7})
+    print(f"kept: {', '.join(complete(folder))}")
+    flip_a_bit(folder / name_of(5) / "rank-00001.pt")
+    name, (problem,) = run_ranks(newest_intact, 2, folder)[0]
+    print(problem.replace(f"{folder}/", ""))
+    print(f"newest intact: {name}")
+    assert name == name_of(4)
+
+# %% [markdown]
+# The flipped bit was found, because every file is read and summed before the run goes on. That is the price
+# of certainty: all files of the checkpoint are read once more at the start of a run.
+#
+# A checkpoint is removed in the opposite order of writing, its index first. A removal that is interrupted
+# then leaves a folder without an index, and not one that promises files which are gone.
+
+# %% [markdown]
+# ## 6. Without waiting for the disk
+#
+# While a checkpoint is written, the training stands still, and a disk is slow. But what does the training
+# have to wait for? Only for a copy: once the state is copied to other memory, the optimizer may change the
+# original while a thread writes the copy. `AsyncSaver` does that, with four rules:
+#
+# - The copy is complete before `save` returns. Otherwise later steps would get into the checkpoint.
+# - The buffers are kept and used again, because new memory is expensive, and no two saves are on their way at
+#   once.
+# - An error in the thread is raised at the next `save` or `wait`. A thread that dies in silence would leave a
+#   run without checkpoints.
+# - The ranks agree on the commit in a process group of their own. Collectives are matched by the order of
+#   their calls, and the thread's calls would come at any time among those of the training.
+
+# %% show="true"
+from manyhands.checkpoint.asynchronous import AsyncSaver
+
+# %% [markdown]
+# How long does the training stand still? The cell saves a state of 16 MB per rank on two ranks, three times
+# in each way, and prints the median. Between two saves the training has time, as it would have between
+# checkpoints.
+
+
+# %%
+def stalls(folder):
+    """Median seconds for which save_sharded, and then AsyncSaver.save, keep the training waiting."""
+    rank = dist.get_rank()
+    state = {"ranks": {str(rank): {"w": torch.randn(4_000_000)}}}
+    saver = AsyncSaver()
+    saver.save(state, folder / "warm-up")
+    saver.wait()
+    found = []
+    for save in (save_sharded, saver.save):
+        seconds = []
+        for number in range(3):
+            dist.barrier()
+            start_s = time.perf_counter()
+            save(state, folder / f"{len(found)}-{number}")
+            seconds.append(time.perf_counter() - start_s)
+            saver.wait()
+        found.append(sorted(seconds)[1])
+    return found
+
+
+if check.ready("11.5"):
+    waits_s, copies_s = run_ranks(stalls, 2, HERE / "stalls")[0]
+    print(f"save_sharded: {1e3 * waits_s:.1f} ms, AsyncSaver.save: {1e3 * copies_s:.1f} ms")
+    print(f"the training stands still for {copies_s / waits_s:.0%} of the time")
+
+# %% [markdown]
+# The second number is the time of a copy within memory; sums, writing, fsync and the commit happen beside the
+# training. That is not free either: the thread needs a processor and the disk, and the buffers are a second
+# copy of the state in memory. If the disk is not done before the next save, that save waits.
+
+# %% [markdown]
+# ## 7. When to save
+#
+# How often should a run save? Every save stops the training for a while, so rare saves look cheap. But a
+# failure throws away everything since the last save, so rare saves lose more. Somewhere between the two lies
+# an interval that wastes the least time.
+#
+# Call the time for which one save stops the training $C$, the work between two saves $\tau$, and the mean
+# time between two failures of the job $M$ (its *MTBF*). Each $\tau$ of work pays $C$, which is a share
+# $C/\tau$ of the time. A failure comes once per $M$ and loses, on average, half of what lies between two
+# saves, a share of about $\tau / 2M$. The sum is smallest where both parts are equal, at
+#
+# $$\tau \approx \sqrt{2\,C\,M}.$$
+#
+# That is Young's estimate (1974). Daly (2006) corrected it for saves that are not short compared with $M$:
+# with $x = \sqrt{C/2M}$, it becomes $\sqrt{2CM}\,(1 + x/3 + x^2/9) - C$, and simply $M$ where $C \ge 2M$.
+#
+# $M$ belongs to the job and not to a node. If one node fails once a year, then 365 of them, which fail
+# independently, have a failure every day, and each failure stops all of them. So $M$ is the mean time of one
+# node divided by the number of nodes.
+
+# %% exercise="young_daly best_interval" todo="11.8" minutes=10 difficulty=1 points=2
+from manyhands.checkpoint.interval import best_interval, young_daly
+
+# %% check="11.8" tags=["nbval-check-output"]
+check.best_interval(young_daly, best_interval)
+
+# %% [markdown]
+# ### A published run
+#
+# Meta's report on Llama 3 counts 466 interruptions in 54 days on 16,384 GPUs, of which 419 were unexpected
+# (Llama Team 2024, https://arxiv.org/abs/2407.21783, section 3.3.4). That gives $M$. The report does not say
+# what a save cost in these terms, so the two values of $C$ below are chosen, not published. Before you run
+# the cell: if a save takes four times as long, how much longer should the interval be?
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.8"):
+    mtbf_s = 54 * 86400 / 419
+    years = 16384 * mtbf_s / 86400 / 365
+    print(
+        f"one unexpected interruption every {mtbf_s / 3600:.1f} hours; one GPU: {years:.1f} years"
+    )
+    for save_s in (15, 60):
+        minutes = young_daly(save_s, mtbf_s) / 60
+        print(f"a save of {save_s} s (chosen): every {minutes:.0f} minutes")
+
+# %% [markdown]
+# A GPU that fails once in years gives a job that fails every few hours. And because of the square root, a
+# save that is four times as expensive asks for an interval that is only about twice as long.
+#
+# ### What is the goodput?
+#
+# The *goodput* of a run is the share of all time that makes steps which are part of the final weights. Its
+# expected value can be derived. A segment, $\tau$ of work and the save after it, takes $s = \tau + C$ and is
+# tried again until no failure hits it. If the times between failures are exponential with mean $M$, a try
+# survives with probability $e^{-s/M}$, so $e^{s/M} - 1$ tries fail on average. All tries together take
+# $M(e^{s/M} - 1)$, and each failure adds $R$, the time to notice it, start again and load:
+#
+# $$\text{goodput} = \frac{\tau}{(M + R)\,(e^{(\tau + C)/M} - 1)}.$$
+#
+# The assumption is that a restart itself does not fail; Daly has $M e^{R/M}$ in place of $M + R$, because in
+# his model it may. Note that $R$ is a factor of its own. A slow restart lowers the whole curve but does not
+# move its maximum.
+
+# %% show="true"
+from manyhands.checkpoint.interval import expected_goodput
+
+# %% [markdown]
+# ## 8. Kill it and count (optional)
+#
+# To compare the formula with a real run, we need to know where the time of the run went. Our ranks write a
+# log of events, and the time between two events belongs to the second one. Write `account`, which splits the
+# time into four causes. The trap is that a step is not useful because it was done: it is useful if the run
+# never goes back behind it.
+
+# %% show="true"
+from manyhands.checkpoint.interval import Event, Spent
+
+# %% exercise="account" todo="11.9" minutes=15 difficulty=2 points=3
+from manyhands.checkpoint.interval import account
+
+# %% check="11.9" tags=["nbval-check-output"]
+check.account(account)
+
+# %% [markdown]
+# ### The loop, closed
+#
+# Now we close the loop. Two real ranks train a small sharded model and save it with your lesson's
+# `save_sharded`, with all its waits for the disk. A rank is ended by SIGKILL at exponentially distributed
+# times, in whatever it is doing; the other rank loses its partner; both are started again and resume from the
+# newest intact checkpoint. First we measure $C$ and $R$ here, then choose $M = 10\,C$, which is far more
+# failures than any cluster has, so that a few seconds show many of them.
+#
+# Predict before you run: at a quarter of the Young-Daly interval, which cause takes the most time besides
+# restarts? And at four times that interval?
+
+# %%
+if check.ready("11.8", "11.9"):
+    costs = program.rehearse()
+    mtbf_s = 10 * costs.save_s
+    # Two ranks, each of which fails half as often as the job.
+    best = best_interval(costs.save_s, 2 * mtbf_s, 2, costs.step_s)
+    intervals = sorted({max(1, round(factor * best)) for factor in (1 / 4, 1, 2, 4)})
+    runs = program.measure(intervals, 4 * best, mtbf_s, seeds=(10,))
+    save_ms, restart_ms = 1e3 * costs.save_s, 1e3 * costs.restart_s
+    print(f"a save: {save_ms:.0f} ms, a restart: {restart_ms:.0f} ms; Young-Daly: {best} steps")
+    for run in runs:
+        told = f"{run.num_kills} kills, goodput {run.spent.goodput:.0%}"
+        print(f"every {run.interval:3} steps: {told}")
+    assert all(run.is_right for run in runs)  # bit for bit the weights of a run that nobody killed
+
+# %%
+if check.ready("11.8", "11.9"):
+    now = program.paid(runs, 4 * best)
+    alt = "Goodput of four intervals as points beside the formula's curve; time by cause."
+    figures.show(drawn.goodput_by_interval(runs, now, mtbf_s, 4 * best), alt)
+    for run in (runs[0], runs[-1]):
+        saving, again = (part / sum(run.spent) for part in (run.spent.saving, run.spent.again))
+        print(
+            f"every {run.interval} steps: {saving:.0%} of the time saves, {again:.0%} is done again"
+        )
+
+# %% [markdown]
+# Every run ended with exactly the weights of the undisturbed one, however often it was killed; the cell
+# asserts it. The shaded range shows how much nine of ten such runs would differ if nothing but the moments of
+# the kills changed. With so few kills that range is wide, so your four points need not lie in the order of
+# the curve. To test a formula about expected values takes more kills, and therefore more minutes: the next
+# figure is a stored run with more intervals and many draws of the kills.
+
+# %%
+kept = stored("checkpoint", "goodput")
+many = program.runs_of(kept)
+now = program.paid(many, kept["num_steps"])
+alt = "As above with more intervals: the common goodput of many runs each beside the formula."
+figures.show(drawn.goodput_by_interval(many, now, kept["mtbf_s"], kept["num_steps"]), alt)
+gaps = []
+for interval, group in drawn.by_interval(many).items():
+    measured = drawn.total_of(group).goodput
+    expected = expected_goodput(interval * now.step_s, now.save_s, kept["mtbf_s"], now.restart_s)
+    gaps.append(abs(measured - expected))
+num_kills, num_right = sum(run.num_kills for run in many), sum(run.is_right for run in many)
+print(f"{num_kills} kills, {num_right} of {len(many)} runs right bit for bit")
+print(f"points and formula: at most {100 * max(gaps):.1f} percentage points apart")
+assert num_right == len(many)
+
+# %% [markdown]
+# Two things are worth keeping. The maximum is flat: half or twice the best interval costs little, so an
+# estimate of $M$ that is wrong by a factor of four does no harm. And the two sides differ in kind. Saving too
+# often costs a known share of the time; saving too rarely costs steps that are done again, and its share
+# depends on luck, as the dashes of the single runs show. When in doubt, save a little too often, and make $C$
+# smaller: with an asynchronous save, $C$ is only the stall.
+
+# %% [markdown]
+# ## 9. Fewer ranks, then more (optional)
+#
+# Can a training go on while it waits for a replacement node? A sharded checkpoint can be loaded by any number
+# of ranks, so the job may shrink to the nodes that are left and grow again later. This is called *elastic*
+# training. `torchrun --nnodes=1:2` starts an agent on each node and accepts one or two of them. When a rank
+# dies, the agents end the remaining ranks and start new ones; the same happens when a node is lost or added.
+# Each start is a new *life* of the run: it has its own number of ranks and begins with the newest intact
+# checkpoint.
+#
+# The weights are not enough for that. Suppose four ranks were 100 steps into an epoch and two ranks take
+# over. If each rank remembers its own place in its own list of samples, then the two lists that belonged to
+# the lost ranks are forgotten, and the new division would repeat some samples and skip others. The cure is to
+# make the batch of a step depend on nothing but the number of the step. The ranks then only decide how to
+# share it, and the position in the data is one number that means the same for any number of ranks.
+#
+# Write that function. The number of ranks need not divide the batch.
+
+# %% exercise="samples_of_step" todo="11.12" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.elastic import samples_of_step
+
+# %% check="11.12" tags=["nbval-check-output"]
+check.samples_of_step(samples_of_step)
+
+# %% [markdown]
+# The next cell divides one step of 12 samples among four, two and five ranks. Look at the last column:
+# sorted, it should be the same list three times.
+
+# %%
+if check.ready("11.12"):
+    for world_size in (4, 2, 5):
+        parts = [samples_of_step(100, rank, world_size, 5000, 12) for rank in range(world_size)]
+        print(f"{world_size} ranks take {[len(part) for part in parts]}: {sorted(chain(*parts))}")
+
+# %% [markdown]
+# Five ranks have uneven shares, so the mean of their mean losses would give some samples more weight than
+# others. A run that accepts such a number has to weight each rank's loss by its share; our job refuses it
+# instead.
+#
+# Now the real thing, which takes minutes and was therefore run beforehand: two agents on one machine play two
+# nodes with two ranks each. First a single rank is killed, then a whole node, and later a node is started
+# again. In the figure, watch the number of ranks in each life, and how much work each kind of event costs.
+
+# %%
+elastic = stored("checkpoint", "elastic")
+losses, calm, lives = (elastic[name] for name in ("losses", "calm", "lives"))
+assert elastic["misused"] == ""  # every sample at most once in its epoch, and no step missing
+assert [life["ranks"] for life in lives] == [4, 4, 2, 4]
+lost = [before["stop"] - after["start"] for before, after in pairwise(lives)]
+print(f"steps done again after each event: {lost}")
+figures.show(
+    drawn.elastic_losses(losses, calm, lives, elastic["events"]),
+    "Loss against step of an elastic and an undisturbed run; below, the steps of each life.",
+)
+
+# %%
+apart = [abs(a - b) for a, b in zip(losses, calm, strict=True)]
+for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
+    print(f"largest difference in the first {steps} steps: {max(apart[:steps]):.1e}")
+
+# %% [markdown]
+# The two kills cost the steps since the last checkpoint. The returning node costs no step, because the agents
+# end the ranks by SIGTERM before they start more of them, and our run answers this signal with a checkpoint.
+#
+# What is exact, and what is not? The *samples* are exact: each rank noted what it took, and in the history
+# that survives (of a step taken twice, the last time) each step has its twelve samples and none of them
+# occurs twice in an epoch. The *sums* agree only to rounding, because other ranks add the same gradients in
+# another order. The table shows what becomes of that: the difference from the undisturbed run on one rank is
+# of the order of float32's last digit at first, and training amplifies it over hundreds of steps, as it
+# amplifies any rounding. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
+# all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
+
+# %% [markdown]
+# ## 10. Run it as a job
+#
+# The job trains a Transformer whose weights are sharded over all ranks. It saves a sharded checkpoint every
+# few steps, keeps the newest three and the best, and goes on from the newest intact one when it is started
+# again with the same `--out`, on any number of ranks that divides the batch.
+
+# %%
+jobs.run("../sbatch/checkpoint.sbatch", *"--steps 40 --layers 2 --block 32".split())
+
+# %%
+check.summary()
+
+# %% [markdown]
+# ## Recap
+#
+# You can now
+#
+# - list what a run is made of, and resume it bit for bit, in the middle of an epoch,
+# - write a checkpoint that is complete or absent, in parts, by all ranks at once,
+# - load it on another number of ranks, optimizer state included,
+# - keep the newest and the best, and find the newest intact one after damage,
+# - choose how often to save, from the cost of a save and the time between failures,
+# - and say what a resume on another number of ranks keeps exactly, and what it cannot keep.
+#
+# **Questions**
+#
+# <details><summary>After a resume the validation loss is lower than before the interruption. Is that good news?</summary>
+#
+# Check the place in the data first. If the run reads again what it has read before, the loss on the repeated
+# samples falls, and that can look like progress for as long as the repetition lasts.
+# </details>
+#
+# <details><summary>A state of 1.2 TB is saved by 256 ranks. How much does one rank write, and what is the least that one rank of 192 reads?</summary>
+#
+# If nothing is replicated and the plan balances, each of the 256 ranks writes 4.7 GB. Each of the 192 ranks
+# owns 6.25 GB, so it copies that much. It reads more, because `load_sharded` reads whole files to check their
+# sums: a box of 6.25 GB touches two or three files of 4.7 GB.
+# </details>
+#
+# <details><summary>Why is the index written last, and removed first?</summary>
+#
+# A folder counts as a checkpoint if it has an index. Written last, the index appears when everything that it
+# promises is on the disk. Removed first, it is gone before the first file that it promises. So an
+# interruption at any moment leaves a whole checkpoint, or a folder that does not count.
+# </details>
+#
+# <details><summary>An object store cannot rename. Is the commit still safe?</summary>
+#
+# Yes. An object appears under its name when its upload is complete, so a single object is whole or absent,
+# as a renamed file is. What makes several objects one checkpoint is the index, and it comes last in both
+# cases.
+# </details>
+#
+# **Sources**: Young 1974, https://doi.org/10.1145/361147.361115; Daly 2006,
+# https://doi.org/10.1016/j.future.2004.11.016; PyTorch's documentation of distributed checkpoints,
+# https://docs.pytorch.org/docs/stable/distributed.checkpoint.html; rename(2), https://man7.org/linux/man-pages/man2/rename.2.html;
+# fsync(2), https://man7.org/linux/man-pages/man2/fsync.2.html; Composer's documentation of its State,
+# https://docs.mosaicml.com/projects/composer/en/stable/api_reference/generated/composer.State.html; the story
+# of the opening, https://github.com/paiml/entrenar/issues/294.

@@ -48,6 +48,8 @@ class Config(TrainConfig):
     """Pieces into which a pipeline's share of the batch is cut."""
     recompute: bool = False
     """Keep only inputs and outputs of stages, and compute forward twice; not for torch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """To multiply matrices in; weights, their gradients and messages stay float32."""
 
 
 class Parts(NamedTuple):
@@ -109,7 +111,9 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Model
     path = run.folder / "stages.json"
     example = data.train[0][0].expand(size, -1)
-    own, tied = take_stages(Transformer(*shape).to(world.device), example, place, parts, path)
+    own, tied = take_stages(
+        Transformer(*shape).to(world.device), example, place, parts, path, config.dtype
+    )
     model = nn.ModuleList(own.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     engine = make_engine(config, parts, own, size, place, run.stopwatch)
@@ -177,18 +181,29 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
 
 
 def take_stages(
-    whole: Transformer, example: Tensor, place: Place, parts: Parts, path: Path
+    whole: Transformer,
+    example: Tensor,
+    place: Place,
+    parts: Parts,
+    path: Path,
+    dtype: str = "float32",
 ) -> tuple[dict[int, nn.Module], wiring.Tied]:
     """Cut by the measured time of each layer. A run that goes on keeps its cut.
+
+    With dtype bfloat16 each layer multiplies in it. The sum to which layers add what they compute
+    stays float32, so what a stage sends is float32 in both cases.
 
     Returns:
         This rank's stages by number, and its tied parameters: nothing that holds other stages.
     """
     layers = stages.layers_of(whole)
+    device = next(whole.parameters()).device
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    for layer in layers:
+        layer.forward = autocast(layer.forward)
 
     def choose() -> list[int]:
         if not path.is_file():
-            device = next(whole.parameters()).device
             costs_s = stages.measure(layers, example.to(device))
             bounds = parts.partition(costs_s, place.num_stages)
             storage.write_json(path, {"bounds": bounds, "costs_s": costs_s})

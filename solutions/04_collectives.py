@@ -209,7 +209,8 @@ def all_reduce_of_a_column():
     return {"directly": directly.tolist(), "in flat": in_flat.tolist()}
 
 
-for rank, found in enumerate(run_ranks(all_reduce_of_a_column, 2)):
+# NCCL, the backend of GPUs, forbids this. With rules="" it runs even where that is enforced.
+for rank, found in enumerate(run_ranks(all_reduce_of_a_column, 2, rules="")):
     for way, rows in found.items():
         print(f"rank {rank}, {way:8}:", *rows)
 
@@ -708,7 +709,7 @@ def round_the_circle():
     return incoming.item()
 
 
-print("gloo:", run_ranks(round_the_circle, 3))
+print("gloo:", run_ranks(round_the_circle, 3, rules=""))
 try:
     run_ranks(round_the_circle, 3, rules="nccl")
 except RuleBroken as broken:

@@ -413,7 +413,7 @@ if check.ready("10.1", "10.4", "10.5"):
 # values with the activations.
 
 # %% [markdown]
-# ## 5. What prefetch hides
+# ## 5. What prefetch hides (optional)
 #
 # How much time does prefetch save? Two ranks of one machine cannot show it, because their messages use the
 # same cores as their computation. So the next cell replaces both: four blocks that only wait, for 20 ms in

@@ -719,7 +719,7 @@ def both_send_first():
 
 
 try:
-    run_ranks(both_send_first, 2, timeout_s=2)
+    run_ranks(both_send_first, 2, timeout_s=2, rules="")
 except RanksHung as hung:
     print(hung)
 

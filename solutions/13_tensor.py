@@ -480,7 +480,7 @@ for link, num_ranks in ((NVLINK, 2), (NVLINK, 8), (INFINIBAND, 2), (INFINIBAND, 
 # Pipelines run from node to node, and data parallelism uses many copies of the whole. Lesson 14 combines
 # them.
 #
-# ## 8. All techniques side by side
+# ## 8. All techniques side by side (optional)
 #
 # You have now built four ways to train on several processors. How do they compare on one model, with one
 # global batch? The next cell trains the same small Transformer on two ranks in each way, with your

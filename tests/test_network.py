@@ -15,6 +15,7 @@ from manyhands.collectives import ring, trees
 from manyhands.collectives.alpha_beta import predicted_s
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.network import PATCHED, SlowNetwork
+from manyhands.ranks.rules import watching
 
 LATENCY_S, BYTES_PER_S = 0.02, 400e3
 NUMBERS = 2000  # 8000 bytes, which take as long as the latency
@@ -100,10 +101,10 @@ def exchanges():
     return [tries(work) for work in (there_and_back, both_at_once, from_one, to_one)]
 
 
-def test_a_rank_carries_one_message_at_a_time_in_each_direction():
-    there_and_back, both_at_once, from_one, to_one = map(
-        elapsed_s, zip(*run_ranks(exchanges, 3), strict=True)
-    )
+@pytest.mark.parametrize("rules", ["", "nccl"])
+def test_a_rank_carries_one_message_at_a_time_in_each_direction(rules):
+    by_rank = run_ranks(exchanges, 3, rules=rules)
+    there_and_back, both_at_once, from_one, to_one = map(elapsed_s, zip(*by_rank, strict=True))
     assert min(there_and_back + from_one + to_one) >= 2 * MESSAGE_S
     assert MESSAGE_S <= min(both_at_once) < 0.9 * min(there_and_back)
 
@@ -144,8 +145,9 @@ def results():
         return quick, all_works()
 
 
-def test_results_are_those_of_the_quick_network():
-    for quick, slow in run_ranks(results, 3):
+@pytest.mark.parametrize("rules", ["", "nccl"])
+def test_results_are_those_of_the_quick_network(rules):
+    for quick, slow in run_ranks(results, 3, rules=rules):
         assert slow == quick
         assert quick["all_reduce_ring"] == [6 * value for value in range(12)]
 
@@ -168,6 +170,23 @@ def left_as_it_was():
     ring.all_reduce_ring(torch.ones(4))
     changed = [now is not old for now, old in zip(during, before, strict=True)]
     return changed, after == before, functions() == before, words
+
+
+def outside_and_inside():
+    """Rules that are asked for on a slow network see the program's calls as well."""
+    tensor = torch.full((2,), float(dist.get_rank()))
+    with SlowNetwork(1e-4, 1e9):
+        before = functions()
+        with watching("nccl"):
+            ring.all_reduce_ring(tensor)
+            watched = functions()
+        after = functions()
+    changed = [now is not old for now, old in zip(watched, before, strict=True)]
+    return changed, after == before, tensor.tolist()
+
+
+def test_rules_can_be_asked_for_on_a_slow_network():
+    assert run_ranks(outside_and_inside, 2, rules="") == [([True] * 8, True, [1.0, 1.0])] * 2
 
 
 def test_torch_is_as_it_was_afterwards_also_after_an_exception():

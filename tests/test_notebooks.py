@@ -24,11 +24,11 @@ def notebooks(folder: str) -> list[Path]:
     return sorted(ROOT / folder / f"{path.stem}.ipynb" for path in sources)
 
 
-def environment() -> dict[str, str]:
+def environment(**changes: str) -> dict[str, str]:
     """What a kernel needs to import this clone's library, wherever it was installed from."""
     search = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     here = {"MANYHANDS_LOCAL": "1"}  # where there is a Slurm, a test submits no job to it
-    return os.environ | here | {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+    return os.environ | here | {"PYTHONPATH": os.pathsep.join(filter(None, search))} | changes
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +76,14 @@ def run_twice(notebook: NotebookNode, folder: Path) -> list[str]:
 
 
 def nbval(path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a notebook with nbval, which compares the cells tagged nbval-check-output."""
+    """Run a notebook with nbval, which compares the cells tagged nbval-check-output.
+
+    Its ranks, and those of its jobs, are held to NCCL's rules: what passes is right on GPUs.
+    """
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-current-env"]
     command += [f"--nbval-cell-timeout={CELL_TIMEOUT_S}", "-p", "no:cacheprovider", str(path)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+    env = environment(MANYHANDS_RULES="nccl")
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True)
 
 
 def test_the_committed_notebooks_are_built_from_their_sources() -> None:

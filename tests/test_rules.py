@@ -18,6 +18,7 @@ from manyhands.ranks import deadlocks
 from manyhands.ranks.deadlocks import Step
 from manyhands.ranks.failures import RankFailed, RuleBroken
 from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.network import SlowNetwork
 from manyhands.ranks.runtime import distributed
 
 LINE = r"\(line \d+ of test_rules.py in \w+: [^()]*.*?\)"
@@ -264,6 +265,34 @@ RIGHT = {
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_right_programs_run_as_ever(program):
     assert run_ranks(program, 3, rules="nccl") == RIGHT[program]
+
+
+@pytest.mark.parametrize("program", [batched_both_ways, views_of_one_vector_in_flight, by_ring])
+def test_right_programs_run_as_ever_on_a_slow_network(program):
+    def slowly():
+        with SlowNetwork(1e-3, 1e9):
+            return program()
+
+    assert run_ranks(slowly, 3, rules="nccl") == RIGHT[program]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [both_send_first, tags_cross, sizes_differ, input_written_in_flight, one_end_in_a_batch],
+    ids=lambda program: program.__name__,
+)
+def test_a_slow_network_hides_no_broken_rule(program):
+    """The line that is named is the program's, not that of the network's card."""
+
+    def slowly():
+        with SlowNetwork(1e-3, 1e9):
+            program()
+
+    with pytest.raises(RuleBroken) as broken:
+        run_ranks(slowly, 2, rules="nccl", timeout_s=20)
+    told = str(broken.value)
+    assert re.match(BROKEN[program][1], told), told
+    assert "(line " in told and "of test_rules.py in " in told and "network.py" not in told
 
 
 def test_one_rank_alone():

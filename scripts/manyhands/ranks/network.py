@@ -7,15 +7,17 @@ Between the ranks of one machine messages are copies, and the ranks share its co
 rank has a network card: a thread that carries one message out at a time and sleeps while a real
 one would be on its way. Messages that come in pass one after the other, too. The messages are
 real, the time that they take is a model. Works on send, recv, isend, irecv and batches of them. A
-Ledger does not see the sends, since the card's thread makes them.
+Ledger does not see the sends, since the card's thread makes them; NCCL's rules (rules.py) stand
+above the network, and see the calls of the program.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 from torch import Tensor
+
+from manyhands.ranks.rules import put_below
 
 PATCHED = ("send", "recv", "isend", "irecv")
 
@@ -34,18 +36,12 @@ class SlowNetwork:
 
     def __enter__(self) -> "SlowNetwork":
         self.card = ThreadPoolExecutor(1)
-        self.real = {name: getattr(dist, name) for name in PATCHED}
-        self._patch({name: getattr(self, f"_{name}") for name in PATCHED})
+        self.real = put_below({name: getattr(self, f"_{name}") for name in PATCHED})
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._patch(self.real)
+        put_below(self.real)
         self.card.shutdown()
-
-    def _patch(self, functions: dict[str, Callable]) -> None:
-        for name, function in functions.items():
-            setattr(dist, name, function)
-            setattr(dist.distributed_c10d, name, function)  # batches look it up here
 
     def _isend(self, tensor: Tensor, *args, **kwargs) -> "Outgoing":
         return Outgoing(self.card.submit(self._carry, tensor, args, kwargs))

@@ -53,6 +53,7 @@ COLLECTIVES = {
 }
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 NAMES = (*MESSAGES, *COLLECTIVES, "batch_isend_irecv", "new_group")
+SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in NAMES if hasattr(dist, name)}
 
 
 @contextmanager
@@ -73,8 +74,8 @@ def watching(kind: str) -> Iterator[None]:
     if kind not in KINDS:
         raise BadInput(f"rules is {kind!r}: choose {' or '.join(KINDS)}")
     watch = Watch(Notes(is_serial=kind == "nccl-serial"))
-    originals = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
-    watched = {name: watch.wrap(real) for name, real in originals.items()}
+    originals = {name: getattr(dist, name) for name in SIGNATURES}
+    watched = {name: watch.wrap(name, real) for name, real in originals.items()}
     try:
         _install(watched)
         yield
@@ -82,6 +83,26 @@ def watching(kind: str) -> Iterator[None]:
     finally:
         _install(originals)
     watch.notes.linger()
+
+
+def put_below(functions: Mapping[str, Callable]) -> dict[str, Callable]:
+    """Have `functions` do what some of torch.distributed's do, below the watch if there is one.
+
+    The rules then still see the calls of the program, in its order and with its lines, and none
+    that the functions make in turn.
+
+    Returns:
+        Those that did it before, by name: for the functions to call, and to put back.
+    """
+    before = {}
+    for name, function in functions.items():
+        now = getattr(dist, name)
+        if hasattr(now, "carrier"):
+            before[name], now.carrier = now.carrier, function
+        else:
+            before[name] = now
+            _install({name: function})
+    return before
 
 
 def _install(functions: Mapping[str, Callable]) -> None:
@@ -98,18 +119,17 @@ class Watch:
         self.notes, self.rank = notes, notes.rank
         self.inside = False  # a call of torch's: what that calls in turn is not the program's
 
-    def wrap(self, real: Callable) -> Callable:
-        """`real`, watched."""
-        name, signature = real.__name__, inspect.signature(real)
+    def wrap(self, name: str, real: Callable) -> Callable:
+        """`real`, which is torch.distributed's function of that name, watched."""
 
         @functools.wraps(real)
         def watched(*args: object, **kwargs: object) -> object:
             if self.inside:
-                return real(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
+                return watched.carrier(*args, **kwargs)
+            given = SIGNATURES[name].bind(*args, **kwargs)
             given.apply_defaults()
             given = given.arguments
-            call = functools.partial(self._pass_on, real, args, kwargs)
+            call = functools.partial(self._pass_on, watched.carrier, args, kwargs)
             if name == "new_group":
                 return self._new_group(given, call)
             if name == "batch_isend_irecv":
@@ -120,12 +140,13 @@ class Watch:
                 return self._message(name, given, call)
             return self._collective(name, given, call)
 
+        watched.carrier = real  # which put_below can replace
         return watched
 
-    def _pass_on(self, real: Callable, args: tuple, kwargs: dict) -> object:
+    def _pass_on(self, carrier: Callable, args: tuple, kwargs: dict) -> object:
         self.inside = True
         try:
-            return real(*args, **kwargs)
+            return carrier(*args, **kwargs)
         finally:
             self.inside = False
 

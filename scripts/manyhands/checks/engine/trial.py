@@ -308,6 +308,7 @@ def look(
                     timeout_s=limit_s,
                     quiet=quiet,
                     join=bool(spec.layouts),
+                    rules="",  # a verdict is the same wherever an answer is judged
                 )
         except RankFailed as error:
             failed = error

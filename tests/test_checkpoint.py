@@ -39,6 +39,7 @@ from manyhands.fsdp.units import FSDP
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 GLOBAL_BATCH = 24  # divides by 12
 MORE_STEPS = 10
 KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp mesh", "torch", "torch mesh")
@@ -428,7 +429,7 @@ for step in itertools.count(1):
 @pytest.mark.parametrize("delay_ms", [0, 3, 7, 11, 16, 22])
 def test_a_kill_at_any_moment_leaves_complete_checkpoints_or_none(delay_ms, tmp_path):
     """Two folders in turn, so that an older checkpoint is being replaced, too."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
     command = [sys.executable, "-c", SAVER, str(tmp_path)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -522,7 +523,7 @@ AsyncSaver_.save({"w": torch.ones(2_000_000)}, sys.argv[1])
 
 
 def test_a_program_that_ends_finishes_its_last_save(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
     command = [sys.executable, "-c", LEAVES, str(tmp_path / "last")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -550,7 +551,7 @@ saver.wait()
 
 
 def test_a_kill_in_mid_save_leaves_the_one_before(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
     assert (tmp_path / "step-00000002").exists()

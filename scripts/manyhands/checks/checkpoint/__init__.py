@@ -1,6 +1,6 @@
 """Checks of lesson 11: what a run is made of, sharded and asynchronous saves, survival."""
 
-from manyhands.checks.checkpoint import atomic, elastic, interval, sharded, state
+from manyhands.checks.checkpoint import atomic, boxes, elastic, interval, sharded, state
 from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("checkpoint")
@@ -9,7 +9,7 @@ hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.k
 TrainingState = lesson.add(state.training_state)
 Position = lesson.add(state.position)
 write_whole = lesson.add(atomic.write_whole)
-overlap = lesson.add(sharded.overlap)
+overlap = lesson.add(boxes.overlap)
 plan = lesson.add(sharded.plan)
 parts_to_copy = lesson.add(sharded.parts_to_copy)
 best_interval = lesson.add(interval.best_interval)

@@ -158,6 +158,10 @@ FOLDER = "sync_folder(os.path.dirname(path)) after os.replace."
 CLEAN = "On any exception remove the partial file, and raise the exception again."
 REPLACE = "os.replace(partial, path)"
 FSYNC = "os.fsync(file.fileno())"
+UNSAFE = (
+    "The file that has the name at the end is not on the disk with all of its bytes: it got no "
+    "fsync, or one while its last bytes were still in Python's buffer."
+)
 UNLINK = "Path(partial).unlink(missing_ok=True)"
 write_whole = Spec(
     todo="11.3",
@@ -188,17 +192,13 @@ write_whole = Spec(
         partial = f"{path}{PARTIAL}" => partial = path
             The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
         {FSYNC} => pass
-            The system is never told to put the bytes on the disk, so a power cut may leave a name
-            with nothing behind it. | {SYNC}
+            {UNSAFE} | {SYNC}
         file.flush() => pass
-            fsync is called while the last bytes are still in Python's buffer. | {SYNC}
+            {UNSAFE} | {SYNC}
+        {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial)
+            {UNSAFE} | {SYNC}
         sync_folder(os.path.dirname(path)) => pass
             The bytes are on the disk, and the new name may not be. | {FOLDER}
-        {REPLACE} => sync_folder(os.path.dirname(path)); os.replace(partial, path)
-        raise\\n    sync_folder(os.path.dirname(path)) => raise
-            The folder is written to the disk before the new name is in it. | {FOLDER}
-        {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial)
-            The bytes are copied to `path` once more, and that file is not on the disk. | {SWAP}
         {UNLINK} => pass
             Half a file stays on the disk that is full. | {CLEAN}
         {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""11.4 to 11.6: what two boxes have in common, who writes which box, what a rank has to copy."""
+"""11.5 and 11.6: who writes which box, and what a rank has to copy."""
 
 import itertools
 import random
@@ -8,100 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.checkpoint import pieces, sharded
+from manyhands.checkpoint import sharded
 from manyhands.checkpoint.pieces import Box, Piece
+from manyhands.checks.checkpoint.boxes import box
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import kind
-
-# ---- 11.4 ----------------------------------------------------------------------------------------
-
-
-class Two(NamedTuple):
-    """Boxes of one tensor."""
-
-    first: Box
-    second: Box
-
-
-def box(*sides: tuple[int, int]) -> Box:
-    """The box with a (start, length) for each dimension."""
-    return Box(tuple(start for start, _ in sides), tuple(length for _, length in sides))
-
-
-def pairs() -> list[Two]:
-    """Boxes that share a part, touch, lie in one another, or miss each other in one dimension."""
-    a, b = random.randint(1, 9), random.randint(1, 9)
-    return [
-        Two(box((a, 4)), box((a + 3, 5))),
-        Two(box((a + 3, 5)), box((a, 4))),
-        Two(box((a, 9)), box((a + 2, 3))),
-        Two(box((a, 3)), box((a + 3, 2))),
-        Two(box((a, 5), (b, 6)), box((a + 2, 7), (b - 1, 3))),
-        Two(box((a, 5), (b, 6)), box((a + 1, 2), (b + 8, 3))),
-        Two(box((a, 5), (b, 6)), box((a + 7, 2), (b + 1, 3))),
-        Two(box((0, 4), (b, 3), (0, 7)), box((0, 4), (b + 1, 1), (2, 9))),
-        Two(box((a, 6)), box((a + 2, 0))),
-        Two(box(), box()),
-    ]
-
-
-def common_seen(answer: Callable, case: Two) -> object:
-    """The box as offset and size."""
-    found = answer(*case)
-    if found is None:
-        return "nothing in common"
-    if not isinstance(found, tuple) or len(found) != 2:
-        return f"{kind(found)}, and not a Box"
-    return {"offset": tuple(found[0]), "size": tuple(found[1])}
-
-
-STARTS = "The part in common begins at the larger of the two offsets, dimension by dimension."
-ENDS = "It ends at the smaller of the two ends, and an end is offset + size."
-NONE = "Where a side is 0 or less there is nothing in common: return None."
-overlap = Spec(
-    todo="11.4",
-    truth=pieces.overlap,
-    cases=pairs,
-    observe=common_seen,
-    advice={"": f"{STARTS} {ENDS}"},
-    hints=(
-        "Take one dimension first: two stretches of a line. Where does what they share begin, and "
-        "where does it end?",
-        f"{STARTS} {ENDS}",
-        "The size is end - start in each dimension. If any side is 0 or less, return None. A "
-        "scalar has no side at all, so two boxes of it have Box((), ()) in common.",
-    ),
-    mistakes=mistakes(
-        """
-        max(offset, other) => min(offset, other)
-            The part begins at the smaller offset, where only one of the boxes is. | {STARTS}
-        max(offset, other) => offset
-            The part begins where the first box does.
-        max(offset, other) => other
-            The part begins where the second box does.
-        min(offset + size, other + length) => max(offset + size, other + length)
-            The part ends at the larger end, where only one of the boxes is. | {ENDS}
-        min(offset + size, other + length) => min(size, length)
-            The sizes are taken for ends. | {ENDS}
-        min(offset + size, other + length) => offset + size
-            The part ends where the first box does. | {ENDS}
-        Box(starts, size) => Box(starts, ends)
-            The box is given its end in the place of its size. | The size is end - start.
-        Box(starts, size) => Box(tuple(s - o for s, o in zip(starts, first.offset)), size)
-            The offset counts from the first box, and not from the whole tensor. | {STARTS}
-        length <= 0 for => length < 0 for
-            A box without any number in it is returned where two boxes touch. | {NONE}
-        any(length <= 0 => all(length <= 0
-            Boxes that miss each other in one dimension are said to share something. | {NONE}
-        None if any(length <= 0 for length in size) else Box(starts, size) => Box(starts, size)
-            Boxes that share no number give a box and not None. | {NONE}
-        None if any(length <= 0 for length in size) else => None if any(n <= 0 for n in [*size, *[0][len(size):]]) or not size else
-            Two boxes of a scalar are said to share nothing. | A scalar has no side that is 0.
-        """,
-        globals(),
-    ),
-)
 
 # ---- 11.5 ----------------------------------------------------------------------------------------
 
@@ -117,16 +29,16 @@ def states() -> list[Holders]:
     rows = [box((4 * rank, 4), (0, 3)) for rank in range(3)]
     own = [{"w": row, "table": box((0, 10))} for row in rows]
     replicas = [{"w": rows[rank % 2], "b": rows[rank % 2], "step": box()} for rank in range(4)]
-    several = {
-        f"{name}": box((0, size)) for name, size in zip("edcba", (7, 5, 3, 2, 2), strict=True)
-    }
+    several = {name: box((0, size)) for name, size in zip("edcba", (7, 5, 3, 2, 2), strict=True)}
     odd = [{"w": box((0, 5))}, {"w": box((5, 5)), "rng/1": box((0, 9))}, {"w": box((10, 0))}]
     sizes = {"a": 1, "b": 9, "c": 1, "d": 1}
+    wide = {"a": box((0, 2), (0, 9)), "b": box((0, 12), (0, 1)), "c": box((0, 5))}
     return [
         Holders(own),
         Holders([{"w": row} for row in rows]),
         Holders(replicas),
         Holders([several] * 2),
+        Holders([wide] * 2),
         Holders([{n: box((0, s)) for n, s in sizes.items()}] * 3),
         Holders([{"t": box((0, 20)), "v": box((0, 4))}, {"v": box((0, 4))}, {"t": box((0, 20))}]),
         Holders(odd),
@@ -153,6 +65,7 @@ def plan_seen(answer: Callable, case: Holders) -> dict:
 
 ONCE = "Collect for each (name, box) the list of the ranks that hold it; it has one entry then."
 FEWEST = "Of the ranks that hold the box, take the one with the fewest numbers so far."
+ALWAYS_FIRST = "The first holder writes every box that several hold, and others wait for it."
 COUNT = "Add prod(box.size), the number of numbers, to the writer's load."
 plan = Spec(
     todo="11.5",
@@ -176,15 +89,19 @@ plan = Spec(
     mistakes=mistakes(
         """
         min(ranks, key=lambda rank: load[rank]) => ranks[0]
-            The first holder writes every box that several hold, and others wait for it. | {FEWEST}
+            {ALWAYS_FIRST} | {FEWEST}
+        load[writer] += prod(box.size) => pass
+            {ALWAYS_FIRST} | {FEWEST}
         min(ranks, key=lambda rank: load[rank]) => ranks[-1]
             The last holder writes every box that several hold. | {FEWEST}
-        min(ranks, key=lambda rank: load[rank]) => min(range(len(load)), key=lambda rank: load[rank])
+        min(ranks, key= => min(range(len(load)), key=
             A rank is told to write a box that it does not hold. | {FEWEST}
         min(ranks, key=lambda rank: load[rank]) => min(ranks[::-1], key=lambda rank: load[rank])
             Of ranks with equally little to write the last is taken. | The docstring says the first.
         min(ranks, key=lambda rank: load[rank]) => ranks[len(writers) % len(ranks)]
             The holders take turns, whatever the size of what they write. | {FEWEST}
+        load[writer] += prod(box.size) => load[writer] += sum(box.size)
+            The sides of a box are added, and not multiplied. | {COUNT}
         load[writer] += prod(box.size) => load[writer] += 1
             Boxes are counted, and not the numbers in them. | {COUNT}
         if prod(box.size) > 0: => if True:
@@ -275,6 +192,10 @@ def tell_reshard(case: Reshard) -> str:
 
 
 LISTS = 'The index comes from JSON, so make tuples of it: Box(tuple(stored["offset"]), ...).'
+APPEND = 'wanted[stored["file"]].append('
+IF_COMMON = "if common := overlap(piece.box, box):"
+SWAPPED = 'tuple(stored["size"]), tuple(stored["offset"])'
+COMMON = "common = overlap(piece.box, box)"
 TRIPLE = "An entry is (name, offset of the stored box, common box)."
 parts_to_copy = Spec(
     todo="11.6",
@@ -306,15 +227,15 @@ parts_to_copy = Spec(
             | {TRIPLE}
         (name, box.offset, common) => (name, common.offset, common)
             The entry has the offset of the common part, and not that of the stored box. | {TRIPLE}
-        wanted[stored["file"]].append => wanted[stored["file"]][:] = [] ; wanted[stored["file"]].append
+        {APPEND} => wanted[stored["file"]].clear(); {APPEND}
             Only the last part from each file is kept. | A file may hold several parts: append.
-        wanted[stored["file"]].append => wanted[name].append
+        {APPEND} => wanted[name].append(
             The parts are collected by name, and not by file. | wanted[stored["file"]]
-        if common := overlap(piece.box, box): => common = overlap(piece.box, box)\\n            if True:
+        {IF_COMMON} => {COMMON}\\n            if True:
             Boxes that share nothing with this rank's are in the list. | overlap returns None there.
-        if common := overlap(piece.box, box): => wanted[stored["file"]]; common = overlap(piece.box, box)\\n            if common:
+        {IF_COMMON} => wanted[stored["file"]]; {COMMON}\\n            if common:
             Files that hold nothing for this rank are read, too. | Make a list only where needed.
-        Box(tuple(stored["offset"]), tuple(stored["size"])) => Box(tuple(stored["size"]), tuple(stored["offset"]))
+        box = Box(tuple(stored["offset"]), tuple(stored["size"])) => box = Box({SWAPPED})
             Offset and size have changed places. | Box(offset, size)
         if name in tensors else [] => if name in tensors else [][0]
             A name that the checkpoint does not have raises an error. | Leave it out.

@@ -59,7 +59,6 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from manyhands.checkpoint import figures as drawn, program
 from manyhands.checkpoint.agree import gather, rank_of, together
-from manyhands.checkpoint.asynchronous import in_group
 from manyhands.checkpoint.folder import complete, damage, name_of, remove, step_of
 from manyhands.checkpoint.index import (
     FORMAT,
@@ -665,8 +664,21 @@ if check.ready("11.5"):
 # - The ranks agree on the commit in a process group of their own. Collectives are matched by the order of
 #   their calls, and the thread's calls would come at any time among those of the training.
 
+#
+# `Background` is given: it makes the process group, walks through the state, and waits for the last save when
+# the program ends.
+
 # %% show="true"
+from manyhands.checkpoint.asynchronous import Background
+
+# %% [markdown]
+# Write the four methods that keep the rules.
+
+# %% exercise="AsyncSaver.copied AsyncSaver.save AsyncSaver.write AsyncSaver.wait" todo="11.7" minutes=15 difficulty=2 points=3
 from manyhands.checkpoint.asynchronous import AsyncSaver
+
+# %% check="11.7" tags=["nbval-check-output"]
+check.AsyncSaver(AsyncSaver)
 
 # %% [markdown]
 # How long does the training stand still? The cell saves a state of 16 MB per rank on two ranks, three times
@@ -695,7 +707,7 @@ def stalls(folder):
     return found
 
 
-if check.ready("11.5"):
+if check.ready("11.5", "11.7"):
     waits_s, copies_s = run_ranks(stalls, 2, HERE / "stalls")[0]
     print(f"save_sharded: {1e3 * waits_s:.1f} ms, AsyncSaver.save: {1e3 * copies_s:.1f} ms")
     print(f"the training stands still for {copies_s / waits_s:.0%} of the time")

@@ -5,14 +5,18 @@ import copy
 import math
 import os
 import tempfile
+import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map
 
 from manyhands.checkpoint import pieces, pods, state, store
+from manyhands.checkpoint.asynchronous import AsyncSaver, Background
 from manyhands.checkpoint.interval import Spent
+from manyhands.checkpoint.sharded import save_sharded
 from manyhands.checks.engine.answer import Pair
 
 RIGHT: dict[str, list] = defaultdict(list)
@@ -530,3 +534,87 @@ def parts_by_files(held, tensors):
         )
     ]
     return {file: [part for other, part in found if other == file] for file, _ in found}
+
+
+# ---- 11.7 AsyncSaver --------------------------------------------------------------------------
+
+
+@right("11.7")
+class SaverWithPool(Background):
+    """A pool of one thread, whose future keeps the error."""
+
+    running = None
+
+    def copied(self, name, tensor):
+        new = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
+        buffer = self.buffers.setdefault(name, new)
+        with torch.no_grad():
+            buffer[...] = tensor
+        return buffer
+
+    def save(self, state, folder):
+        self.wait()
+        self.running = ThreadPoolExecutor(1).submit(self.write, self.copy(state), folder)
+
+    def write(self, state, folder):
+        save_sharded(state, folder, self.group)
+
+    def wait(self):
+        running, self.running = self.running, None
+        if running is not None:
+            running.result()
+
+
+@right("11.7")
+class SaverWithList(Background):
+    """Errors in a list, and a thread that is no daemon."""
+
+    errors: tuple = ()
+
+    def copied(self, name, tensor):
+        try:
+            return self.buffers[name].copy_(tensor)
+        except KeyError:
+            self.buffers[name] = tensor.to("cpu", copy=True)
+            return self.buffers[name]
+
+    def save(self, state, folder):
+        self.wait()
+        mine = self.copy(state)
+        self.thread = threading.Thread(target=lambda: self.write(mine, folder))
+        self.thread.start()
+
+    def write(self, state, folder):
+        try:
+            save_sharded(state, folder, self.group)
+        except (ValueError, OSError) as problem:
+            self.errors = (problem,)
+
+    def wait(self):
+        self.join()
+        for problem in self.errors:
+            self.errors = ()
+            raise problem
+
+
+@wrong("11.7", "checkpoint 1")
+class CopiesInTheThread(AsyncSaver):
+    """The copy is made when the thread comes to it."""
+
+    def save(self, state, folder):
+        self.wait()
+        self.thread = threading.Thread(
+            target=lambda: (threading.Event().wait(0.1), self.write(self.copy(state), folder))
+        )
+        self.thread.start()
+
+
+@wrong("11.7", "save 2 raises")
+class WaitsAfterTheCopy(AsyncSaver):
+    """The error of one save comes out only when the next one has been started."""
+
+    def save(self, state, folder):
+        self.join()
+        copied = self.copy(state)
+        self.thread = threading.Thread(target=self.write, args=(copied, folder))
+        self.thread.start()

@@ -1,6 +1,6 @@
 """Checks of lesson 11: what a run is made of, sharded and asynchronous saves, survival."""
 
-from manyhands.checks.checkpoint import atomic, boxes, elastic, interval, sharded, state
+from manyhands.checks.checkpoint import asynchronous, atomic, boxes, elastic, interval, sharded, state
 from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("checkpoint")
@@ -12,6 +12,7 @@ write_whole = lesson.add(atomic.write_whole)
 overlap = lesson.add(boxes.overlap)
 plan = lesson.add(sharded.plan)
 parts_to_copy = lesson.add(sharded.parts_to_copy)
+AsyncSaver = lesson.add(asynchronous.async_saver)
 best_interval = lesson.add(interval.best_interval)
 account = lesson.add(interval.account)
 samples_of_step = lesson.add(elastic.samples_of_step)

@@ -168,7 +168,7 @@ async_saver = Spec(
     ),
     mistakes=mistakes(
         """
-        self.wait()\n        copied => copied
+        self.wait()\\n        copied => copied
             The next save starts while the one before is still being written. | {FIRST}
         copied = self.copy(state) => copied = state
             The thread writes the tensors that training goes on to change. | {COPY}
@@ -176,14 +176,20 @@ async_saver = Spec(
             run() writes in the training itself, which waits for the disk. | {THREAD}
         self.thread.start() => self.thread.start(); self.thread.join()
             The training waits for its thread. | {THREAD}
-        raise problem => pass
+        if problem is not None: => if False:
             Nobody hears that a save has failed. | wait() raises what the thread has kept.
         problem, self.problem = self.problem, None => problem = self.problem
             The error of one save comes out again and again. | {ONCE}
-        self.buffers[name] = buffer => pass
+        if name not in self.buffers: => if True:
             Every save makes new buffers. | Keep each under its name in self.buffers.
-        buffer.copy_(tensor) => pass
-            Nothing is copied into the buffers. | {COPY}
+        self.buffers[name].copy_(tensor) => self.buffers[name]
+            Nothing is copied into the buffers. | buffer.copy_(tensor)
+        self.buffers[name].copy_(tensor) => tensor
+            The thread is given the tensors themselves. | Return the buffer, and not `tensor`.
+        self.problem = problem => raise
+            The error is raised in the thread, where nobody hears it. | Keep it in self.problem.
+        except Exception as problem: => except ZeroDivisionError as problem:
+            Not every error is kept. | `except Exception as problem:`
         """,
         globals(),
     ),

@@ -9,6 +9,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -47,8 +48,14 @@ def stop_after(clone: Path, name: str, num_ranks: int, step: int, out: Path, num
             while not log.exists() or log.read_text().count("\n") < step:
                 assert job.poll() is None and time.monotonic() < end_s, job.stderr.read()
                 time.sleep(0.001)
+            # torch starts each rank in a session of its own, which killpg does not reach.
+            ranks = psutil.Process(job.pid).children(recursive=True)
+            for process in ranks if number == signal.SIGKILL else []:
+                process.kill()
             os.killpg(job.pid, number)
             job.communicate(timeout=60)
+            _, alive = psutil.wait_procs(ranks, timeout=20)
+            assert not alive
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)

@@ -44,13 +44,14 @@ def newest_intact(folder: str | Path, group: Group = None) -> tuple[str | None, 
     Returns:
         Its name, and for each newer complete one what is wrong with it, the newest first.
     """
-    store, problems = Store(folder), []
-    found = complete(folder) if rank_of(group) == 0 else []
-    for name in reversed(gather(found, group)[0]):
-        problem = damage(store.below(name)) if rank_of(group) == 0 else ""
-        if not (problem := gather(problem, group)[0]):
+    store, problems, rank = Store(folder), [], rank_of(group)
+    found = gather(complete(folder) if rank == 0 else [], group)
+    for name in reversed(found[0]):
+        every = gather(damage(store.below(name), rank, len(found)), group)
+        told = [problem for problem in every if problem]
+        if not told:
             return name, problems
-        problems.append(problem)
+        problems.append(told[0])
     return None, problems
 
 

@@ -93,11 +93,6 @@ class FrameworkRun(Run):
         if self._asked:
             super()._stop(*self._asked)
 
-    def _open_folder(self, name: str, identity: dict, flops_per_token: float) -> Path:
-        """Accept the run of another number of ranks: the frameworks' checkpoints are whole."""
-        kept = {key: value for key, value in identity.items() if key != "ranks"}
-        return super()._open_folder(name, kept, flops_per_token)
-
     def _save(self) -> None:
         """Write how the run stands; the framework has saved the rest, or will."""
         with self._life.ends_on_bad_input():
@@ -126,6 +121,7 @@ def started(config: Config, name: str) -> Iterator[tuple[FrameworkRun, corpus.Co
             num_samples=len(data.train),
             flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
             floor=data.entropy_floor,
+            same_ranks=False,  # the frameworks' checkpoints are whole
         )
         run.num_samples = len(data.train)
         model = Transformer(vocab_size, config.block, config.layers).to(world.device)

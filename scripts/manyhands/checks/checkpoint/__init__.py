@@ -1,6 +1,14 @@
 """Checks of lesson 11: what a run is made of, sharded and asynchronous saves, survival."""
 
-from manyhands.checks.checkpoint import asynchronous, atomic, boxes, elastic, interval, sharded, state
+from manyhands.checks.checkpoint import (
+    asynchronous,
+    atomic,
+    boxes,
+    elastic,
+    interval,
+    sharded,
+    state,
+)
 from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("checkpoint")

@@ -18,7 +18,7 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
-HELD_S = 0.4  # how long the disk waits for a save() that does not return
+HELD_S = 0.5  # how long the disk waits for a save() that waits for its thread
 FULL = "No space left on device"
 
 
@@ -41,7 +41,9 @@ class Gate:
 
     def __init__(self, full_at: int) -> None:
         self.full_at = full_at
-        self.opened = threading.Event()
+        self.released = 0  # the newest save that the disk may write
+        self.changed = threading.Condition()
+        self.trainer = threading.current_thread()
         self.lock = threading.Lock()
         self.active = 0
         self.most = 0
@@ -54,7 +56,8 @@ class Gate:
             self.active += 1
             self.most = max(self.most, self.active)
         try:
-            self.opened.wait(HELD_S)
+            if threading.current_thread() is not self.trainer:
+                self._wait_for(int(store.address.rpartition("-")[2]))
             if self.full_at and store.address.endswith(f"step-{self.full_at}"):
                 raise OSError(28, FULL)
             return self.real(store, name, fill)
@@ -62,6 +65,17 @@ class Gate:
             with self.lock:
                 self.active -= 1
                 self.finished += 1
+
+    def _wait_for(self, step: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.released >= step, HELD_S)
+            self.released = max(self.released, step)
+
+    def release(self, step: int) -> None:
+        """Let the disk write all saves up to that of `step`."""
+        with self.changed:
+            self.released = max(self.released, step)
+            self.changed.notify_all()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -81,7 +95,7 @@ def saves_seen(answer: type, case: Saves) -> dict:
     try:
         with gate.closed():
             seen = _train(answer(), case, folder, gate)
-            gate.opened.set()
+            gate.release(case.num_saves)
             for thread in set(threading.enumerate()) - before:
                 thread.join(5.0)  # so that none writes into the next case
         for step in range(1, case.num_saves + 1):
@@ -100,7 +114,9 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
         state["step"] = step
         for tensor in state["model"].values():
             tensor += 1  # in place, as an optimizer does
-        timer = threading.Timer(0.05, gate.opened.set)  # the disk goes on while the next one waits
+        timer = threading.Timer(
+            0.05, gate.release, [step - 1]
+        )  # the disk goes on while the next one waits
         if step > 1:
             timer.start()
         seen[f"save {step} raises"] = told(lambda s=step: saver.save(state, folder / f"step-{s}"))
@@ -108,15 +124,14 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
             seen["save returns before the disk has written"] = gate.finished == 0
         else:
             timer.join()
-        gate.opened.clear()
         places.append({n: b.data_ptr() for n, b in getattr(saver, "buffers", {}).items()})
     for tensor in state["model"].values():
         tensor.fill_(-99)
-    gate.opened.set()
+    gate.release(case.num_saves)
     seen["the first wait raises"] = told(saver.wait)
     seen["the second wait raises"] = told(saver.wait)
     seen["no write is left after wait"] = gate.active == 0
-    seen["most writes at once"] = gate.most
+    seen["at most one write is on its way"] = gate.most == 1
     seen["every save uses the buffers of the first"] = all(one == places[0] for one in places)
     return seen
 
@@ -147,6 +162,9 @@ FIRST = "save() calls self.wait() before anything else."
 COPY = "Copy every tensor with self.copy(state) before the thread starts."
 THREAD = "threading.Thread(target=self.write, args=(copied, folder), daemon=True), then start()."
 ONCE = "Take the problem away before raising it, so that the next wait() does not raise it again."
+LIVE = "The thread writes the tensors that training goes on to change."
+DEAF = "Nobody hears that a save has failed."
+KEPT = "write() keeps every Exception in self.problem, and wait() raises it."
 async_saver = Spec(
     todo="11.7",
     truth=course.AsyncSaver,
@@ -157,7 +175,7 @@ async_saver = Spec(
     mistake_s=4.0,
     advice={
         "save returns before the disk has written": THREAD,
-        "most writes at once": FIRST,
+        "at most one write is on its way": FIRST,
         "": "Who may change the tensors while the thread writes, and who hears of its error?",
     },
     hints=(
@@ -171,25 +189,23 @@ async_saver = Spec(
         self.wait()\\n        copied => copied
             The next save starts while the one before is still being written. | {FIRST}
         copied = self.copy(state) => copied = state
-            The thread writes the tensors that training goes on to change. | {COPY}
+            {LIVE} | {COPY}
+        self.buffers[name].copy_(tensor) => tensor
+            {LIVE} | Return the buffer with the numbers of `tensor`.
         self.thread.start() => self.thread.run()
             run() writes in the training itself, which waits for the disk. | {THREAD}
         self.thread.start() => self.thread.start(); self.thread.join()
             The training waits for its thread. | {THREAD}
         if problem is not None: => if False:
-            Nobody hears that a save has failed. | wait() raises what the thread has kept.
+            {DEAF} | {KEPT}
+        self.problem = problem => raise
+            {DEAF} | {KEPT}
+        except Exception as problem: => except ZeroDivisionError as problem:
+            {DEAF} | {KEPT}
         problem, self.problem = self.problem, None => problem = self.problem
             The error of one save comes out again and again. | {ONCE}
         if name not in self.buffers: => if True:
             Every save makes new buffers. | Keep each under its name in self.buffers.
-        self.buffers[name].copy_(tensor) => self.buffers[name]
-            Nothing is copied into the buffers. | buffer.copy_(tensor)
-        self.buffers[name].copy_(tensor) => tensor
-            The thread is given the tensors themselves. | Return the buffer, and not `tensor`.
-        self.problem = problem => raise
-            The error is raised in the thread, where nobody hears it. | Keep it in self.problem.
-        except Exception as problem: => except ZeroDivisionError as problem:
-            Not every error is kept. | `except Exception as problem:`
         """,
         globals(),
     ),

@@ -211,7 +211,8 @@ def generic(truth: object, talks: bool = False) -> list[Mistake]:
     sources = sources_of(truth)
     if any("group" in source for source in sources):
         found += [Mistake(change, NO_GROUP, USE_GROUP) for change in _without_group(sources)]
-    found += [Mistake(c, NOT_WAITED, WAIT) for c in _without_lines(sources, r"\.wait\(\)")]
+    waits = r"(?<!\bself)\.wait\(\)"  # an object's own wait() is no message's
+    found += [Mistake(c, NOT_WAITED, WAIT) for c in _without_lines(sources, waits)]
     if not talks:
         found += [Mistake(change, why) for change, why in _twisted(sources)]
     return found

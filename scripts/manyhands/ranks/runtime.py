@@ -168,6 +168,10 @@ def distributed(
             # group while it holds Python's lock, and wait for ever for a thread of gloo's that
             # needs the lock. What Python itself holds is destroyed without it.
             _last_groups[:] = [dist.group.WORLD]
+            if world.device.type == "cpu":
+                # A rank that ends at once, for a fault in its input, would break the connections
+                # that gloo is still opening on the others, and each of them would log it.
+                dist.barrier()
             world.print(_one_line(world))
             with watching(os.environ.get("MANYHANDS_RULES", "")):
                 yield world

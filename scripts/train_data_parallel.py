@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel import loops, replicas
 from manyhands.ddp import wrapping
@@ -91,6 +92,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         world,
         "data_parallel",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
         num_shares=num_workers,

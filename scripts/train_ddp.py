@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Literal, NamedTuple
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel import replicas
 from manyhands.ddp import program, wrapping
@@ -76,6 +77,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         world,
         "ddp",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.ddp import wrapping as ddp
@@ -96,6 +97,7 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
         world,
         "fsdp",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
     )

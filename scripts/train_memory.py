@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients, broadcast_state
 from manyhands.ddp import wrapping
@@ -60,6 +61,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         world,
         "memory",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
     )

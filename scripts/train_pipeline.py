@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.ddp import wrapping
@@ -27,7 +28,6 @@ from manyhands.pipeline import bubble, schedules, stages, wiring
 from manyhands.pipeline import engine as pipeline
 from manyhands.ranks.runtime import BadInput, World, command_line, on_main
 from manyhands.training import storage
-from manyhands.training.checkpoints import local
 from manyhands.training.report import finish
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
@@ -99,6 +99,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         world,
         "pipeline",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
         num_shares=num_shares,
@@ -365,7 +366,7 @@ def gather(
 
 def on_cpu(module: nn.Module) -> dict[str, Tensor]:
     """Its weights in the CPU's memory: a pickled tensor of a GPU is loaded to the same GPU."""
-    return {name: tensor.cpu() for name, tensor in local(module.state_dict()).items()}
+    return {name: tensor.cpu() for name, tensor in module.state_dict().items()}
 
 
 if __name__ == "__main__":

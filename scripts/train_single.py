@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data.corpus import Corpus
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
@@ -39,6 +40,7 @@ def main(config: Config) -> float:
         world,
         "single",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
     )

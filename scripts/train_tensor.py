@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
+from manyhands.checkpoint.pieces import is_dtensor
 from manyhands.data import corpus
 from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
@@ -26,7 +28,6 @@ from manyhands.models.transformer import Transformer, flops_per_token, total_los
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.tensor import dtensor, sequence
 from manyhands.tensor import model as split_model
-from manyhands.training.checkpoints import local
 from manyhands.training.report import finish
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
 
@@ -74,6 +75,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         world,
         "tensor",
         num_samples=len(data.train),
+        checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
         num_shares=num_shares,
@@ -171,7 +173,7 @@ def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> n
 def average_parts(model: nn.Module, replicas: dist.ProcessGroup) -> None:
     """Replace each part of a gradient by its mean over the replicas of this part."""
     for param in model.parameters():
-        part = local(param.grad)
+        part = param.grad.to_local() if is_dtensor(param.grad) else param.grad
         dist.all_reduce(part, group=replicas)
         part /= dist.get_world_size(replicas)
 

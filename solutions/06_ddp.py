@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checks import ddp as check, score
 from manyhands.data import corpus
 from manyhands.data.corpus import Corpus
@@ -649,7 +650,7 @@ def trial(program, folder):
     config = TrainConfig(batch=16, block=32, layers=2, steps=20, out=f"{folder}/run")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     world = World(rank, rank, world_size, torch.device("cpu"), config.seed)
-    run = Run(config, world, "trial", num_samples=len(text.train))
+    run = Run(config, world, "trial", num_samples=len(text.train), checkpoints=ShardedCheckpoints)
     torch.manual_seed(config.seed)
     program(run, Transformer(text.tokenizer.vocab_size, config.block, config.layers), text)
     run.finish()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from manyhands.ranks.lab import run_ranks
 from manyhands.training import lock
@@ -93,18 +92,26 @@ def scramble(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "rank-00000.pt"])
-@pytest.mark.parametrize("damage", [cut_in_half, scramble, Path.unlink])
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("rank-00000.pt", cut_in_half, "has "),
+        ("rank-00000.pt", scramble, "is damaged: its SHA-256 is not the index's"),
+        ("rank-00000.pt", Path.unlink, "is missing"),
+        ("index.json", cut_in_half, "is missing or damaged"),
+        ("index.json", scramble, "is missing or damaged"),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_loaded_is_kept_and_the_one_before_goes_on(
-    copy, calm_alone, capfd, name, damage
+    copy, calm_alone, capfd, name, damage, words
 ):
     folder = Path(copy.out) / "checkpoints"
     damage(folder / "step-00000006" / name)
     damaged = contents(folder / "step-00000006")
     train(copy)
     said = capfd.readouterr().out.splitlines()
-    (line,) = [line for line in said if "cannot be read" in line]
-    assert f"step-00000006/{name} cannot be read (" in line
+    (line,) = [line for line in said if " is kept as " in line]
+    assert f"step-00000006/{name} {words}" in line
     assert line.endswith(
         "that checkpoint is kept as step-00000006.broken, and the run goes on from step-00000004"
     )
@@ -137,12 +144,12 @@ def test_all_ranks_fall_back_where_one_cannot_load(tmp_path, capfd):
     folder = Path(config.out) / "checkpoints"
     cut_in_half(folder / "step-00000009" / "rank-00001.pt")
     shutil.copytree(folder / "step-00000009", folder / "step-00000009.broken")  # kept before
-    (folder / "step-00000008" / "state.pt").write_bytes(b"")
+    (folder / "step-00000008" / "rank-00000.pt").write_bytes(b"")
     run_ranks(train, 2, config)
     said = capfd.readouterr().out
-    assert "step-00000009/rank-00001.pt cannot be read (" in said
+    assert "step-00000009/rank-00001.pt has " in said
     assert "kept as step-00000009.broken2, and the run goes on from step-00000004" in said
-    assert "step-00000008/state.pt cannot be read (" in said
+    assert "step-00000008/rank-00000.pt has 0 of " in said
     assert f"resumed {config.out} at step 4 of 15" in said
     assert_same(Path(config.out), Path(undisturbed.out))
 
@@ -151,10 +158,10 @@ def test_without_any_checkpoint_that_loads_the_run_is_refused(copy):
     config = Path(copy.out) / "config.json"
     before = json.loads(config.read_text())["job"]
     for checkpoint in (Path(copy.out) / "checkpoints").iterdir():
-        cut_in_half(checkpoint / "state.pt")
+        cut_in_half(checkpoint / "rank-00000.pt")
     damaged = contents(Path(copy.out) / "checkpoints")
     message = refused(copy)
-    assert "step-00000006/state.pt cannot be read (" in message and "\n" not in message
+    assert "step-00000006/rank-00000.pt has " in message and "\n" not in message
     assert "no other checkpoint in" in message and "name a new --out" in message
     assert json.loads(config.read_text())["job"] == before  # a refused start is no life
     assert contents(Path(copy.out) / "checkpoints") == damaged
@@ -163,24 +170,21 @@ def test_without_any_checkpoint_that_loads_the_run_is_refused(copy):
 def test_foreign_checkpoints_are_refused(copy):
     newest = Path(copy.out) / "checkpoints" / "step-00000006"
     shutil.rmtree(newest.with_name("step-00000004"))
-    whole = torch.load(newest / "state.pt", weights_only=True)
+    whole = json.loads((newest / "index.json").read_text())
+    named = whole["values"] | {"identity/layers": 9}
     refuse_spoilt = [
-        ({"weights": 1}, "not a checkpoint"),
+        ([1], "missing or damaged"),
         ({**whole, "format": "other 7"}, "another format (other 7)"),
-        ({**whole, "identity": {**whole["identity"], "layers": 9}}, "layers=9, not 4"),
-        ({**whole, "optimizer": {}}, "does not fit"),
-        ({**whole, "optimizer": None}, "does not fit"),
-        ({**whole, "model": 3}, "does not fit"),
+        ({**whole, "values": named}, "layers=9, not 4"),
+        ({**whole, "tensors": {}}, "does not fit"),
     ]
-    for state, words in refuse_spoilt:
-        torch.save(state, newest / "state.pt")
+    for index, words in refuse_spoilt:
+        (newest / "index.json").write_text(json.dumps(index))
         message = refused(copy)
         assert words in message and "new --out" in message and "\n" not in message
-    torch.save(whole, newest / "state.pt")
+    (newest / "index.json").write_text(json.dumps(whole))
     message = refused(copy, width=8)
-    assert "layers.0.weight=[16, 4], not [8, 4]" in message
-    (newest / "rank-00000.pt").unlink()
-    assert "rank-00000.pt cannot be read" in refused(copy)
+    assert "layers.0.weight" in message and "[16, 4]" in message and "[8, 4]" in message
 
 
 def test_settings_that_cannot_be(tmp_path):

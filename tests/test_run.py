@@ -21,10 +21,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from manyhands.checkpoint import checkpoints
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
+from manyhands.checkpoint.folder import complete
+from manyhands.checkpoint.index import damage
+from manyhands.checkpoint.store import Store
 from manyhands.instruments.meters import STEP_PHASES
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput, World
-from manyhands.training import checkpoints
 from manyhands.training.run import (
     Run,
     TrainConfig,
@@ -32,7 +36,7 @@ from manyhands.training.run import (
     save_once,
     set_learning_rate,
 )
-from manyhands.training.storage import read_lines
+from manyhands.training.storage import read_json, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,7 +77,8 @@ def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = Fals
     dataset = data()
     sampler = DistributedSampler(dataset, world.world_size, world.rank, drop_last=True)
     order = {"shuffle": True} if shuffle else {"sampler": sampler}
-    run = Run(config, world, "tiny", num_samples=len(dataset), flops_per_token=100.0, floor=0.5)
+    sizes = {"num_samples": len(dataset), "flops_per_token": 100.0}
+    run = Run(config, world, "tiny", **sizes, checkpoints=ShardedCheckpoints, floor=0.5)
     loader = DataLoader(dataset, config.batch // world.world_size, drop_last=True, **order)
     run.resume(model=model, optimizer=optimizer)
     losses = []
@@ -181,8 +186,9 @@ def test_folder_of_a_finished_run(config):
         1.25,
         0.5,
     )
-    saved = torch.load(folder / "checkpoints/step-00000015/state.pt", weights_only=True)["model"]
-    assert saved.keys() == outcome(folder)[1].keys() == Net().state_dict().keys()
+    index = read_json(folder / "checkpoints/step-00000015/index.json")
+    saved = {name[6:] for name in index["tensors"] if name.startswith("model/")}
+    assert saved == outcome(folder)[1].keys() == Net().state_dict().keys()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -223,10 +229,10 @@ def test_kill_at_any_moment_leaves_only_whole_checkpoints(config):
             break  # the run was quicker than the last kill
         except RankFailed:
             kills += 1
-        for checkpoint in (Path(config.out) / "checkpoints").glob("step-????????"):
-            state = torch.load(checkpoint / "state.pt", weights_only=True)
-            assert state["step"] == int(checkpoint.name[5:])
-            torch.load(checkpoint / "rank-00000.pt", weights_only=True)
+        folder = Path(config.out) / "checkpoints"
+        for name in complete(folder):
+            assert damage(Store(folder / name)) == ""
+            assert read_json(folder / name / "index.json")["values"]["step"] == int(name[5:])
     assert kills
     if status(Path(config.out))["state"] != "finished":
         run_ranks(train, 1, config, quiet=True)
@@ -304,7 +310,7 @@ def test_full_disk_while_saving_is_one_line_on_every_rank(config, victim):
 
     messages = run_ranks(refused, 2, config, event=event, quiet=True)
     assert messages[0] == messages[1]
-    assert f"rank {victim} cannot write" in messages[0] and "File too large" in messages[0]
+    assert f"cannot save: rank {victim}: " in messages[0] and "File too large" in messages[0]
     assert "\n" not in messages[0]
     assert names(Path(config.out) / "checkpoints") == ["step-00000004"]
     assert status(Path(config.out))["state"] == "failed"
@@ -359,7 +365,7 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.register_step_pre_hook(lambda *_: time.sleep(0.03))
-        run = Run(config, world_here(), "tiny", num_samples=40)
+        run = Run(config, world_here(), "tiny", num_samples=40, checkpoints=ShardedCheckpoints)
         run.resume(model=model, optimizer=optimizer)
         model.sleep_s = 0.02
         loader = DataLoader(data(), config.batch, collate_fn=slow_collate)
@@ -385,13 +391,13 @@ def test_a_steps_time_is_put_where_it_was_spent(config):
 
 
 def test_a_checkpoint_counts_in_the_line_after_it_and_not_in_the_step(config, monkeypatch):
-    write = checkpoints.write_checkpoint
+    write = checkpoints.save_sharded
 
     def write_slowly(*args: object) -> None:
         time.sleep(0.2)
         write(*args)
 
-    monkeypatch.setattr(checkpoints, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(checkpoints, "save_sharded", write_slowly)
     train(replace(config, steps=5, save_every=2))
     lines = read_lines(Path(config.out) / "metrics.jsonl")
     assert [line["checkpoint_s"] > 0.19 for line in lines] == [False, False, True, False, True]
@@ -434,7 +440,8 @@ def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(conf
     def train_beside_a_server() -> int:
         world, model = world_here(), nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters()) if world.is_main else None
-        run = Run(config, world, "tiny", num_samples=40, num_shares=1)
+        sizes = {"num_samples": 40, "num_shares": 1}
+        run = Run(config, world, "tiny", **sizes, checkpoints=ShardedCheckpoints)
         loader = DataLoader(data(), 5)
         if world.is_main:
             loader = DataLoader(data(), batch_sampler=[()] * 8, collate_fn=tuple)
@@ -454,8 +461,8 @@ def test_a_rank_without_samples_counts_neither_in_the_mean_nor_in_the_share(conf
     assert [line["loss"] for line in lines] == [2.5] * 3
     # Rank 0, which writes the lines, has no forward: it waits for the others.
     assert all(line["forward_s"] < 0.005 and line["other_s"] > 0.009 for line in lines)
-    saved = torch.load(Path(config.out) / "checkpoints/step-00000002/state.pt", weights_only=True)
-    assert saved["optimizer"]["param_groups"][0]["lr"] == learning_rate_at(1, config)
+    index = read_json(Path(config.out) / "checkpoints/step-00000002/index.json")
+    assert index["values"]["optimizer/groups/0/lr"] == learning_rate_at(1, config)
 
 
 def test_free_folder_names_count_up(config, tmp_path, monkeypatch):
@@ -496,11 +503,14 @@ def test_a_run_that_is_left_behind_has_failed_at_the_end_of_the_process(config):
     """As in a notebook, where the traceback of the last cell holds everything."""
     code = f"""
 import torch
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.training.run import Run, TrainConfig
 from manyhands.ranks.runtime import alone
 from torch.utils.data import TensorDataset, DataLoader
 config = TrainConfig(batch=4, steps=15, out={config.out!r})
-run, model = Run(config, alone("cpu"), "tiny", num_samples=40), torch.nn.Linear(4, 1)
+checkpoints = {{"checkpoints": ShardedCheckpoints}}
+run = Run(config, alone("cpu"), "tiny", num_samples=40, **checkpoints)
+model = torch.nn.Linear(4, 1)
 run.resume(model, torch.optim.SGD(model.parameters()))
 epochs = run.epochs(DataLoader(TensorDataset(torch.randn(40, 4)), 4))
 next(epochs)

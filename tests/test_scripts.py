@@ -630,16 +630,15 @@ def cut(path: Path) -> None:
 
 
 def rename_job(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {"identity": state["identity"] | {"job": "other"}}, path)
+    path.write_text(path.read_text().replace('"identity/job": "single"', '"identity/job": "other"'))
 
 
 SPOILT = [
-    ({}, "state.pt", cut, "state.pt cannot be read"),
-    ({}, "rank-00000.pt", cut, "rank-00000.pt cannot be read"),
-    ({}, "state.pt", Path.unlink, "state.pt cannot be read"),
-    ({}, "state.pt", lambda path: path.write_bytes(b""), "state.pt cannot be read"),
-    ({}, "state.pt", rename_job, "was saved with job=other, not single"),
+    ({}, "rank-00000.pt", cut, "rank-00000.pt has "),
+    ({}, "rank-00000.pt", Path.unlink, "rank-00000.pt is missing"),
+    ({}, "rank-00000.pt", lambda path: path.write_bytes(b""), "rank-00000.pt has 0 of "),
+    ({}, "index.json", cut, "index.json is missing or damaged"),
+    ({}, "index.json", rename_job, "was saved with job=other, not single"),
     ({"layers": 2}, "", None, "holds a run with layers=1, not 2"),
     ({"steps": 50}, "", None, "holds a run with steps=10, not 50"),
     ({"vocab": 300}, "", None, "holds a run with vocab=0, not 300"),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import train_ddp
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import run as run_module
@@ -37,7 +38,7 @@ def train_and_validate(
         run_module.VALID_PAUSE_S = 0.0
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    run = Run(config, world, "tiny", num_samples=40)
+    run = Run(config, world, "tiny", num_samples=40, checkpoints=ShardedCheckpoints)
     run.resume(model, optimizer)
     loader = DataLoader(data(), config.batch // world.world_size)
     for _ in run.epochs(loader):
@@ -133,7 +134,7 @@ def train_and_keep_best(
     torch.manual_seed(config.seed)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    run = Run(config, world, "tiny", num_samples=40)
+    run = Run(config, world, "tiny", num_samples=40, checkpoints=ShardedCheckpoints)
     loader = DataLoader(data(), config.batch // world.world_size, shuffle=True)
     seen = []
 
@@ -224,13 +225,13 @@ def test_losses_of_steps_that_are_done_again_are_measured_again(config):
 
 def test_a_damaged_best_checkpoint_gives_way_to_the_next(config, capfd):
     def damage(step: int) -> None:
-        state = Path(config.out) / "checkpoints" / steps(8)[0] / "state.pt"
+        state = Path(config.out) / "checkpoints" / steps(8)[0] / "rank-00000.pt"
         if step == 15 and state.exists():
             cut_in_half(state)
 
     train_and_keep_best(config, event=damage)
     said = capfd.readouterr().out
-    assert "step-00000008/state.pt cannot be read (" in said
+    assert "step-00000008/rank-00000.pt has " in said
     assert "kept as step-00000008.broken, and the weights are taken from step-00000015" in said
     assert status(Path(config.out))["test_step"] == 15
 

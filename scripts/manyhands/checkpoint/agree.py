@@ -35,7 +35,8 @@ def together(action: Callable[[], object], group: Group = None) -> object:
         result = action()
     except (ValueError, OSError) as found:
         problem = str(found)
-    for rank, told in enumerate(gather(problem, group)):
+    every = gather(problem, group)
+    for rank, told in enumerate(every):
         if told:
-            raise ValueError(told if rank_of(group) == rank else f"rank {rank}: {told}")
+            raise ValueError(f"rank {rank}: {told}" if len(every) > 1 else told)
     return result

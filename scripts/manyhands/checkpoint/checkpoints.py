@@ -3,15 +3,16 @@
     Run --save(step)--> save_sharded --> step-00000100/   rank-00000.pt, rank-00001.pt, index.json
     Run <-load_newest-- load_sharded <-- the newest one of which every file is intact
 
-They take the place of training.checkpoints.Checkpoints where `Run` is given them. What depends on
-the number of ranks is not saved, or only used when that number is the same: the random numbers of
-each rank.
+Every job hands them to its `Run`. Weights and optimizer are saved in boxes that any number of ranks
+can load, where the model shows what is sharded: FSDP's shards, DTensors, and what all ranks hold
+whole. Parts whose place in the whole nobody knows, such as the stages of a pipeline, belong to
+their rank, as its random numbers do, and fit the same number of ranks only.
 Price: that of save_sharded; the disk holds the newest ones, the best, and one that is written.
 """
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from torch.optim import Optimizer
 
 from manyhands.checkpoint import folder as checkpoints
 from manyhands.checkpoint.index import read_index
-from manyhands.checkpoint.pieces import model_state, optimizer_state, set_groups
+from manyhands.checkpoint.pieces import is_dtensor, model_state, optimizer_state, set_groups
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.model import ShardedModel
 from manyhands.ranks.runtime import BadInput, World, on_main
-from manyhands.training.checkpoints import get_rng
+from manyhands.training.random_state import get_rng
 from manyhands.training.storage import differences, read_lines, replace_file
 
 NUM_KEPT = 3
@@ -50,6 +51,7 @@ class ShardedCheckpoints:
         self.module: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.flats: list[Flat] = []
+        self.own: Collection[str] = ()
         self.losses: dict[int, float] = {}  # on the validation data, by step; inf: not finite
 
     def of(self, model: nn.Module, optimizer: Optimizer | None, sharded: Collection[str]) -> None:
@@ -57,10 +59,12 @@ class ShardedCheckpoints:
 
         Args:
             optimizer: rank 0 has the one whose state is saved; other ranks may have None.
-            sharded: not needed: the model itself shows what is sharded.
+            sharded: "model", "optimizer" or both: of these each rank holds its own part. Where the
+                model does not show which part that is, the part belongs to the rank.
         """
-        del sharded
         self.flats = list(chain(*model.units)) if isinstance(model, ShardedModel) else []
+        has_boxes = bool(self.flats) or any(map(is_dtensor, model.parameters()))
+        self.own = () if has_boxes else sharded
         # A reference to the wrapper would keep DDP alive beyond the process group.
         self.module = model if self.flats else getattr(model, "module", model)
         self.optimizer = optimizer
@@ -77,10 +81,12 @@ class ShardedCheckpoints:
         rng = {"epoch": epoch_rng, "now": get_rng(self.world.device)}
         name = checkpoints.name_of(step)
         state = self._state(step, rng, self.optimizer)
-        told(
-            f"cannot save {name} (free some space; those before it are kept)",
-            lambda: save_sharded(state, self._address_of(name)),
-        )
+        advice = "; free some space. The checkpoints before it are kept"
+        try:
+            told("cannot save", lambda: save_sharded(state, self._address_of(name)), advice)
+        except BadInput:
+            on_main(lambda: Store(self.address).remove(name))
+            raise
         on_main(lambda: told("cannot clear away", self._remove_old))
 
     def best(self) -> str | None:
@@ -119,15 +125,12 @@ class ShardedCheckpoints:
         name, problems = told("cannot read", lambda: checkpoints.newest_intact(self.address))
         if name is None and problems:
             raise BadInput(
-                f"{problems[0]}; no other checkpoint in {self.address} is intact: name a new "
+                f"{problems[0]}; no other checkpoint in {self.address} can be loaded: name a new "
                 "--out to begin anew"
             )
-        for problem in problems:
-            kept = on_main(self._set_newest_aside)
-            self.world.print(
-                f"{problem}; that checkpoint is kept as {kept}, and the run goes on from {name}"
-            )
-        return None if name is None else self._load(name, self.optimizer)
+        newer = on_main(lambda: checkpoints.complete(self.address))[::-1][: len(problems)]
+        self._set_aside(newer, problems, f"the run goes on from {name}")
+        return None if name is None else self._load(name)
 
     def load_best(self) -> int:
         """Load the weights with the lowest validation loss on every rank; returns their step.
@@ -135,18 +138,26 @@ class ShardedCheckpoints:
         Raises:
             BadInput: on every rank, when no checkpoint with a validation loss can be loaded.
         """
-        problems = []
-        for name in on_main(self._by_loss):
+        found = on_main(self._by_loss)
+        problems: list[str] = []
+        for name in found:
             try:
-                return self._load(name, None)[0]
+                step, _ = self._load(name, weights_only=True)
             except BadInput as problem:
-                problems.append(f"{problem}; ")
-        raise BadInput(f"{''.join(problems)}no checkpoint with a validation loss can be loaded")
+                problems.append(str(problem))
+                continue
+            self._set_aside(found, problems, f"the weights are taken from {name}")
+            return step
+        raise BadInput(
+            f"{problems[0]}; no other checkpoint in {self.address} can be loaded: name a new "
+            "--out to begin anew"
+        )
 
     # ---- parts ---------------------------------------------------------------------------------
 
-    def _load(self, name: str, optimizer: Optimizer | None) -> tuple[int, dict]:
-        """Load a checkpoint into the model and, if given, the optimizer."""
+    def _load(self, name: str, weights_only: bool = False) -> tuple[int, dict]:
+        """Load a checkpoint into the model and the optimizer, or into the model alone."""
+        optimizer = None if weights_only else self.optimizer
         address = self._address_of(name)
         about = on_main(lambda: told("cannot read", lambda: read_index(Store(address))["values"]))
         theirs = {at[9:]: value for at, value in about.items() if at.startswith("identity/")}
@@ -154,24 +165,38 @@ class ShardedCheckpoints:
             raise BadInput(f"{address} was saved with {found}: name a new --out, or its settings")
         rng = {"epoch": get_rng(self.world.device), "now": get_rng(self.world.device)}
         state = self._state(0, rng, optimizer)
-        keep = ("ranks/",) if optimizer is self.optimizer else ("ranks/", "optimizer/")
-        loaded = told("cannot load", lambda: load_sharded(state, address, keep=keep))
+        is_same = about["num_ranks"] == self.world.world_size
+        keep = [] if is_same else ["ranks/"]
+        if weights_only:
+            ranks = range(self.world.world_size)
+            keep += ["optimizer/", *(f"ranks/{rank}/optimizer/" for rank in ranks)]
+        loaded = told(
+            f"{address} does not fit",
+            lambda: load_sharded(state, address, keep=keep),
+            ": name a new --out to begin anew",
+        )
+        own = loaded["ranks"][str(self.world.rank)]
         if optimizer is not None:
-            set_groups(optimizer, loaded["optimizer"]["groups"])
-        if about["num_ranks"] != self.world.world_size:
+            place = own if "optimizer" in self.own else loaded
+            set_groups(optimizer, place["optimizer"]["groups"])
+        if not is_same:
             # Other ranks' random numbers would be drawn twice, and the run's first ones again.
             torch.manual_seed(self.world.data_seed * 1_000_003 + loaded["step"])
             rng = {}
         return loaded["step"], rng
 
     def _state(self, step: int, rng: dict, optimizer: Optimizer | None) -> dict:
+        parts: dict[str, dict] = {"model": model_state(self.module, self.flats)}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer_state(optimizer, self.flats)
+        own = {name: part for name, part in parts.items() if name in self.own}
+        shared = {name: part for name, part in parts.items() if name not in self.own}
         return {
             "identity": self.identity,
             "step": step,
             "num_ranks": self.world.world_size,
-            "model": model_state(self.module, self.flats),
-            "optimizer": optimizer_state(optimizer, self.flats) if optimizer else {},
-            "ranks": {str(self.world.rank): {"rng": rng}},
+            **shared,
+            "ranks": {str(self.world.rank): {"rng": rng, **own}},
         }
 
     def _address_of(self, name: str) -> str:
@@ -182,8 +207,11 @@ class ShardedCheckpoints:
         for name in checkpoints.to_remove(names, self.losses, NUM_KEPT):
             checkpoints.remove(self.address, name)
 
-    def _set_newest_aside(self) -> str:
-        return checkpoints.set_aside(self.address, checkpoints.complete(self.address)[-1])
+    def _set_aside(self, names: Sequence[str], problems: Sequence[str], words: str) -> None:
+        """Keep the damaged ones of these under other names, and say so."""
+        for name, problem in zip(names, problems, strict=False):
+            kept = on_main(lambda name=name: checkpoints.set_aside(self.address, name))
+            self.world.print(f"{problem}; that checkpoint is kept as {kept}, and {words}")
 
     def _by_loss(self) -> list[str]:
         """The checkpoints that were validated, the best first."""
@@ -195,11 +223,11 @@ class ShardedCheckpoints:
         return sorted(known, key=lambda name: self.losses[checkpoints.step_of(name)])
 
 
-def told(words: str, action: Callable[[], object]) -> object:
-    """The result of an action; what it refuses, as BadInput."""
+def told(words: str, action: Callable[[], object], advice: str = "") -> object:
+    """The result of an action; what it refuses, as BadInput with these words around it."""
     try:
         return action()
     except BadInput:
         raise
     except (ValueError, OSError) as problem:
-        raise BadInput(f"{words}: {problem}") from None
+        raise BadInput(f"{words}: {problem}{advice}") from None

@@ -53,11 +53,16 @@ class Store:
             OSError: the disk or the store refuses; then the file before it, if any, is still there.
         """
         final = f"{self.path}/{name}"
-        if not self.is_local:
-            with self.files.open(final, "wb") as file:
-                return _fill(file, fill)
-        os.makedirs(os.path.dirname(final), exist_ok=True)
-        return write_whole(final, lambda file: _fill(file, fill))
+        try:
+            if not self.is_local:
+                with self.files.open(final, "wb") as file:
+                    return _fill(file, fill)
+            os.makedirs(os.path.dirname(final), exist_ok=True)
+            return write_whole(final, lambda file: _fill(file, fill))
+        except OSError as problem:
+            if problem.filename is None:  # "No space left on device" alone helps nobody
+                problem.filename = f"{self.address}/{name}"
+            raise
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, whole or not at all."""

@@ -119,6 +119,7 @@ def started(config: Config, name: str) -> Iterator[tuple[FrameworkRun, corpus.Co
             world,
             name,
             num_samples=len(data.train),
+            checkpoints=None,
             flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
             floor=data.entropy_floor,
             same_ranks=False,  # the frameworks' checkpoints are whole

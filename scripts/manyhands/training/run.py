@@ -9,13 +9,13 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
                  logs/rank-00000.log     what each rank printed, where that is not a terminal
                  ranks/rank-00000.jsonl  how busy each rank is, twice a second
                  nodes/<host>.jsonl      how busy each node and its GPUs are, by local rank 0
-                 checkpoints/step-00000100/state.pt        model and optimizer, by rank 0
-                                           rank-00000.pt   random numbers and shards, by each rank
+                 checkpoints/step-00000100/rank-00000.pt   this rank's part of the state
+                                           index.json      what is where; the commit
                  model.pt                the weights of the best checkpoint, by `save_once`
 
-A checkpoint gets its name when every rank has said that its part is on the disk, so a process
-killed at any moment leaves only whole ones. A resumed run goes on bit for bit: weights, optimizer,
-random numbers and the place in the data.
+A checkpoint counts when its index is there, which is written when every rank has said that its part
+is on the disk, so a process killed at any moment leaves only whole ones. A resumed run goes on bit
+for bit: weights, optimizer, random numbers and the place in the data.
 Price: one all-reduce of 40 bytes a step, and one wait for the device a step.
 """
 
@@ -44,9 +44,9 @@ from manyhands.instruments.meters import (
 )
 from manyhands.ranks.runtime import BadInput, World, on_main, together, wait_for
 from manyhands.training import lock, storage
-from manyhands.training.checkpoints import Checkpoints, get_rng, set_rng
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
+from manyhands.training.random_state import get_rng, set_rng
 
 VALID_PAUSE_S = 2.0  # between two lines of the validation's progress
 Batches = Sequence[tuple[Tensor, ...]] | DataLoader
@@ -127,20 +127,21 @@ class Run:
         name: str,
         *,
         num_samples: int,
+        checkpoints: Callable | None,
         flops_per_token: float = 0.0,
         floor: float | None = None,
         num_shares: int | None = None,
-        checkpoints: Callable[[Path, dict, World], Checkpoints] = Checkpoints,
         same_ranks: bool = True,
     ) -> None:
         """Find or make the folder and write `config.json`.
 
         Args:
             num_samples: sequences in the training data.
+            checkpoints: makes what saves and loads, of a folder, the identity and the world; as
+                checkpoint.checkpoints.ShardedCheckpoints does. None where a framework saves.
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
             num_shares: ranks that share a batch evenly; all ranks where not given.
-            checkpoints: makes what saves and loads, of a folder, the identity and the world.
             same_ranks: does a checkpoint fit only the number of ranks that has saved it?
 
         Raises:
@@ -163,7 +164,8 @@ class Run:
         if not same_ranks:
             del identity["ranks"]
         self.folder = self._open_folder(name, identity, flops_per_token)
-        self._checkpoints = checkpoints(self.folder / "checkpoints", identity, world)
+        if checkpoints is not None:
+            self._checkpoints = checkpoints(self.folder / "checkpoints", identity, world)
 
     # ---- the loop ------------------------------------------------------------------------------
 

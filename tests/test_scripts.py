@@ -664,7 +664,7 @@ def test_folder_that_is_no_run(refuse, tmp_path):
 def test_full_disk_at_a_checkpoint_and_at_the_start(refuse, warm, clone, tmp_path):
     """No file may grow beyond a limit: the kernel then refuses as it does on a full disk."""
     line = refuse("single", file_bytes=5000, save_every=1)
-    assert "cannot write" in line and "File too large" in line
+    assert "cannot save" in line and "File too large" in line
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     assert "File too large" in refuse("single", file_bytes=500, out=tmp_path / "other")
     again = [clone / "scripts" / "train_single.py", *flags(clone, out="run", save_every=1)]
@@ -685,7 +685,7 @@ def test_full_disk_that_is_really_full(refuse, tmp_path):
         pytest.skip(f"a full disk needs root and the right to mount: {reason}")
     try:
         line = refuse("single", file_bytes=resource.RLIM_INFINITY, out=disk / "run", save_every=1)
-        assert "cannot write" in line and "No space left on device" in line
+        assert "cannot save" in line and "No space left on device" in line
         assert not list((disk / "run" / "checkpoints").iterdir())
     finally:
         subprocess.run(["umount", str(disk)], check=True)

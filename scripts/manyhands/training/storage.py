@@ -1,6 +1,6 @@
 """Whole files or none: what a run keeps on disk, and how it comes back.
 
-    state.pt  ---written, fsync--->  step-00000100.partial/  ---os.replace--->  step-00000100/
+    status.json  ---written, fsync--->  status.json.partial  ---os.replace--->  status.json
 
 Whatever is written goes to a name that ends in `.partial`, and gets its own name when all of it is
 on the disk. A process may be killed at any moment: a name without `.partial` is whole.

@@ -72,6 +72,7 @@ from manyhands.checkpoint.index import (
     key_of,
     read_file,
     read_index,
+    sealed,
 )
 from manyhands.checkpoint.pieces import (
     flatten,

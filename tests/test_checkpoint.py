@@ -334,6 +334,7 @@ DAMAGES = {
     "swapped": (lambda folder: swap(folder / "rank-00001.pt"), "rank-0000"),
     "missing": (lambda folder: (folder / "rank-00001.pt").unlink(), "rank-00001.pt is missing"),
     "index cut": (lambda folder: cut(folder / "index.json"), "index.json is missing or damaged"),
+    "index's bit": (lambda folder: flip(folder / "index.json"), "index.json is "),
     "no index": (lambda folder: (folder / "index.json").unlink(), "index.json is missing"),
     "other index": (lambda folder: (folder / "index.json").write_text("[]"), "index.json is"),
 }

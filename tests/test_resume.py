@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.checkpoint.index import sealed
 from manyhands.ranks.lab import run_ranks
 from manyhands.training import lock
 from manyhands.training.run import TrainConfig
+from manyhands.training.storage import read_json
 from test_run import assert_same, names, refused, train
 
 
@@ -170,7 +172,8 @@ def test_without_any_checkpoint_that_loads_the_run_is_refused(copy):
 def test_foreign_checkpoints_are_refused(copy):
     newest = Path(copy.out) / "checkpoints" / "step-00000006"
     shutil.rmtree(newest.with_name("step-00000004"))
-    whole = json.loads((newest / "index.json").read_text())
+    whole = read_json(newest / "index.json")
+    del whole["sha256"]
     named = whole["values"] | {"identity/layers": 9}
     refuse_spoilt = [
         ([1], "missing or damaged"),
@@ -179,10 +182,13 @@ def test_foreign_checkpoints_are_refused(copy):
         ({**whole, "tensors": {}}, "does not fit"),
     ]
     for index, words in refuse_spoilt:
-        (newest / "index.json").write_text(json.dumps(index))
+        content = sealed(index) if isinstance(index, dict) else index
+        (newest / "index.json").write_text(json.dumps(content))
         message = refused(copy)
         assert words in message and "new --out" in message and "\n" not in message
-    (newest / "index.json").write_text(json.dumps(whole))
+    (newest / "index.json").write_text(json.dumps(whole | {"step": 7}))
+    assert "index.json is damaged" in refused(copy)
+    (newest / "index.json").write_text(json.dumps(sealed(whole)))
     message = refused(copy, width=8)
     assert "layers.0.weight" in message and "[16, 4]" in message and "[8, 4]" in message
 

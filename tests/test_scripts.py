@@ -30,6 +30,7 @@ import train_memory
 import train_pipeline
 import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
+from manyhands.checkpoint.index import sealed
 from manyhands.ddp import program
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer
@@ -37,6 +38,7 @@ from manyhands.pipeline import stages
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 from manyhands.training.run import Run
+from manyhands.training.storage import read_json
 
 SCRIPTS = {
     "ddp": train_ddp,
@@ -630,7 +632,10 @@ def cut(path: Path) -> None:
 
 
 def rename_job(path: Path) -> None:
-    path.write_text(path.read_text().replace('"identity/job": "single"', '"identity/job": "other"'))
+    index = read_json(path)
+    del index["sha256"]
+    index["values"]["identity/job"] = "other"
+    path.write_text(json.dumps(sealed(index)))
 
 
 SPOILT = [

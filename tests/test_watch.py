@@ -25,7 +25,7 @@ from manyhands.jobs.watch import JobFailed, JobStopped, JobTooLong
 RUN = r"""
 while [ $# -gt 0 ]; do [ "$1" = --out ] && out=$2; shift; done
 state() { echo "{\"state\": \"$1\", \"steps\": $steps}" > "$out/status.json"; }
-trap 'mkdir -p "$out/checkpoints/step-00000007"; state stopped; exit 0' TERM
+trap 'mkdir -p "$out/checkpoints/step-00000007"; touch "$_/index.json"; state stopped; exit 0' TERM
 mkdir -p "$out/logs"
 echo '{"floor": null, "loss_name": "loss (nats per image)"}' > "$out/config.json"
 state running

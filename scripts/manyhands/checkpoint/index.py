@@ -1,12 +1,15 @@
 """The index of a sharded checkpoint, and what is refused because of it.
 
     {"format": ..., "files": {"rank-00000.pt": {"bytes", "sha256"}}, "values": {"step": 7},
-     "tensors": {"model/w": {"shape", "dtype", "pieces": [{"offset", "size", "file"}]}}}
+     "tensors": {"model/w": {"shape", "dtype", "pieces": [{"offset", "size", "file"}]}},
+     "sha256": ...}    of the rest of the index
 
 It is read before any file of tensors, and says all that one has to know to find a number again.
 Price: a few hundred bytes a piece.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import prod
@@ -25,12 +28,20 @@ def read_index(store: Store) -> dict:
     """The index of a complete checkpoint.
 
     Raises:
-        ValueError: there is none, or it has another format.
+        ValueError: there is none, it has another format, or it is damaged.
     """
     index = store.read_json(INDEX)
     if index.get("format") != FORMAT:
         raise ValueError(f"{store.address} has another format ({index.get('format')})")
+    if index != sealed({name: part for name, part in index.items() if name != "sha256"}):
+        raise ValueError(f"{store.address}/{INDEX} is damaged: its SHA-256 is not its own")
     return index
+
+
+def sealed(index: Mapping) -> dict:
+    """An index with the sum of its content, which tells a damaged one from the one written."""
+    content = json.dumps(index, sort_keys=True).encode()
+    return {**index, "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def damage(store: Store, rank: int = 0, num_ranks: int = 1) -> str:

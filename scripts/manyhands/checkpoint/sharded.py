@@ -38,6 +38,7 @@ from manyhands.checkpoint.index import (
     key_of,
     read_file,
     read_index,
+    sealed,
 )
 from manyhands.checkpoint.pieces import Box, Piece, flatten, overlap, with_leaves
 from manyhands.checkpoint.store import Store
@@ -87,7 +88,7 @@ def save_sharded(state: Mapping, folder: str | Path, group: Group = None) -> int
         "values": values,
         "tensors": describe(writers, shapes, types),
     }
-    together(lambda: rank or store.write_json(INDEX, index), group)
+    together(lambda: rank or store.write_json(INDEX, sealed(index)), group)
     return written["bytes"]
 
 

@@ -124,13 +124,13 @@ def _stop(job: Job, screen: "_Lines | _Panel") -> None:
 
 def _words_of_saved(job: Job) -> str:
     """What is saved of a run that did not come to its end, and how to go on."""
-    saved = sorted((job.out / "checkpoints").glob("step-" + "[0-9]" * 8))
+    saved = sorted((job.out / "checkpoints").glob("step-" + "[0-9]" * 8 + "/index.json"))
     status = job.status()
     if not job.state.ended:
         return f"It has not ended yet: try scancel {job.id}"
     if status.get("state") == "finished":
         return f"It had just finished, in {job.out}"
-    step = int(saved[-1].name[5:]) if saved else status.get("step", 0)
+    step = int(saved[-1].parent.name[5:]) if saved else status.get("step", 0)
     if not step or not (saved or status.get("state") == "stopped"):
         return "Nothing was saved"
     step = f"step {step} of {status.get('steps')}"

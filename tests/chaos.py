@@ -69,7 +69,7 @@ class Run:
 
     def checkpoint(self) -> int:
         """The step of the newest whole checkpoint."""
-        names = (path.name for path in self.out.glob("checkpoints/step-*"))
+        names = (path.parent.name for path in self.out.glob("checkpoints/step-*/index.json"))
         return max(int(name[5:]) for name in names if name[5:].isdigit())
 
     def resumed(self) -> list[int]:

@@ -590,7 +590,7 @@ if check.ready("11.4", "11.5", "11.6"):
 # AdamW's state deserves a second look. It is created lazily, in the first step, so a new optimizer has no
 # tensors to load into. A load that only fills what it finds would skip the moments without a word.
 # `optimizer_state` therefore first takes a step with gradients of 0 and a learning rate of 0, which creates
-# the state and changes no weight. Section 6 meets the same trap in PyTorch's tool.
+# the state and changes no weight. Section 7 meets the same trap in PyTorch's tool.
 #
 # And what cannot be resharded? What belongs to a rank by its nature, above all random numbers. A checkpoint of
 # four ranks holds four states of the generator, and three ranks cannot continue four sequences. Such items
@@ -719,7 +719,231 @@ if check.ready("11.5", "11.7"):
 # copy of the state in memory. If the disk is not done before the next save, that save waits.
 
 # %% [markdown]
-# ## 7. When to save
+# ## 7. PyTorch's own (optional)
+#
+# Does PyTorch have all of this already? It does: `torch.distributed.checkpoint`, DCP for short, plans what each
+# rank writes, writes one file per rank, commits, and loads on any number of ranks, as your functions do. The
+# names are different, and so is what it takes care of:
+#
+# | ours | DCP's | the difference |
+# |---|---|---|
+# | `rank-00002.pt` | `__2_0.distcp` | DCP puts its tensors one behind the other, each in the format of `torch.save` |
+# | `index.json` | `.metadata` | both say which box is where, both are written last, and a folder without one is no checkpoint |
+# | the index is removed before its folder is used again | the old `.metadata` stays until the new one is written | a job that is killed in between leaves old metadata with new files, so give every save a folder of its own |
+# | SHA-256 of each file | nothing | a flipped bit is loaded without a word |
+# | JSON, and `weights_only=True` | pickle | loading can run code that somebody has put into the file, so load only what your own runs have saved |
+# | `newest_intact`, `to_remove` | nothing | which folder to load and which ones to keep is left to your program |
+#
+# DCP knows a shard when it sees a `DTensor`, which is what `fully_shard` makes of every weight. It takes any other
+# tensor for one that all ranks hold alike. Our own FSDP has plain tensors as its shards, so this section shards
+# with `fully_shard`.
+#
+# ### Three things that nobody tells you
+#
+# The first idea is to save what the model and the optimizer return as their state, and to load into the same
+# from a new model and optimizer. In this cell two ranks do that. Before you run it: of the weights, the two moments
+# of AdamW, the number of the step and the learning rate, which will be back?
+
+# %%
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from manyhands.fsdp.fully_shard import torch_fsdp
+
+
+def build_torch(seed=0):
+    """The model of build, sharded by fully_shard."""
+    torch.manual_seed(seed)
+    model = Transformer(V, T, L)
+    model = torch_fsdp(model, list(model.blocks))
+    return model, ADAMW(model.parameters())
+
+
+def save_bare(folder):
+    model, optimizer = build_torch()
+    train(model, optimizer, range(3))
+    optimizer.param_groups[0]["lr"] = 5e-4  # as a schedule does
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    dcp.save(state, checkpoint_id=folder)
+    return full_state(model), len(optimizer.state)
+
+
+def load_bare(folder):
+    model, optimizer = build_torch(seed=5)
+    step = 0
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    dcp.load(state, checkpoint_id=folder)
+    rate = optimizer.param_groups[0]["lr"]
+    stored = state["optimizer"]["param_groups"][0]["lr"]
+    return full_state(model), len(optimizer.state), (step, state["step"]), (rate, stored)
+
+
+# %% tags=["nbval-check-output"]
+saved, num_states = run_ranks(save_bare, 2, HERE / "bare")[0]
+found, num_loaded, step, rate = run_ranks(load_bare, 2, HERE / "bare")[0]
+num_equal = sum(torch.equal(found[name], saved[name]) for name in saved)
+print(f"weights that are those of the checkpoint: {num_equal} of {len(saved)}")
+print(f"weights whose moments were loaded: {num_loaded} of {num_states}")
+print(f"step: {step[0]} in the program, {step[1]} in the dict that was given to dcp.load")
+print(f"learning rate: {rate[0]} in the optimizer, {rate[1]} in that dict")
+assert num_equal == len(saved) and num_loaded == 0 and step == (0, 3) and rate == (1e-3, 5e-4)
+
+# %% [markdown]
+# Only the weights are back, and there was no warning. (One of them has two names, since the first and the last
+# layer share it, and the optimizer counts it once.) DCP fills the *tensors* that it finds in your dict, in place, and
+# so it writes into the memory of the model. Two kinds of things escape it:
+#
+# - **State that does not exist yet.** A new AdamW has no moments, so its dict has no names for them, and DCP loads
+#   only names that it is asked for. This run would go on with right weights and moments of 0.
+# - **Numbers.** A number cannot be filled in place. DCP replaces it in the dict, and it stays there until your
+#   program takes it out: the step, and also the learning rate in the optimizer's settings.
+#
+# The third trap is names. A model under DDP calls its weights `module.` and then the name. What happens if weights
+# are saved with that prefix and loaded without it, or the other way round?
+
+
+# %% tags=["nbval-check-output"]
+def load_under_other_names(folder, is_partial):
+    """Ask for the weights by the names that DDP gives them; how many tensors are then changed?"""
+    model, _ = build_torch(seed=5)
+    old = copy.deepcopy(model.state_dict())
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=is_partial)
+    try:
+        dcp.load({"model": state}, checkpoint_id=folder, planner=planner)
+    except dcp.CheckpointException as refused:
+        error, _ = refused.failures[dist.get_rank()]
+        return f"refused: {error}"
+    new = model.state_dict()
+    changed = sum(not torch.equal(new[name].to_local(), old[name].to_local()) for name in new)
+    return f"accepted, and {changed} of {len(new)} tensors are changed"
+
+
+for is_partial in (False, True):
+    told = run_ranks(load_under_other_names, 2, HERE / "bare", is_partial)[0]
+    print(f"dcp.load, allow_partial_load={is_partial}: {told}")
+    assert told.startswith("accepted, and 0 of" if is_partial else "refused")
+state = {f"module.{name}": tensor for name, tensor in saved.items()}
+names = Transformer(V, T, L).load_state_dict(state, strict=False)
+num_missing = len(names.missing_keys)
+print(f"load_state_dict, strict=False: {num_missing} of {len(saved)} weights were not loaded")
+assert num_missing == len(saved)
+
+# %% [markdown]
+# By default DCP refuses, and so does `load_state_dict`. With `allow_partial_load=True`, or with `strict=False`, a
+# checkpoint of which no name fits is loaded without a complaint, and the run begins anew. These options are meant
+# for models of which a part is new. If you need them, look at how many names did match.
+#
+# ### Can `torch.load` read it?
+#
+# Some slides save a sharded model with DCP and load it with `torch.load`. Try: the cell hands `torch.load` the
+# folder, and then the file of each rank.
+
+# %% tags=["nbval-check-output"]
+for path in (HERE / "bare", *sorted((HERE / "bare").glob("*.distcp"))):
+    try:
+        torch.load(path, weights_only=True)
+        outcome = "can be read"
+    except (OSError, RuntimeError) as refused:
+        outcome = type(refused).__name__
+    print(f"{path.name:13} {outcome}")
+    assert outcome != "can be read"
+
+# %% [markdown]
+# It can read none of them: the folder is no file, and a rank's file holds many tensors, one behind the other. What was
+# saved with DCP is loaded with DCP, into a model that exists already, by any number of ranks, also by one. For a tool
+# that needs a single file, `dcp_to_torch_save` of `torch.distributed.checkpoint.format_utils` writes one.
+#
+# ### A state that is complete
+#
+# The remedy for all three traps is an object that knows what belongs to the run. DCP calls it *stateful*: it has
+# `state_dict()` and `load_state_dict()`. `dcp.save({"app": app}, ...)` asks it for its state. `dcp.load` asks for the
+# state as well, fills it, and hands it to `load_state_dict`, where the numbers can be put where they belong. Only the
+# outermost dict is searched for such objects, so you call the methods of what is inside yourself.
+#
+# Two functions do the difficult part. `get_state_dict(model, optimizer)` returns the states of both, under names
+# that do not depend on the wrapper. If the optimizer has no state yet, it makes one as our `fill` does, provided that
+# no parameter has a gradient, so load before the first backward. `set_state_dict(model, optimizer,
+# model_state_dict=..., optim_state_dict=...)` gives both back.
+
+# %% exercise="AppState.state_dict AppState.load_state_dict" todo="11.10" minutes=10 difficulty=2 points=2
+from manyhands.checkpoint.dcp import AppState
+
+# %% check="11.10" tags=["nbval-check-output"]
+check.AppState(AppState)
+
+# %% [markdown]
+# Is the result the same as by hand? Four ranks save the same state in both ways. DCP does so by `async_save`, its
+# counterpart of `AsyncSaver`, so the later steps are taken while its thread writes. Then 4, 2 and 3 ranks load
+# either checkpoint into new models, compare all tensors, and go on.
+
+
+# %%
+def torch_state(model, optimizer, place):
+    """The same state in pieces, for save_sharded."""
+    parts = {"model": model_state(model), "optimizer": optimizer_state(optimizer)}
+    return parts | {"place": place.state_dict()}
+
+
+def save_both(folder):
+    (model, optimizer), place = build_torch(), Position(1200)
+    losses = train(model, optimizer, range(3))
+    place.advance(3 * B)
+    save_sharded(torch_state(model, optimizer, place), folder / "hand")
+    app = AppState(model, optimizer, place)
+    own = dist.new_group(backend="gloo")
+    saving = dcp.async_save({"app": app}, checkpoint_id=folder / "dcp", process_group=own)
+    losses += train(model, optimizer, range(3, 10))
+    saving.result()  # waits for the thread, and raises its error
+    return losses
+
+
+def load_both(folder):
+    tensors, losses = [], []
+    for way in ("hand", "dcp"):
+        (model, optimizer), place = build_torch(seed=5), Position(1200)
+        if way == "dcp":
+            dcp.load({"app": AppState(model, optimizer, place)}, checkpoint_id=folder / way)
+        else:
+            state = load_sharded(torch_state(model, optimizer, place), folder / way)
+            set_groups(optimizer, state["optimizer"]["groups"])
+            place.load_state_dict(state["place"])
+        pieces, _ = flatten(torch_state(model, optimizer, place))
+        tensors.append({name: piece.tensor.clone() for name, piece in pieces.items()})
+        losses.append(train(model, optimizer, range(place.position // B, 10)))
+    hand, own = tensors
+    return sum(torch.equal(hand[name], own[name]) for name in hand), len(hand), losses
+
+
+# %%
+if check.ready("11.2", "11.4", "11.5", "11.6", "11.10"):
+    undisturbed_torch = run_ranks(save_both, 4, HERE / "both")[0]
+    for num_ranks in (4, 2, 3):
+        outcomes = run_ranks(load_both, num_ranks, HERE / "both")
+        assert all(num_equal == num_tensors for num_equal, num_tensors, _ in outcomes)
+        _, num_tensors, (by_hand, by_dcp) = outcomes[0]
+        off = max(abs(a - b) for a, b in zip(by_dcp, undisturbed_torch[3:], strict=True))
+        assert by_dcp == by_hand and (off == 0 if num_ranks == 4 else off < 1e-5)
+        print(
+            f"4 -> {num_ranks} ranks: on every rank all {num_tensors} tensors equal by hand and by DCP, "
+            f"losses off by at most {off:.1e}"
+        )
+
+# %% [markdown]
+# Both checkpoints hold the same state: every weight and every moment is equal bit for bit, on any number of ranks. The
+# steps that were taken while DCP's thread wrote are not in its checkpoint, or the losses would differ.
+#
+# So `async_save` has the parts of your `AsyncSaver`. It copies the state first, which its documentation calls
+# *staging*, and returns when the copy is made. A thread writes. We gave the thread a process group of its own, for
+# the reason in section 6, because without `process_group=` it sends its messages through the group of the training.
+# Instead of `wait` there is a future, whose `result()` waits and raises the thread's error; if nobody calls it, nobody
+# hears of the error. Two rules are left to you. It does not wait for the save before, so call `result()` first. And
+# unless you keep a stager and hand it over as `async_stager=`, each save makes new buffers.
+
+# %% [markdown]
+# ## 8. When to save
 #
 # How often should a run save? Every save stops the training for a while, so rare saves look cheap. But a
 # failure throws away everything since the last save, so rare saves lose more. Somewhere between the two lies
@@ -786,7 +1010,7 @@ if check.ready("11.8"):
 from manyhands.checkpoint.interval import expected_goodput
 
 # %% [markdown]
-# ## 8. Kill it and count (optional)
+# ## 9. Kill it and count (optional)
 #
 # To compare the formula with a real run, we need to know where the time of the run went. Our ranks write a
 # log of events, and the time between two events belongs to the second one. Write `account`, which splits the
@@ -871,7 +1095,7 @@ assert num_right == len(many)
 # smaller: with an asynchronous save, $C$ is only the stall.
 
 # %% [markdown]
-# ## 9. Fewer ranks, then more (optional)
+# ## 10. Fewer ranks, then more (optional)
 #
 # Can a training go on while it waits for a replacement node? A sharded checkpoint can be loaded by any number
 # of ranks, so the job may shrink to the nodes that are left and grow again later. This is called *elastic*
@@ -943,7 +1167,7 @@ for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
 # all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
 
 # %% [markdown]
-# ## 10. Run it as a job
+# ## 11. Run it as a job
 #
 # The job trains a Transformer whose weights are sharded over all ranks. It saves a sharded checkpoint every
 # few steps, keeps the newest three and the best, and goes on from the newest intact one when it is started

@@ -1,22 +1,16 @@
-"""The training state resumes bit for bit; DCP and the by-hand save hold the same state."""
+"""The training state resumes bit for bit, also through a sharded checkpoint."""
 
 import io
 import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands.checkpoint.dcp import AppState, load_dcp, save_dcp
-from manyhands.checkpoint.pieces import flatten, model_state, optimizer_state, set_groups
+from manyhands.checkpoint.pieces import flatten
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position, Training, TrainingState
 from manyhands.data import images
-from manyhands.fsdp.fully_shard import torch_fsdp
-from manyhands.ranks.lab import run_ranks
 
 
 def make(name="digits", seed=0):
@@ -104,73 +98,3 @@ def test_worker_processes_that_draw_ahead_do_not_move_the_place():
     place.advance(len(first))
     assert place.state_dict() == {"epoch": 0, "position": 10}
     assert first.tolist() + list(place) == place.order()
-
-
-# ---- DCP -----------------------------------------------------------------------------------------
-
-
-def sharded(kind, seed):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model = DistributedDataParallel(net) if kind == "ddp" else torch_fsdp(net, [net[0]])
-    return model, torch.optim.AdamW(model.parameters(), 1e-2), Position(120, seed)
-
-
-def steps(model, optimizer, place, count):
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    losses = []
-    for _ in range(count):
-        draw = torch.Generator().manual_seed(place.position)
-        inputs = torch.randn(12, 7, generator=draw, dtype=torch.float64)
-        loss = model(inputs[rank::num_ranks]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        place.advance(12)
-        mean = loss.detach() / num_ranks
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-    return losses
-
-
-def by_hand(model, optimizer, place):
-    return {
-        "model": model_state(model),
-        "optimizer": optimizer_state(optimizer),
-        "place": place.state_dict(),
-    }
-
-
-def train_and_save(kind, folder):
-    model, optimizer, place = sharded(kind, 0)
-    steps(model, optimizer, place, 3)
-    save_dcp(AppState(model, optimizer, place), f"{folder}/dcp")
-    save_sharded(by_hand(model, optimizer, place), f"{folder}/hand")
-    return steps(model, optimizer, place, 4)
-
-
-def resume(kind, folder, way):
-    model, optimizer, place = sharded(kind, 5)
-    if way == "dcp":
-        load_dcp(AppState(model, optimizer, place), f"{folder}/dcp")
-    else:
-        state = load_sharded(by_hand(model, optimizer, place), f"{folder}/hand")
-        set_groups(optimizer, state["optimizer"]["groups"])
-        place.load_state_dict(state["place"])
-    return place.state_dict(), steps(model, optimizer, place, 4)
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_dcp_and_by_hand_go_on_alike_on_any_number_of_ranks(kind, tmp_path):
-    wanted = run_ranks(train_and_save, 4, kind, str(tmp_path))[0]
-    for num_ranks in (4, 2, 3):
-        found = {
-            way: run_ranks(resume, num_ranks, kind, str(tmp_path), way)[0]
-            for way in ("dcp", "hand")
-        }
-        assert found["dcp"] == found["hand"]  # the same bits
-        place, losses = found["dcp"]
-        assert place == {"epoch": 0, "position": 36}
-        if num_ranks == 4:
-            assert losses == wanted
-        torch.testing.assert_close(losses, wanted, rtol=0, atol=1e-6)

@@ -11,9 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils._pytree import tree_map
 
-from manyhands.checkpoint import pieces, pods, state, store
+from manyhands.checkpoint import dcp, pieces, pods, state, store
 from manyhands.checkpoint.asynchronous import AsyncSaver, Background
 from manyhands.checkpoint.interval import Spent
 from manyhands.checkpoint.sharded import save_sharded
@@ -172,6 +178,96 @@ class PositionThatDiscards(state.Position):
 class PositionAsATuple(state.Position):
     def state_dict(self):
         return self.epoch, self.position
+
+
+# ---- 11.10 AppState ---------------------------------------------------------------------------
+
+
+@right("11.10")
+class AppOfFourCalls(dcp.AppState):
+    """Model and optimizer each by a call of its own."""
+
+    def state_dict(self):
+        return {
+            "progress": dict(self.progress.state_dict()),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "model": get_model_state_dict(self.model),
+        }
+
+    def load_state_dict(self, given):
+        self.progress.load_state_dict(given["progress"])
+        set_model_state_dict(self.model, given["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, given["optimizer"])
+
+
+@right("11.10")
+class AppByHand(dcp.AppState):
+    """The module inside the wrapper, and an optimizer that is filled before it is asked."""
+
+    def state_dict(self):
+        pieces.fill(self.optimizer)
+        inner = getattr(self.model, "module", self.model)
+        parts = {"model": inner, "optimizer": self.optimizer, "progress": self.progress}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, given):
+        getattr(self.model, "module", self.model).load_state_dict(given["model"])
+        for name in ("optimizer", "progress"):
+            getattr(self, name).load_state_dict(given[name])
+
+
+@wrong("11.10", "is not subscriptable")
+class AppWithAnObject(dcp.AppState):
+    def state_dict(self):
+        return super().state_dict() | {"progress": self.progress}
+
+
+@wrong("11.10", "The place in the data is not given back")
+class AppWithAnotherObject(dcp.AppState):
+    """The numbers come back in an object of which the training knows nothing."""
+
+    def state_dict(self):
+        return super().state_dict() | {"progress": self.progress}
+
+    def load_state_dict(self, given):
+        super().load_state_dict(given | {"progress": self.progress.state_dict()})
+        self.progress = given["progress"]
+
+
+@wrong("11.10", "The optimizer has no state before its first step")
+class AppThatStepsWithoutGradients(AppByHand):
+    """A step in which no parameter has a gradient makes no state."""
+
+    def state_dict(self):
+        if not self.optimizer.state:
+            self.optimizer.step()
+        names = ("model", "optimizer", "progress")
+        inner = getattr(self.model, "module", self.model)
+        parts = (inner, self.optimizer, self.progress)
+        return {name: part.state_dict() for name, part in zip(names, parts, strict=True)}
+
+
+@wrong("11.10", "learning rates")
+class AppThatLoadsIntoACopy(dcp.AppState):
+    """What is loaded goes into a copy, and only the numbers are taken from it."""
+
+    def state_dict(self):
+        return copy.deepcopy(super().state_dict())
+
+    def load_state_dict(self, given):
+        self.progress.load_state_dict(given["progress"])
+
+
+@wrong("11.10", "a tuple")
+class AppAsATuple(dcp.AppState):
+    def state_dict(self):
+        return tuple(super().state_dict().items())
+
+
+@wrong("11.10", "has no attribute 'module'")
+class AppOfDdpOnly(AppByHand):
+    def state_dict(self):
+        return super().state_dict() | {"model": self.model.module.state_dict()}
 
 
 # ---- 11.8 young_daly and best_interval --------------------------------------------------------

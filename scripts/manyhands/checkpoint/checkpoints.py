@@ -121,7 +121,11 @@ class ShardedCheckpoints:
             BadInput: on every rank, when none of the checkpoints is intact, or the newest intact
                 one does not fit.
         """
-        told("cannot clear away", lambda: checkpoints.clear(self.address))
+        for name in told("cannot save there", lambda: checkpoints.clear(self.address)):
+            self.world.print(
+                f"{self._address_of(name)} had no index.json and was removed: a run that ends "
+                "while it saves leaves such a folder"
+            )
         name, problems = told("cannot read", lambda: checkpoints.newest_intact(self.address))
         if name is None and problems:
             raise BadInput(

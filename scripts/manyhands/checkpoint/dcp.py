@@ -5,16 +5,20 @@
                                            the stored ones, in place, on any number of ranks
 
 An object with state_dict() and load_state_dict(), a Stateful, is asked for its state by save; load
-asks for it as well, fills the tensors of that state in place, and then hands the state back.
+asks for it as well, fills the tensors of that state in place, puts the stored numbers into its
+dicts, and hands the state back to the object.
 
-Price: as save_sharded; DCP keeps no sum of its files.
+Price: as save_sharded. DCP keeps no sums of its files, and it reads numbers and .metadata with
+pickle, which runs what a stranger has put there: load only what your own runs have saved.
 Source: https://docs.pytorch.org/tutorials/recipes/distributed_checkpoint_recipe.html.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -23,12 +27,7 @@ from manyhands.collectives.trees import Group
 
 
 class AppState(Stateful):
-    """Model, optimizer and progress of a training, as DCP takes and gives them.
-
-    get_state_dict asks for both under names that do not depend on the wrapper: without the
-    "module." of DDP, and with the optimizer's state by the name of its parameter. It also makes the
-    state that an optimizer has only after its first step, so that there is something to load into.
-    """
+    """Model, optimizer and progress of a training, as DCP takes them and gives them back."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, progress: Stateful) -> None:
         """Refer to all three; `progress` has the numbers, such as a Position."""
@@ -37,12 +36,22 @@ class AppState(Stateful):
         self.progress = progress
 
     def state_dict(self) -> dict:
-        """Return {"model", "optimizer", "progress"}; each rank calls it and has its own parts."""
+        """Return {"model", "optimizer", "progress"}, the state of each; every rank calls it.
+
+        Its tensors are those that the training uses, on each rank that rank's own parts. Names do
+        not depend on a wrapper: they are without the "module." of DDP. The optimizer's state is
+        there also before the first step, so that dcp.load has something to load into.
+        """
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": self.progress.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Hand on to all three what was loaded into the result of state_dict()."""
+        """Put all three where `state` says they were; every rank calls it.
+
+        Args:
+            state: a result of state_dict() that dcp.load has filled, or a copy of a result, whose
+                tensors are not those of the training.
+        """
         set_state_dict(
             self.model,
             self.optimizer,
@@ -52,15 +61,30 @@ class AppState(Stateful):
         self.progress.load_state_dict(state["progress"])
 
 
-def save_dcp(app: AppState, folder: str | Path, group: Group = None) -> None:
-    """Save with DCP; every rank of `group` calls it."""
-    dcp.save({"app": app}, checkpoint_id=str(folder), process_group=group)
+def save_dcp(app: Stateful, folder: str | Path, group: Group = None) -> None:
+    """Save with DCP; every rank of `group` calls it.
+
+    Raises:
+        ValueError: on every rank, where one of them cannot write.
+    """
+    _told(lambda: dcp.save({"app": app}, checkpoint_id=str(folder), process_group=group))
 
 
-def load_dcp(app: AppState, folder: str | Path, group: Group = None) -> None:
+def load_dcp(app: Stateful, folder: str | Path, group: Group = None) -> None:
     """Load with DCP into `app`, on any number of ranks; every rank of `group` calls it.
 
     Raises:
-        CheckpointException: a name is missing there, or a shape differs.
+        ValueError: on every rank: `app` has a name that is not in the checkpoint, a shape differs,
+            or there is no .metadata. A name that only the checkpoint has is passed over.
     """
-    dcp.load({"app": app}, checkpoint_id=str(folder), process_group=group)
+    _told(lambda: dcp.load({"app": app}, checkpoint_id=str(folder), process_group=group))
+
+
+def _told(call: Callable[[], object]) -> None:
+    """Make one line of DCP's error, which is no Exception and holds the traceback of every rank."""
+    try:
+        call()
+    except CheckpointException as problem:
+        rank, (error, _) = min(problem.failures.items(), key=lambda item: item[0])
+        words = " ".join(str(error).split())
+        raise ValueError(f"rank {rank}: {type(error).__name__}: {words}") from None

@@ -32,8 +32,18 @@ def step_of(name: str) -> int:
 def complete(folder: str | Path) -> list[str]:
     """Names of the complete checkpoints in `folder`, oldest first."""
     store = Store(folder)
-    named = [name for name in store.folders() if name[:5] == "step-" and name[5:].isdigit()]
-    return [name for name in named if store.has(f"{name}/{INDEX}")]
+    return [name for name in _named(store) if store.has(f"{name}/{INDEX}")]
+
+
+def incomplete(folder: str | Path) -> list[str]:
+    """Names of the checkpoints in `folder` that have no index: the run ended while it saved them,
+    or it is saving them now, or the index got lost."""
+    store = Store(folder)
+    return [name for name in _named(store) if not store.has(f"{name}/{INDEX}")]
+
+
+def _named(store: Store) -> list[str]:
+    return [name for name in store.folders() if name[:5] == "step-" and name[5:].isdigit()]
 
 
 def newest_intact(folder: str | Path, group: Group = None) -> tuple[str | None, list[str]]:
@@ -43,11 +53,16 @@ def newest_intact(folder: str | Path, group: Group = None) -> tuple[str | None, 
 
     Returns:
         Its name, and for each newer complete one what is wrong with it, the newest first.
+
+    Raises:
+        ValueError: on every rank, when an object store is out of reach; nothing is damaged then.
     """
     store, problems, rank = Store(folder), [], rank_of(group)
-    found = gather(complete(folder) if rank == 0 else [], group)
+    found = gather(together(lambda: [] if rank else complete(folder), group), group)
     for name in reversed(found[0]):
-        every = gather(damage(store.below(name), rank, len(found)), group)
+        here = store.below(name)
+        mine = together(lambda here=here: damage(here, rank, len(found)), group)
+        every = gather(mine, group)
         told = [problem for problem in every if problem]
         if not told:
             return name, problems
@@ -81,18 +96,22 @@ def set_aside(folder: str | Path, name: str) -> str:
     store, kept, number = Store(folder), name + BROKEN, 2
     while kept in store.folders():
         kept, number = f"{name}{BROKEN}{number}", number + 1
-    store.files.mv(f"{store.path}/{name}", f"{store.path}/{kept}", recursive=True)
+    store.move(name, kept)
     return kept
 
 
-def clear(folder: str | Path, group: Group = None) -> None:
-    """Clear away what a killed run has left incomplete; before the run goes on."""
+def clear(folder: str | Path, group: Group = None) -> list[str]:
+    """Clear away what a killed run has left incomplete, before the run goes on; returns the names.
 
-    def remove_incomplete() -> None:
-        store = Store(folder)
-        whole = complete(folder)
-        for name in store.folders():
-            if name[:5] == "step-" and name[5:].isdigit() and name not in whole:
-                store.remove(name)
+    Raises:
+        ValueError: on every rank, when nothing can be removed or written in `folder`.
+    """
 
-    together(lambda: rank_of(group) or remove_incomplete(), group)
+    def remove_incomplete() -> list[str]:
+        store, names = Store(folder), incomplete(folder)
+        for name in names:
+            store.remove(name)
+        store.try_out()
+        return names
+
+    return gather(together(lambda: [] if rank_of(group) else remove_incomplete(), group), group)[0]

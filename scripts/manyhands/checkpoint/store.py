@@ -4,7 +4,7 @@
 
 A name that is there is whole. In a folder a file is written under another name, which it loses when
 all of it is on the disk (rename is atomic). An object store has no rename, and needs none: an
-object appears when its upload is complete.
+object appears when its upload is complete (remote.py).
 
 Price: a wait for the disk a file (fsync), or an upload.
 Sources: https://filesystem-spec.readthedocs.io (fsspec, which torch and the datasets library use
@@ -12,16 +12,21 @@ as well); https://man7.org/linux/man-pages/man2/rename.2.html.
 """
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from manyhands.checkpoint import remote
+
 PARTIAL = ".partial"
+PROBE = ".writable"
 
 
 class Store:
@@ -34,13 +39,13 @@ class Store:
             ValueError: nothing that is installed can read such an address.
         """
         self.address = str(address).rstrip("/")
+        options = remote.options(self.address)
         try:
-            self.files, self.path = fsspec.core.url_to_fs(self.address)
+            self.files, self.path = fsspec.core.url_to_fs(self.address, **options)
         except (ValueError, ImportError) as problem:
             raise ValueError(f"{self.address} cannot be opened: {problem}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
-        if not self.is_local:
-            self.files.use_listings_cache = False  # other ranks write there, too
+        self.files.retries = remote.TRIES  # of s3fs; others do not look at it
 
     def below(self, name: str) -> "Store":
         """The files of a folder in this one."""
@@ -53,16 +58,25 @@ class Store:
             OSError: the disk or the store refuses; then the file before it, if any, is still there.
         """
         final = f"{self.path}/{name}"
+        if not self.is_local:
+            to_file = lambda file: _fill(file, fill, self._in_words)  # noqa: E731
+            return remote.upload(self.files, final, to_file, self.address)
         try:
-            if not self.is_local:
-                with self.files.open(final, "wb") as file:
-                    return _fill(file, fill)
             os.makedirs(os.path.dirname(final), exist_ok=True)
             return write_whole(final, lambda file: _fill(file, fill))
         except OSError as problem:
             if problem.filename is None:  # "No space left on device" alone helps nobody
                 problem.filename = f"{self.address}/{name}"
             raise
+
+    def try_out(self) -> None:
+        """Write a small file and remove it: a run should hear at its start that it cannot save.
+
+        Raises:
+            OSError: nothing can be written here.
+        """
+        self.write(PROBE, lambda file: file.write(b"can this be written?"))
+        self.remove(PROBE)
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, whole or not at all."""
@@ -74,9 +88,14 @@ class Store:
 
         Raises:
             ValueError: there is none, or it cannot be read.
+            Away: an object store is out of reach, which says nothing about the file.
         """
         try:
-            value = json.loads(self.files.cat_file(f"{self.path}/{name}"))
+            with self._in_words():
+                content = self.files.cat_file(f"{self.path}/{name}")
+            value = json.loads(content)
+        except remote.Away:
+            raise
         except (OSError, ValueError):
             value = None
         if not isinstance(value, dict):
@@ -84,51 +103,80 @@ class Store:
         return value
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading; it can be moved about in."""
-        return self.files.open(f"{self.path}/{name}", "rb")
+        """Open a file for reading; it can be moved about in. An object is fetched into memory."""
+        path = f"{self.path}/{name}"
+        if self.is_local:
+            return self.files.open(path, "rb")
+        with self._in_words():
+            return io.BytesIO(self.files.cat_file(path))
 
     def sums(self, name: str) -> dict[str, object] | None:
-        """The {"bytes", "sha256"} of a file as it is now; None where it cannot be read."""
+        """The {"bytes", "sha256"} of a file as it is now; None where it cannot be read.
+
+        Raises:
+            Away: an object store is out of reach, which says nothing about the file.
+        """
         digest, count = hashlib.sha256(), 0
         try:
-            with self.open(name) as file:
+            with self._in_words(), self.files.open(f"{self.path}/{name}", "rb") as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
                     count += len(block)
+        except remote.Away:
+            raise
         except OSError:
             return None
         return {"bytes": count, "sha256": digest.hexdigest()}
 
     def has(self, name: str) -> bool:
         """Is there such a file?"""
-        return self.files.exists(f"{self.path}/{name}")
+        with self._in_words():
+            return self.files.exists(f"{self.path}/{name}")
 
     def folders(self) -> list[str]:
         """Names of the folders here, in order."""
-        if not self.files.exists(self.path):
-            return []
-        found = self.files.ls(self.path, detail=True, refresh=True)
+        with self._in_words():
+            if not self.files.exists(self.path):
+                return []
+            found = self.files.ls(self.path, detail=True)
         names = (one["name"] for one in found if one["type"] == "directory")
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it, where it is there."""
         path = f"{self.path}/{name}"
-        if self.files.exists(path):
-            self.files.rm(path, recursive=True)
+        with self._in_words():
+            if self.files.exists(path):
+                self.files.rm(path, recursive=True)
+
+    def move(self, name: str, new_name: str) -> None:
+        """Give a folder another name. An object store copies each file and removes the old one."""
+        with self._in_words():
+            old, new = f"{self.path}/{name}", f"{self.path}/{new_name}"
+            if self.is_local:
+                os.rename(old, new)
+                return
+            for path in self.files.find(old):
+                self.files.cp_file(path, new + path[len(old) :])
+            self.files.rm(old, recursive=True)
+
+    def _in_words(self) -> AbstractContextManager:
+        return nullcontext() if self.is_local else remote.in_words(self.address)
 
 
 class Summed:
     """A file that is being written, and the sum of its bytes."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], in_words: Callable = nullcontext) -> None:
         self.file, self.digest, self.count = file, hashlib.sha256(), 0
+        self.in_words = in_words
         self.problem: OSError | None = None  # torch.save hides the disk's own words
 
     def write(self, block: bytes) -> int:
         """Pass a block on."""
         try:
-            self.file.write(block)
+            with self.in_words():
+                self.file.write(block)
         except OSError as problem:
             self.problem = problem
             raise
@@ -141,8 +189,10 @@ class Summed:
         self.file.flush()
 
 
-def _fill(file: IO[bytes], fill: Callable[[IO[bytes]], object]) -> dict[str, object]:
-    summed = Summed(file)
+def _fill(
+    file: IO[bytes], fill: Callable[[IO[bytes]], object], in_words: Callable = nullcontext
+) -> dict[str, object]:
+    summed = Summed(file, in_words)
     try:
         fill(summed)
     except RuntimeError:

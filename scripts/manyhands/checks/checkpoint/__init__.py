@@ -4,6 +4,7 @@ from manyhands.checks.checkpoint import (
     asynchronous,
     atomic,
     boxes,
+    dcp,
     elastic,
     interval,
     sharded,
@@ -21,6 +22,7 @@ overlap = lesson.add(boxes.overlap)
 plan = lesson.add(sharded.plan)
 parts_to_copy = lesson.add(sharded.parts_to_copy)
 AsyncSaver = lesson.add(asynchronous.async_saver)
+AppState = lesson.add(dcp.app_state)
 best_interval = lesson.add(interval.best_interval)
 account = lesson.add(interval.account)
 samples_of_step = lesson.add(elastic.samples_of_step)

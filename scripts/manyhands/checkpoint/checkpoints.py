@@ -13,6 +13,7 @@ Price: that of save_sharded; the disk holds the newest ones, the best, and one t
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -85,7 +86,8 @@ class ShardedCheckpoints:
         try:
             told("cannot save", lambda: save_sharded(state, self._address_of(name)), advice)
         except BadInput:
-            on_main(lambda: Store(self.address).remove(name))
+            with suppress(BadInput):  # a store out of reach has been told already
+                on_main(lambda: told("cannot clear", lambda: Store(self.address).remove(name)))
             raise
         on_main(lambda: told("cannot clear away", self._remove_old))
 

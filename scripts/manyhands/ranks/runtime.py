@@ -25,6 +25,8 @@ from typing import BinaryIO, TextIO
 import torch
 import torch.distributed as dist
 
+from manyhands.ranks.failures import ECHOES
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
@@ -375,8 +377,9 @@ def first_line(error: BaseException) -> str:
 def command_line(main: Callable, config_class: type) -> None:
     """Read the flags into `config_class`, call `main(config)`, and end with a tidy exit code.
 
-    Exit codes: 0 done, 1 a fault of ours (with its traceback), 2 bad input (with one line on
-    standard error, from the first rank that met it), 130 interrupted.
+    Exit codes: 0 done, 1 a fault of ours (with its traceback, or one line on a rank that only lost
+    another one), 2 bad input (with one line on standard error, from the first rank that met it),
+    130 interrupted.
     """
     import tyro
 
@@ -397,7 +400,9 @@ def command_line(main: Callable, config_class: type) -> None:
             print(f"{os.path.basename(sys.argv[0])}: {told}", file=sys.stderr)
         # A rank that only lost its partner stays silent when the partner said what is wrong.
         code = 2 if told or _claimed("bad input") else 1
-        if code == 1:
+        if code == 1 and (echo := _echo_of(error)):
+            print(f"{os.path.basename(sys.argv[0])}: {echo}", file=sys.stderr)
+        elif code == 1:
             traceback.print_exc()
         traceback.clear_frames(error.__traceback__)  # ends the run that the frames still hold
     sys.stdout.flush()
@@ -471,6 +476,14 @@ def _one_line_of(error: Exception) -> str | None:
     if isinstance(cause, OSError) and cause.strerror:
         return f"{cause.strerror}: {cause.filename or 'a file of this run'}"
     return None
+
+
+def _echo_of(error: Exception) -> str | None:
+    """What to tell on a rank that fails only because another one is gone; None for other faults."""
+    heard = [words for words in ECHOES if words in str(error)]
+    if not heard or not isinstance(error, RuntimeError) or "RANK" not in os.environ:
+        return None
+    return f"rank {os.environ['RANK']} ends, since it has lost another rank ({heard[0].lower()})"
 
 
 def _job_store() -> dist.Store | None:

@@ -183,8 +183,9 @@ def part_of(tensor: Tensor) -> Tensor:
 def tell(case: Resume) -> str:
     """The state's way in words."""
     if not case.on_disk:
-        return f"AppState, a copy of a state under {case.saved} loaded into a new training"
-    return f"AppState, saved under {case.saved} by 4 ranks and loaded under {case.loaded}"
+        return f"a new AppState under {case.loaded}, loaded from a copy of another one's state,"
+    words = f"saved under {case.saved} by 4 ranks, loaded under {case.loaded} by {case.num_ranks}"
+    return f"an AppState, {words},"
 
 
 KEYS = 'Return a dict with "model", "optimizer" and "progress".'
@@ -194,7 +195,7 @@ BACK = (
     "both back."
 )
 PROGRESS = 'self.progress.load_state_dict(state["progress"])'
-IN_PLACE = "dcp.load fills tensors in place, and that hides it."
+IN_PLACE = "dcp.load fills tensors in place, which hides it, but this state is a copy."
 LAZY = (
     "The optimizer has no state before its first step, so its state_dict() has no names that "
     "dcp.load could fill, and the moments begin anew."
@@ -277,11 +278,12 @@ app_state = Spec(
         {SET} => {SET_MODEL}
             The optimizer is not saved, so its moments begin anew. | {BOTH}
         {SET} => {SET_MODEL}
-            The optimizer is not given back. {IN_PLACE} Its learning rate is a number. | {BACK}
+            The optimizer is not given back: dcp.load fills its moments in place, which hides it,
+            but no number, such as the learning rate. | {BACK}
         {SET} => {SET_OPTIMIZER}
-            The model is not given back. {IN_PLACE} | {BACK}
+            The model is not given back: {IN_PLACE} | {BACK}
         {SET} => pass
-            Neither model nor optimizer is given back. {IN_PLACE} | {BACK}
+            Neither model nor optimizer is given back: {IN_PLACE} | {BACK}
         {PROGRESS} => pass
             The place in the data is not given back: dcp.load puts the stored numbers into the dict
             that state_dict() made, and not into the object. | {PROGRESS}

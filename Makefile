@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 DATA ?= embedded
 KILLS ?=
+DAMAGES ?=
 ONLY ?=
 NODES ?=
 RUN ?=
@@ -43,7 +44,8 @@ test: lint $(ENV)/ready-frameworks ## lint, find stale notebooks, run every test
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal \
 		$(if $(ONLY),--only "$(ONLY)")
 
-chaos: $(ENV)/ready-dev ## kill ranks and nodes of a job in Slurm 20 times, or KILLS=3; nothing is lost
+chaos: $(ENV)/ready-dev ## damage checkpoints, kill ranks, nodes and Slurm: 50 times, or DAMAGES=5 KILLS=3; nothing is lost
+	$(BIN)/python tests/damage.py $(if $(DAMAGES),--damages "$(DAMAGES)")
 	$(BIN)/python tests/chaos.py $(if $(KILLS),--kills "$(KILLS)")
 
 bench: $(ENV)/ready ## measure this machine into bench.json; ONLY=name measures one thing

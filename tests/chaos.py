@@ -1,12 +1,14 @@
-"""Kill ranks and nodes of a training job on a Slurm cluster, and see that nothing is lost.
+"""Kill ranks and nodes of a training job on a Slurm cluster, and the cluster's controller, and see
+that nothing is lost.
 
-    python tests/chaos.py --kills 20 --seed 1
+    python tests/chaos.py --kills 50 --seed 1
 
 A job of two nodes trains on a cluster of four that the script makes for itself. At a random step
 either a rank gets SIGKILL, so that the job fails and the same command is submitted again, or a
-node loses its power, so that Slurm puts the job back into the queue and runs it on other nodes.
-Every life has to go on from the newest whole checkpoint, and the last one has to end with the
-weights, bit for bit, of a job that nothing happened to.
+node loses its power, so that Slurm puts the job back into the queue and runs it on other nodes, or
+the controller is killed and started again, of which the job must not take any notice. Every life
+has to go on from the newest whole checkpoint, and the last one has to end with the weights, bit for
+bit, of a job that nothing happened to.
 
 Exit codes: 0, or 1 when something was lost or left.
 """
@@ -30,6 +32,7 @@ from jobs import flags, left_behind, losses, make_clone
 SAVE_EVERY = 7
 STEPS_A_KILL = 60  # on average, from one kill to the next
 RANKS_A_NODE = 1
+KINDS = ("rank", "node", "controller")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
 
@@ -100,6 +103,25 @@ class Run:
             time.sleep(0.002)
 
 
+def kill_the_controller(run: Run, step: int, number: int) -> None:
+    """Kill Slurm's controller at `step`: the job goes on without it, and is known to the next."""
+    run.wait_for_step(step)
+    expect(run.step() < run.steps, "the run was done before the kill")
+    job, lives, processes = run.job, len(run.resumed()), {one.pid for one in run.processes()}
+    run.cluster.kill_controller()
+    last = run.step()
+    run.wait_for_step(last + 2)
+    run.cluster.start_controller()
+    run.cluster.until(lambda: run.cluster.state(job) == "RUNNING", 60)
+    expect({one.pid for one in run.processes()} == processes, "the job's processes have changed")
+    expect((run.job, len(run.resumed())) == (job, lives), "the job began a new life")
+    print(
+        f"{number:2d}. the controller killed after step {last} and started again: the job trained "
+        f"on, at step {run.step()} now",
+        flush=True,
+    )
+
+
 def strike(run: Run, kind: str, step: int, draw: random.Random) -> str:
     """At `step`, kill a random rank or a random node of the job; says which."""
     rank, process = draw.choice(sorted(run.ranks().items()))
@@ -137,14 +159,15 @@ def next_life(run: Run, kind: str) -> tuple[int, int]:
 
 def kill_once(run: Run, kind: str, step: int, draw: random.Random, number: int) -> float:
     """One kill and the life after it, in one line; the seconds until the job trained again."""
+    lives = len(run.resumed()) + 1
     what = strike(run, kind, step, draw)
     killed_s = time.monotonic()
     old = (run.out / "metrics.jsonl").stat().st_ino
     job = run.job
     last, saved = next_life(run, kind)
     how = "submitted again" if run.job != job else "queued again by Slurm"
-    run.cluster.until(lambda: len(run.resumed()) >= number, 180)
-    expect(len(run.resumed()) == number, f"{len(run.resumed())} lives after {number} kills")
+    run.cluster.until(lambda: len(run.resumed()) >= lives, 180)
+    expect(len(run.resumed()) == lives, f"{len(run.resumed())} lives instead of {lives}")
     resumed = run.resumed()[-1]
     expect(resumed == saved, f"resumed at step {resumed}, but step {saved} was saved")
     # The new life begins with a new file.
@@ -163,6 +186,8 @@ def kill_once(run: Run, kind: str, step: int, draw: random.Random, number: int) 
 
 def finish(run: Run, calm: Run) -> None:
     """Wait for both runs to end, and compare them."""
+    said = run.log.read_text()
+    expect("Traceback" not in said, f"a traceback in the log:\n{said[-4000:]}")
     for one in (calm, run):
         state = one.cluster.wait(one.job, 120)
         expect(state == "COMPLETED", f"the job ended as {state}:\n{one.log.read_text()[-2000:]}")
@@ -177,13 +202,17 @@ def chaos(cluster: Cluster, clone: Path, num_kills: int, draw: random.Random) ->
     """The undisturbed run and the disturbed one, at the same time, and all kills."""
     steps = STEPS_A_KILL * (num_kills + 1)
     calm, run = (Run(cluster, clone, name, steps) for name in ("calm", "run"))
-    kinds = [("rank", "node")[number % 2] for number in range(num_kills)]
+    kinds = [KINDS[number % len(KINDS)] for number in range(num_kills)]
     draw.shuffle(kinds)
     at = sorted(draw.sample(range(SAVE_EVERY + 1, steps - STEPS_A_KILL), num_kills))
     run.wait_for_step(1)
     seconds = []
     for number, (kind, step) in enumerate(zip(kinds, at, strict=True), start=1):
-        seconds.append(kill_once(run, kind, max(step, run.step() + 1), draw, number))
+        step = max(step, run.step() + 1)
+        if kind == "controller":
+            kill_the_controller(run, step, number)
+        else:
+            seconds.append(kill_once(run, kind, step, draw, number))
     finish(run, calm)
     killed = ", ".join(
         f"{number} {kind}{'s' * (number > 1)}" for kind, number in sorted(Counter(kinds).items())
@@ -192,13 +221,13 @@ def chaos(cluster: Cluster, clone: Path, num_kills: int, draw: random.Random) ->
         f"{num_kills} kills ({killed}): {len(seconds)} resumed "
         f"after {statistics.median(seconds):.1f} s (median) and {max(seconds):.1f} s (longest), "
         f"final weights bit-identical to the undisturbed run's, 0 steps lost beyond the last "
-        f"checkpoint, 0 processes left"
+        f"checkpoint, 0 tracebacks, 0 processes left"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(1000))
     parser.add_argument("--mode", default="auto", help="of the cluster: netns, userns or ports")
     options = parser.parse_args()

@@ -104,6 +104,17 @@ class Cluster:
         """How many nodes have nothing to do."""
         return int(self.run("sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D") or 0)
 
+    # ---- the controller ------------------------------------------------------------------------
+
+    def kill_controller(self) -> None:
+        """Kill slurmctld; jobs go on, and Slurm's commands fail until it starts again."""
+        self._script("_kill_controller")
+
+    def start_controller(self, seconds: float = 60) -> None:
+        """Start slurmctld again, from what it has written down, and wait until it answers."""
+        self._script("_restart_controller")
+        self.until(lambda: self.outcome("scontrol", "ping").returncode == 0, seconds)
+
     def down(self) -> None:
         """End the jobs, the daemons and the networks, and delete the folder."""
         self._script("down")

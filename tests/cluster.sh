@@ -195,6 +195,10 @@ start_controller() {
         --key-file="$D/munge.key" --socket="$D/munge.socket" --pid-file="$D/munge.own_pid" \
         --log-file="$D/log/munged.log" --seed-file="$D/munge.seed"
     within 10 test -S "$D/munge.socket" || die "no munged: $(tail -n 1 "$D/log/munged.out")"
+    start_slurmctld
+}
+
+start_slurmctld() {
     daemon slurmctld slurmctld -D
 }
 
@@ -348,6 +352,42 @@ crash() { # NODE
         within 10 kill_processes "$1"
     else
         in_rack bash "$SELF" _unplug "$D" "$1"
+    fi
+}
+
+controller() { # its process, told by its open log
+    find /proc/[0-9]*/fd -lname "$D/log/slurmctld.*" 2>/dev/null | cut -d/ -f3 | sort -u |
+        while read -r pid; do
+            if [ "$(cat "/proc/$pid/comm")" = slurmctld ]; then echo "$pid"; fi
+        done
+} 2>/dev/null
+
+no_controller() {
+    [ -z "$(controller)" ]
+}
+
+kill_slurmctld() { # where it runs. Killed, not asked to end: it writes nothing down any more
+    local pids
+    pids=$(controller)
+    [ -n "$pids" ] || die "there is no controller"
+    # shellcheck disable=SC2086
+    kill -9 $pids
+    within 10 no_controller || die "the controller does not end"
+}
+
+kill_controller() {
+    if [ "$MODE" = ports ]; then
+        kill_slurmctld
+    else
+        in_rack bash "$SELF" _kill_slurmctld "$D"
+    fi
+}
+
+restart_controller() {
+    if [ "$MODE" = ports ]; then
+        start_slurmctld
+    else
+        in_rack bash "$SELF" _start_slurmctld "$D"
     fi
 }
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -296,3 +297,6 @@ def test_torch_load_cannot_read_what_dcp_wrote(tmp_path):
     for name in ("", "__0_0.distcp", "__1_0.distcp", ".metadata"):
         with pytest.raises((OSError, RuntimeError, pickle.UnpicklingError)):
             torch.load(tmp_path / "fsdp" / name, weights_only=True)
+    dcp_to_torch_save(tmp_path / "fsdp", tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert state["model"]["0.weight"].shape == (5, 7) and state["step"] == 3

@@ -27,6 +27,7 @@ from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import World
+from manyhands.training.checkpoints import get_rng
 from test_checkpoint import load_state, refused, save_and_go_on, save_state, state_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,7 +136,7 @@ def trained(address: str, folder: Path, num_steps: int, learning: bool = True) -
         optimizer.step()
         optimizer.zero_grad()
         saver.add_loss(step, abs(step - 2) + 1.0)  # the second is the best
-        saver.save(step, {})
+        saver.save(step, get_rng(world.device))
     return first, saver.best(), checkpoints.complete(address), model.weight.tolist()
 
 

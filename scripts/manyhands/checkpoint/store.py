@@ -27,7 +27,6 @@ from manyhands.checkpoint import remote
 
 PARTIAL = ".partial"
 PROBE = ".writable"
-SUM_LINE = b',\n "sha256": "%s"\n}'
 
 
 class Store:
@@ -80,31 +79,27 @@ class Store:
         self.remove(PROBE)
 
     def write_json(self, name: str, value: Mapping) -> None:
-        """Write a JSON object, whole or not at all, with the SHA-256 of what comes before that."""
-        content = json.dumps(value, indent=1).removesuffix("\n}").encode()
-        last = SUM_LINE % hashlib.sha256(content).hexdigest().encode()
-        self.write(name, lambda file: file.write(content + last))
+        """Write a JSON object, whole or not at all."""
+        text = json.dumps(value, indent=1)
+        self.write(name, lambda file: file.write(text.encode()))
 
     def read_json(self, name: str) -> dict:
-        """Read a JSON object that write_json wrote; a single changed bit is found.
+        """Read a JSON object.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: there is none, or it cannot be read.
             Away: an object store is out of reach, which says nothing about the file.
         """
         try:
             with self._in_words():
                 content = self.files.cat_file(f"{self.path}/{name}")
+            value = json.loads(content)
         except remote.Away:
             raise
-        except OSError:
-            content = b""
-        length = len(SUM_LINE % (b"0" * 64))
-        first, last = content[:-length], content[-length:]
-        if last != SUM_LINE % hashlib.sha256(first).hexdigest().encode():
+        except (OSError, ValueError):
+            value = None
+        if not isinstance(value, dict):
             raise ValueError(f"{self.address}/{name} is missing or damaged")
-        value = json.loads(content)
-        del value["sha256"]
         return value
 
     def open(self, name: str) -> IO[bytes]:

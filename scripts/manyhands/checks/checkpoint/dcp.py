@@ -21,7 +21,7 @@ from manyhands.checkpoint.state import Position
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.values import malformed
+from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.fsdp.fully_shard import torch_fsdp
 
 # ---- what is saved -------------------------------------------------------------------------------
@@ -144,10 +144,13 @@ def state_seen(state: object) -> dict:
     """Names and sizes in a state."""
     if not isinstance(state, dict):
         raise malformed(state, "a dict", KEYS)
-    model = state.get("model")
-    model = model if isinstance(model, dict) else {}
+    if set(state) != set(NAMES):
+        seen = f"a dict of {', '.join(map(repr, state)) or 'nothing'}"
+        raise Malformed(seen, f"The docstring asks for {', '.join(NAMES)}.", KEYS)
+    model = state["model"]
+    if not isinstance(model, dict):
+        raise malformed(model, "a dict under 'model'", BOTH)
     return {
-        "what state_dict() returns": sorted(map(str, state)),
         "names in its model": sorted(map(str, model)),
         "numbers that this rank holds of its model": sum(
             part_of(one).numel() for one in model.values() if isinstance(one, Tensor)
@@ -188,6 +191,7 @@ def tell(case: Resume) -> str:
     return f"an AppState, {words},"
 
 
+NAMES = ("model", "optimizer", "progress")
 KEYS = 'Return a dict with "model", "optimizer" and "progress".'
 BOTH = "get_state_dict(self.model, self.optimizer) returns the states of both, for any wrapper."
 BACK = (
@@ -208,6 +212,7 @@ SET = (
     '            optim_state_dict=state["optimizer"],\\n        )'
 )
 OWN_MODEL = f"{GET}; model = self.model.state_dict()"
+BARE = "model, optimizer = self.model.state_dict(), self.optimizer.state_dict()"
 FROM = "from torch.distributed.checkpoint.state_dict import"
 GET_MODEL = f"{FROM} get_model_state_dict; model = get_model_state_dict(self.model)"
 OWN_OPTIMIZER = f"{GET_MODEL}; optimizer = self.optimizer.state_dict()"
@@ -237,7 +242,6 @@ app_state = Spec(
     may_change=("the environment variables",),
     advice={
         "": "Which of the three was not saved, or not given back?",
-        "what state_dict() returns": KEYS,
         "names in its model": BOTH,
     },
     reasons={
@@ -271,7 +275,7 @@ app_state = Spec(
         {GET} => {OWN_OPTIMIZER}
         {SET} => {SET_MODEL}; {LOAD_OWN}
             {LAZY} | {BOTH}
-        {GET} => {OWN_MODEL}; optimizer = self.optimizer.state_dict()
+        {GET} => {BARE}
         {SET} => {LOAD_MODEL}; {LOAD_OWN}
             {PREFIX} {LAZY} | {BOTH}
         {GET} => {GET_MODEL}; optimizer = None
@@ -287,6 +291,9 @@ app_state = Spec(
         {PROGRESS} => pass
             The place in the data is not given back: dcp.load puts the stored numbers into the dict
             that state_dict() made, and not into the object. | {PROGRESS}
+        self.progress.state_dict()} => self.progress.position}
+        {PROGRESS} => self.progress.position = state["progress"]
+            Only one number of the progress is kept. | self.progress.state_dict() has all of them.
         {GET} => {GET_WHOLE}
         {SET} => {SET_WHOLE}
             Every rank gathers the whole state, for which it may not have the memory.

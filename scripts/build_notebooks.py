@@ -56,7 +56,7 @@ from manyhands.ranks.runtime import BadInput, command_line
 ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var|private)/|[A-Z]:\\\\Users")
+MACHINE_PATH = re.compile(r"/(?:home|Users|root|tmp|var/(?!lib/apt/)|private)/|[A-Z]:\\\\Users")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_500_000
 

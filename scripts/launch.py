@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
@@ -89,12 +90,30 @@ def node_of_pod(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def in_pod(environ: Mapping[str, str]) -> bool:
+    """Is this a pod of Kubernetes that has a number?"""
+    return bool({"JOB_COMPLETION_INDEX", "PET_NODE_RANK"} & set(environ))
+
+
+def pass_on_to_ranks(number: int, _: object) -> None:
+    """Have this pod's ranks save and end, and with them all others: so the agents end together.
+
+    Under Slurm all nodes are told to end. Kubernetes tells one pod, and if its agent ended by
+    itself, those of the other pods would wait five minutes for it.
+    """
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        rank.send_signal(number)
+    if not ranks:
+        os._exit(UNFINISHED)
+
+
 def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
     """Is this a pod whose run stopped before its end?
 
     Kubernetes takes exit code 0 for finished work, and would not start this pod again.
     """
-    if not {"JOB_COMPLETION_INDEX", "PET_NODE_RANK"} & set(environ):
+    if not in_pod(environ):
         return False
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="")
@@ -140,13 +159,19 @@ def launch(command: list[str]) -> int:
     end_with_caller()
     # An agent without this option passes on all of them but SIGUSR1.
     knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
-    stops = [f"--signals-to-handle={','.join(STOPS)}"] if knows else []
+    stops = STOPS
+    if in_pod(os.environ):
+        stops = [name for name in STOPS if name != "SIGTERM"]
+        signal.signal(signal.SIGTERM, pass_on_to_ranks)
+    stops = [f"--signals-to-handle={','.join(stops)}"] if knows else []
     try:
         torchrun.main([*arguments, *stops, *command])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if codes & {2, 130}:
             return max(codes & {2, 130})  # the script has said in one line what is wrong
+        if in_pod(os.environ) and codes == {-signal.SIGTERM}:
+            return UNFINISHED  # told to end before it had begun to train
         print(error, file=sys.stderr)
         return 1
     except SignalException as stop:

@@ -648,6 +648,20 @@ if check.ready("11.5"):
 #
 # A checkpoint is removed in the opposite order of writing, its index first. A removal that is interrupted
 # then leaves a folder without an index, and not one that promises files which are gone.
+#
+# ### Checkpoints in an object store
+#
+# The nodes of a cluster share a file system. Machines in a cloud often share only an *object store*, such as
+# Amazon S3, which keeps whole files, called objects, under names in a *bucket*. All functions of this lesson take an
+# address in place of a folder: the job of section 13 saves in a bucket with `--store s3://bucket/run`. The package
+# `s3fs` has to be installed for it (`pip install s3fs`), and it reads from the environment where the server is and
+# who asks: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
+#
+# An object store has no rename. It copies every object to the new name and then removes the old one, so a kill in
+# between leaves both. It does not need one either, because an object appears when all of its upload has arrived, and
+# is whole or absent like a renamed file. The commit of a checkpoint is the same as on a disk: the index, written last.
+# What differs is that a killed process leaves the parts of its last upload behind. Nobody sees them as an object, but
+# they are paid for until a rule of the bucket removes them.
 
 # %% [markdown]
 # ## 6. Without waiting for the disk (optional)
@@ -1172,7 +1186,157 @@ for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
 # all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
 
 # %% [markdown]
-# ## 11. Run it as a job
+# ## 12. Containers and Kubernetes (optional)
+#
+# A checkpoint lets a run move to another machine, but only if that machine can also run the program. How does
+# the program travel, with its Python and its hundred packages, and who starts it again when a machine is lost?
+#
+# An **image** is a file that holds a whole system of files: a small Linux, Python, PyTorch and the course. A
+# **container** is a process that sees this file system as its own disk. It is an ordinary process of the
+# machine's own kernel, so a container starts in about the time that a process does and computes at the same
+# speed. An image is built once, by a list of commands, and then runs unchanged wherever its kind of
+# processor and a suitable driver for the GPUs are found. The driver stays outside: it belongs to the kernel of the
+# machine.
+#
+# Two programs are common. On laptops and in clouds it is Docker, whose list of commands is a `Dockerfile`. A
+# daemon with root's rights starts its containers, so whoever may talk to that daemon is, in effect, root on
+# the machine. Shared clusters therefore use Apptainer (formerly Singularity), which starts a container as
+# an ordinary process of the user who called it: inside you are who you are outside, and you see your own
+# home folder. Both can start from the same base image, and the course has a file for each of them. Their steps
+# are the README's commands.
+
+# %%
+import yaml
+
+from manyhands.checkpoint.pods import BROKEN, pods_of
+from manyhands.jobs.submit import course_file
+
+print(course_file("../sbatch/containers/Dockerfile").read_text())
+
+# %% [markdown]
+# Three lines in it deserve attention. `USER` makes the steps below it, and later the training, run without
+# root's rights, because root in a container is root for every folder that is mounted into it. There is no
+# password and no token, because every layer of an image can be read by all who can fetch the image, even a
+# file that a later step deletes. And `--shm-size` in the comment gives the container shared memory: by
+# default it has 64 MB in `/dev/shm`, through which the workers of a data loader hand over their batches.
+#
+# ### A job in pods
+#
+# Kubernetes runs containers on many machines. Its unit is the **pod**: one container, or a few that
+# belong together, with a network address and a host name of their own, placed on one node. A **Job** starts
+# pods and replaces those that fail until enough of them have ended with exit code 0. A **Service** gives pods a
+# name in the cluster's DNS, the directory that turns names into addresses. All three are written as YAML
+# files, called **manifests**, and sent to Kubernetes' API server with `kubectl apply`.
+#
+# Training on several nodes asks for three things that a Job does not give by itself. All pods have to run at
+# the same time, so `parallelism` has to equal `completions`. Each pod needs a number, so `completionMode` has
+# to be `Indexed`: pod `i` then has the variable `JOB_COMPLETION_INDEX` and the host name *job name*`-i`. And
+# every pod has to find pod 0, so there is a **headless** Service, one with `clusterIP: None`. An ordinary
+# Service has one virtual address that leads to any of its pods, while a headless one has a DNS name for each
+# pod, provided that the pod names this Service as its `subdomain`.
+#
+# From a Job and its Service, `pods_of` works out what each pod would be given. Before you run the
+# cell, say which of the values have to differ between the two pods, and which have to be the same.
+
+# %%
+job_file = course_file("../sbatch/containers/job.yaml")
+for pod in pods_of(list(yaml.safe_load_all(job_file.read_text()))):
+    print(f"{pod.host}, known to the others as {pod.dns}")
+    for name, value in sorted(pod.environ.items()):
+        print(f"    {name}={value}")
+
+# %% [markdown]
+# Only the index differs. The number of nodes and the address at which all agents meet are the same, and that
+# address is the name of pod 0. Under Slurm, `launch.sh` asks `scontrol` for the first node and takes the node's
+# number from `SLURM_NODEID`. In a pod, `launch.py` reads the variables above, and from there on nothing differs:
+# a test compares the arguments of torchrun, word for word. The index decides which agent opens the meeting place.
+# torchrun numbers the ranks itself once all agents have met.
+#
+# What happens when a pod is lost? Its ranks fall silent, the ranks of all other pods fail because they wait for
+# its messages, and so their pods fail as well. All ranks have to be started again, which is why the manifest says:
+#
+# | field | why |
+# |---|---|
+# | `restartPolicy: Never` | the failed pod is replaced by a new one, which may start on another node |
+# | `backoffLimitPerIndex: 3` | one fault fails every pod once, so a limit for the whole Job would be used up faster the more nodes there are |
+# | `maxFailedIndexes: 0` | training cannot go on without one of its nodes |
+# | `podReplacementPolicy: Failed` | a new pod 0 has the name of the old one, and starts only when that has ended |
+# | exit code 75 is ignored | the run was asked to stop and has saved, which is no fault |
+# | a volume `runs` | all pods read and write the same checkpoints, and so do their successors |
+#
+# The fifth line hides a trap. When a node is taken out of service, its pods get SIGTERM. Our run then saves
+# and ends in good order, with exit code 0 under Slurm. A Job would take 0 for finished work, and would never start
+# these pods again. In a pod, `launch.py` therefore ends with 75 unless the run has reached its last step.
+#
+# ### Mend a manifest
+#
+# Here is a manifest with faults that are common. It is meant to train on two pods with four GPUs each.
+
+# %% tags=["nbval-check-output"]
+print(yaml.safe_dump_all(BROKEN, sort_keys=False))
+
+# %% [markdown]
+# Predict before you mend: how many pods would Kubernetes run at the same time, and could one find the other?
+#
+# The manifest is the list `BROKEN` of two nested dicts, as `yaml` reads them. Copy it and change the copy, or
+# write both objects anew. The check compares them with the schemas that Kubernetes publishes. Then it works out
+# the pods, and says what would happen.
+
+# %% exercise="mended_job" todo="11.11" minutes=18 difficulty=2 points=3
+from manyhands.checkpoint.pods import mended_job
+
+# %% check="11.11" tags=["nbval-check-output"]
+check.mended_job(mended_job)
+
+# %% tags=["nbval-check-output"]
+if check.ready("11.11"):
+    before, after = pods_of(BROKEN), pods_of(mended_job())
+    print(f"before: {len(before)} pod at a time, known to others as {before[0].dns or 'nothing'}")
+    for pod in after:
+        print(f"after: {pod.dns}: {' '.join(pod.command)}")
+
+# %% [markdown]
+# The broken Job would have run its pods one after the other, without numbers and without names, and the first
+# would have waited in vain for the second. Most of its faults are of this silent kind: the API server refuses only
+# what it can see to be wrong, here the restart policy and the GPUs without a limit, and accepts the rest.
+#
+# ### What Kubernetes' own scheduler leaves open
+#
+# Slurm grants all nodes of a job at once. Kubernetes places pods one by one, so of two jobs that need the whole
+# cluster each may get half of it, and both wait for ever. Starting all pods of a job together or none of them is called **gang
+# scheduling**. Nor does the scheduler know by default which nodes share a fast switch, although a ring
+# all-reduce is only as fast as its slowest link; choosing neighbours is called **topology-aware
+# scheduling**. Two add-ons supply both. *Kueue* keeps Jobs suspended in a queue until the quota has room for all
+# of their pods, and leaves placing them to Kubernetes. *Volcano* replaces the scheduler and places groups of pods.
+# Kubernetes 1.35 has a first version of gang scheduling of its own, which is switched off by default.
+#
+# A cluster is shared by way of **namespaces**. Names, including those of Services, are unique within one
+# namespace; a *ResourceQuota* limits what it may use, such as its number of GPUs; roles decide who may start or
+# read what in it; and a *NetworkPolicy* decides which pods may talk to each other. Without such a policy every
+# pod can reach every other one, also across namespaces. This matters here, because the ports at which ranks meet ask for no password.
+# All containers on a node share its kernel, so a namespace separates colleagues rather than
+# enemies.
+#
+# Instead of writing the Service and the Job yourself you can leave them to *Kubeflow*. Its `TrainJob` names a
+# program, a number of nodes and a runtime, and Kubeflow makes the indexed Job, the headless Service and
+# torchrun's variables (`PET_NNODES`, `PET_NODE_RANK`, `PET_MASTER_ADDR`) of it. Many clusters still have its
+# predecessor, the `PyTorchJob`. Both forms of the course's job are beside the manifest above, in `sbatch/containers/`.
+#
+# So a checkpoint saves the state of a run, an image the program, and a manifest says how many copies run, how they
+# find each other, and what is done when one of them is lost.
+#
+# **Sources**: Kubernetes, "Job with Pod-to-Pod Communication",
+# https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/; "Jobs",
+# https://kubernetes.io/docs/concepts/workloads/controllers/job/; "Gang Scheduling",
+# https://kubernetes.io/docs/concepts/scheduling-eviction/gang-scheduling/; "Job's Backoff Limit Per Index Goes
+# GA" (2025), https://kubernetes.io/blog/2025/05/13/kubernetes-v1-33-jobs-backoff-limit-per-index-goes-ga;
+# Kubeflow Trainer, pkg/runtime/framework/plugins/torch/torch.go in https://github.com/kubeflow/trainer, and for
+# the PyTorchJob pkg/controller.v1/pytorch/envvar.go in https://github.com/kubeflow/training-operator; Kurtzer,
+# Sochat and Bauer 2017, "Singularity: Scientific containers for mobility of compute", PLoS ONE 12(5),
+# https://doi.org/10.1371/journal.pone.0177459; Kueue, https://kueue.sigs.k8s.io; Volcano, https://volcano.sh.
+
+# %% [markdown]
+# ## 13. Run it as a job
 #
 # The job trains a Transformer whose weights are sharded over all ranks. It saves a sharded checkpoint every
 # few steps, keeps the newest three and the best, and goes on from the newest intact one when it is started

@@ -242,6 +242,8 @@ def main() -> int:
                 chaos(cluster, clone, options.kills, random.Random(options.seed))
             except (Lost, RuntimeError, TimeoutError) as problem:
                 print(f"chaos: {problem}", file=sys.stderr)
+                said = clone / "run.log"  # the clone goes, and with it what the job has said
+                print(said.read_text()[-4000:] if said.exists() else "", file=sys.stderr)
                 return 1
     return 0
 

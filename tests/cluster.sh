@@ -355,8 +355,8 @@ crash() { # NODE
     fi
 }
 
-controller() { # its process, told by its open log
-    find /proc/[0-9]*/fd -lname "$D/log/slurmctld.*" 2>/dev/null | cut -d/ -f3 | sort -u |
+controller() { # its process, told by its open log. Other processes come and go while find looks
+    { find /proc/[0-9]*/fd -lname "$D/log/slurmctld.*" || :; } | cut -d/ -f3 | sort -u |
         while read -r pid; do
             if [ "$(cat "/proc/$pid/comm")" = slurmctld ]; then echo "$pid"; fi
         done

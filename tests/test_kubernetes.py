@@ -265,10 +265,11 @@ def ends(pods: list[subprocess.Popen]) -> tuple[list[int], str]:
     return [pod.returncode for pod in pods], "\n".join(said)
 
 
-STEPS = 60
+STEPS = 200  # so that a busy machine has time to stop it before the end
 
 
-def test_two_pods_train_stop_together_and_go_on(tmp_path):
+@pytest.mark.parametrize("told", [0, 1])
+def test_two_pods_train_stop_together_and_go_on(tmp_path, told):
     """One is told to end, as when its node is drained: both end with 75, and the next two finish.
 
     The losses are those of one process that nobody disturbed.
@@ -280,7 +281,7 @@ def test_two_pods_train_stop_together_and_go_on(tmp_path):
             assert all(pod.poll() is None for pod in pods), ends(pods)
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        random.choice(pods).terminate()
+        pods[told].terminate()
         codes, said = ends(pods)
     assert codes == [75, 75] and "stopped by SIGTERM" in said, said
     assert json.loads((out / "status.json").read_text())["state"] == "stopped"
@@ -291,5 +292,7 @@ def test_two_pods_train_stop_together_and_go_on(tmp_path):
     calm = train_ddp.Config(**settings(clone, out=str(tmp_path / "calm"), steps=STEPS))
     run_ranks(train_ddp.main, 1, calm, join=False, quiet=True, timeout_s=60)
     assert len(losses(out)) == STEPS
-    assert losses(out) == pytest.approx(losses(tmp_path / "calm"), abs=1e-5)
+    # Later the rounding of one process's sums differs more: training amplifies it.
+    assert losses(out)[:60] == pytest.approx(losses(tmp_path / "calm")[:60], abs=1e-5)
+    assert losses(out) == pytest.approx(losses(tmp_path / "calm"), abs=1e-2)
     assert not left_behind(out)

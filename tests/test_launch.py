@@ -310,7 +310,7 @@ def test_full_disk(clone, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (code, err.count("\n"), "Traceback" in out + err) == (2, 1, False), out + err
-    assert "cannot write" in err and "File too large" in err
+    assert "cannot save" in err and "File too large" in err
     assert not left_behind(tmp_path)
 
 

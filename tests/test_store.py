@@ -27,7 +27,7 @@ from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import World
-from manyhands.training.checkpoints import get_rng
+from manyhands.training.random_state import get_rng
 from test_checkpoint import load_state, refused, save_and_go_on, save_state, state_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,6 +162,25 @@ def test_saves_in_the_background_hold_the_values_of_their_step(address):
         state = {"w": torch.zeros(300_000), "m": torch.zeros(200_000), "step": 0}
         state = load_sharded(state, f"{address}/{checkpoints.name_of(step)}")
         assert (state["step"], state["w"].unique().tolist()) == (step, [step])
+
+
+LEAVES = """
+import sys, torch
+from manyhands.checkpoint.asynchronous import AsyncSaver
+saver = AsyncSaver()
+saver.save({"w": torch.ones(5_000_000)}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("last", ["", "saver.wait()"])
+def test_a_program_waits_for_its_last_upload_or_has_none(last, address):
+    """Python starts no threads at its end, and s3fs needs some; a folder does not."""
+    command = [sys.executable, "-c", LEAVES + last, f"{address}/step-00000001"]
+    own = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=90)
+    assert (done.returncode, done.stderr) == (0, "")
+    is_there = bool(last) or not address.startswith("s3://")
+    assert checkpoints.newest_intact(address) == ("step-00000001" if is_there else None, [])
 
 
 # ---- complete or absent --------------------------------------------------------------------------

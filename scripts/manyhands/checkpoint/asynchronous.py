@@ -79,7 +79,9 @@ class Background:
 class AsyncSaver(Background):
     """Saves sharded checkpoints while training goes on; at most one is on its way.
 
-    Every rank of the group makes one, and calls save() and wait() in the same order.
+    Every rank of the group makes one, and calls save() and wait() in the same order, wait() also
+    before the program ends. Without that, a save in a folder is still finished; an upload to an
+    object store needs threads, which Python does not start any more, and no checkpoint appears.
     """
 
     def copied(self, name: str, tensor: Tensor) -> Tensor:

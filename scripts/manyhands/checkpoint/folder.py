@@ -9,6 +9,7 @@ the k newest, the best, and one that is being written.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from manyhands.checkpoint.agree import gather, rank_of, together
@@ -60,8 +61,7 @@ def newest_intact(folder: str | Path, group: Group = None) -> tuple[str | None, 
     store, problems, rank = Store(folder), [], rank_of(group)
     found = gather(together(lambda: [] if rank else complete(folder), group), group)
     for name in reversed(found[0]):
-        here = store.below(name)
-        mine = together(lambda here=here: damage(here, rank, len(found)), group)
+        mine = together(partial(damage, store.below(name), rank, len(found)), group)
         every = gather(mine, group)
         told = [problem for problem in every if problem]
         if not told:

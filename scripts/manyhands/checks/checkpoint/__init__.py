@@ -7,6 +7,7 @@ from manyhands.checks.checkpoint import (
     dcp,
     elastic,
     interval,
+    pods,
     sharded,
     state,
 )
@@ -25,4 +26,5 @@ AsyncSaver = lesson.add(asynchronous.async_saver)
 AppState = lesson.add(dcp.app_state)
 best_interval = lesson.add(interval.best_interval)
 account = lesson.add(interval.account)
+mended_job = lesson.add(pods.mended_job)
 samples_of_step = lesson.add(elastic.samples_of_step)

@@ -648,20 +648,6 @@ if check.ready("11.5"):
 #
 # A checkpoint is removed in the opposite order of writing, its index first. A removal that is interrupted
 # then leaves a folder without an index, and not one that promises files which are gone.
-#
-# ### Checkpoints in an object store
-#
-# The nodes of a cluster share a file system. Machines in a cloud often share only an *object store*, such as
-# Amazon S3, which keeps whole files, called objects, under names in a *bucket*. All functions of this lesson take an
-# address in place of a folder: the job of section 13 saves in a bucket with `--store s3://bucket/run`. The package
-# `s3fs` has to be installed for it (`pip install s3fs`), and it reads from the environment where the server is and
-# who asks: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
-#
-# An object store has no rename. It copies every object to the new name and then removes the old one, so a kill in
-# between leaves both. It does not need one either, because an object appears when all of its upload has arrived, and
-# is whole or absent like a renamed file. The commit of a checkpoint is the same as on a disk: the index, written last.
-# What differs is that a killed process leaves the parts of its last upload behind. Nobody sees them as an object, but
-# they are paid for until a rule of the bucket removes them.
 
 # %% [markdown]
 # ## 6. Without waiting for the disk (optional)
@@ -934,7 +920,8 @@ def load_both(folder):
 
 # %%
 if check.ready("11.2", "11.4", "11.5", "11.6", "11.10"):
-    undisturbed_torch = run_ranks(save_both, 4, HERE / "both")[0]
+    # NCCL's rules are not watched here: the calls of DCP's thread would wait for the watch for ever.
+    undisturbed_torch = run_ranks(save_both, 4, HERE / "both", rules="")[0]
     for num_ranks in (4, 2, 3):
         outcomes = run_ranks(load_both, num_ranks, HERE / "both")
         assert all(num_equal == num_tensors for num_equal, num_tensors, _ in outcomes)
@@ -1181,9 +1168,90 @@ for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
 # that survives (of a step taken twice, the last time) each step has its twelve samples and none of them
 # occurs twice in an epoch. The *sums* agree only to rounding, because other ranks add the same gradients in
 # another order. The table shows what becomes of that: the difference from the undisturbed run on one rank is
-# of the order of float32's last digit at first, and training amplifies it over hundreds of steps, as it
-# amplifies any rounding. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
+# of the order of float32's last digit at first, and it grows over hundreds of steps. Lesson 06 saw the same
+# between one process and two that nobody killed: training amplifies rounding. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
 # all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
+
+# %% [markdown]
+# ## 11. What frameworks do (optional)
+#
+# Lightning, Accelerate and Composer are libraries that take parts of a training program over. Which parts, and
+# which are left to you? The course has the program of lesson 06 in two more versions, `scripts/train_lightning.py`
+# and `scripts/train_accelerate.py`. Both have fewer than 80 lines, train the same model on the same data, and are
+# started in the same way:
+#
+# ```sh
+# pip install -e '.[frameworks]'
+# torchrun --standalone --nproc-per-node=2 scripts/train_lightning.py --data embedded --steps 300
+# ```
+#
+# In Lightning you write a step and a validation as methods, and its `Trainer` owns the loop that calls them, the
+# ranks, and the checkpoints. With Accelerate the loop stays yours. It wraps the model, the optimizer and the loader
+# for the ranks that are there, and saves when you call `save_state`.
+#
+# Neither changes the mathematics: over the 20 steps of a test on two ranks, no loss differs from that of
+# `train_ddp.py` by more than 1e-4. Nor does it after a run was killed and resumed by two ranks, by one in place
+# of two, or by two in place of one (`pytest -s tests/test_frameworks.py` prints the differences). That works on
+# other numbers of ranks because their checkpoints are whole: every rank holds all of the state, and rank 0 writes
+# it. What they lack had to be added. Lightning's knows the number of the step, from which our sampler finds the
+# place in the data. Accelerate's knows neither the step nor the best loss, so an object of ours is registered and
+# saved with it.
+
+# %%
+import importlib.util
+
+from IPython.display import Markdown, display
+
+from manyhands.checkpoint.frameworks import COMPOSER, ROWS
+
+for name in ("lightning", "accelerate"):
+    found = importlib.util.find_spec(name) is not None
+    print(f"{name} is {'installed' if found else 'not installed; this notebook does not need it'}")
+
+rows = [("", "Composer", "by hand", "Lightning", "Accelerate"), ("---",) * 5, *ROWS]
+display(Markdown("\n".join(f"| {' | '.join(row)} |" for row in rows)))
+
+# %% [markdown]
+# Each row is a need that you have met in this lesson, and where each library keeps it. The columns of Lightning and
+# Accelerate are tested by running them. Composer's column is taken from the documentation of its `Trainer`
+# (https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.Trainer.html), because it
+# cannot be installed beside this course's PyTorch. The next cell says why, in pip's own words.
+
+# %%
+print(f"{COMPOSER['remake']}\n    {COMPOSER['says']}   ({COMPOSER['date']})")
+
+# %% [markdown]
+# ### The whole object, or its state?
+#
+# Slides on saving often call `torch.save(model, path)` with a model that is wrapped for training. The next cell saves
+# such a wrapper whole, and then the state of the model inside it. Which of the two files can be loaded with
+# `torch.load(path)`?
+
+# %% tags=["nbval-check-output"]
+wrapped = AveragedModel(nn.Linear(3, 2))
+torch.save(wrapped, HERE / "whole.pt")
+torch.save(wrapped.module.state_dict(), HERE / "state.pt")
+outcomes = {}
+for name in ("whole.pt", "state.pt"):
+    try:
+        torch.load(HERE / name, weights_only=True)  # the default
+        outcomes[name] = "loaded"
+    except pickle.UnpicklingError:
+        outcomes[name] = "refused"
+    print(f"{name}: {outcomes[name]}")
+assert outcomes == {"whole.pt": "refused", "state.pt": "loaded"}
+
+# %% [markdown]
+# The whole object is refused. A pickled object names the classes and functions that are needed to build it, and
+# loading it would call them, whatever a stranger has put there. Since version 2.6, `torch.load` therefore accepts
+# tensors and plain containers only. A state has another advantage as well: it does not contain the wrapper, so it
+# fits the model alone, and any other wrapper.
+#
+# <details><summary>An example for Composer passes <code>train_data_loader=</code> to its Trainer. What is wrong?</summary>
+#
+# The argument is called `train_dataloader`. A wrong keyword raises a `TypeError` at once, which is the good case:
+# compare it with a name in a checkpoint that is skipped without a word.
+# </details>
 
 # %% [markdown]
 # ## 12. Containers and Kubernetes (optional)
@@ -1300,6 +1368,27 @@ if check.ready("11.11"):
 # would have waited in vain for the second. Most of its faults are of this silent kind: the API server refuses only
 # what it can see to be wrong, here the restart policy and the GPUs without a limit, and accepts the rest.
 #
+# ### Checkpoints in an object store
+#
+# The nodes of a cluster share a file system. Machines in a cloud often share only an *object store*, such as
+# Amazon S3, which keeps whole files, called objects, under names in a *bucket*. All functions of this lesson take an
+# address in place of a folder: the job of section 13 saves in a bucket with `--store s3://bucket/run`. The package
+# `s3fs` has to be installed for it (`pip install s3fs`), and it reads from the environment where the server is and
+# who asks: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
+#
+# An object store has no rename. It copies every object to the new name and then removes the old one, so a kill in
+# between leaves both. It does not need one either, because an object appears when all of its upload has arrived, and
+# is whole or absent like a renamed file. The commit of a checkpoint is the same as on a disk: the index, written last.
+# What differs is that a killed process leaves the parts of its last upload behind. Nobody sees them as an object, but
+# they are paid for until a rule of the bucket removes them.
+#
+# <details><summary>Some courses say that the nodes of a cluster are connected by fast internet and should save in cloud storage; others say that compute nodes have no internet at all. Who is right?</summary>
+#
+# Each of them, at some site. In a cloud, object storage is often the only storage that all nodes share. On many
+# clusters only the login nodes reach the internet, and checkpoints go to a shared file system. So a program should
+# take an address and leave the choice to whoever starts it.
+# </details>
+#
 # ### What Kubernetes' own scheduler leaves open
 #
 # Slurm grants all nodes of a job at once. Kubernetes places pods one by one, so of two jobs that need the whole
@@ -1341,6 +1430,9 @@ if check.ready("11.11"):
 # The job trains a Transformer whose weights are sharded over all ranks. It saves a sharded checkpoint every
 # few steps, keeps the newest three and the best, and goes on from the newest intact one when it is started
 # again with the same `--out`, on any number of ranks that divides the batch.
+#
+# All jobs of this course save with the code of this lesson. Most of them resume only on the number of ranks that
+# they began with, because their order of samples depends on it. This one takes `samples_of_step`.
 
 # %%
 jobs.run("../sbatch/checkpoint.sbatch", *"--steps 40 --layers 2 --block 32".split())

@@ -100,11 +100,12 @@ def test_the_definition_takes_what_the_course_needs():
 
 # ---- the steps, for real ---------------------------------------------------------------------
 
+SPACES = ("--mount", "--pid", "--fork", "--mount-proc")
 INSIDE = r"""
 set -euo pipefail
 root=$1 && shift
 mount --make-rprivate /
-for path in /dev /proc /etc/resolv.conf "$@"; do
+for path in /dev /proc /etc/resolv.conf /etc/hosts "$@"; do
     [ -e "$path" ] || continue
     if [ -d "$path" ]; then mkdir -p "$root$path"; else
         mkdir -p "$root$(dirname "$path")"
@@ -175,7 +176,7 @@ def quoted(text: str) -> str:
 
 def as_user(user: str, folder: str, text: str) -> str:
     """A line that runs `text` as this user, in this folder."""
-    command = f"cd {folder} && echo == {text.split()[0]} $SECONDS && {text}"
+    command = f"cd {folder} && echo == {quoted(text.split()[0])} $SECONDS && {text}"
     if user == "root":
         return f"bash -ec {quoted(command)}"
     return (
@@ -190,7 +191,7 @@ def lacking(tmp_path: Path) -> str:
         return "only root may change into another system's files"
     if not shutil.which("mmdebstrap"):
         return "mmdebstrap is missing; on Debian and Ubuntu: apt install mmdebstrap"
-    probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    probe = subprocess.run(["unshare", *SPACES, "true"], capture_output=True)
     if probe.returncode:
         return f"no namespaces: {probe.stderr.decode().strip()}"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet"]
@@ -220,7 +221,7 @@ def test_the_steps_make_the_course_run(tmp_path):
             shutil.copy2(path, target)
         settings = with_host_files(root, pip_settings())
         (root / "steps.sh").write_text(whole_script(settings))
-        spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", INSIDE]
+        spaces = ["unshare", *SPACES, "--kill-child", "bash", "-c", INSIDE]
         done = subprocess.run(
             [*spaces, "inside", root, *{one for one in places(settings) if one.is_dir()}],
             capture_output=True,

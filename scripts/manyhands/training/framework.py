@@ -98,6 +98,9 @@ class FrameworkRun(Run):
         with self._life.ends_on_bad_input():
             on_main(lambda: storage.write_status(self.folder, self._status))
 
+    def _validate(self) -> None:
+        """Nothing: the framework's loop validates, and its checkpoints keep the result."""
+
     def _stop(self, stop_signal: signal.Signals, where: str) -> None:
         """Remember it: the framework first validates and saves."""
         self._asked = stop_signal, where

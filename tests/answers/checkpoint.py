@@ -105,7 +105,7 @@ class OnlyTensors(state.TrainingState):
         return {name: super(OnlyTensors, self).state_dict()[name] for name in names}
 
 
-@wrong("11.1", "stays as it is while the training goes on")
+@wrong("11.1", "gives the weights")
 class CopyOfTheOuterDict(state.TrainingState):
     def state_dict(self):
         return super().state_dict() | {"model": dict(self.run.model.state_dict())}
@@ -683,7 +683,7 @@ class CopiesInTheThread(AsyncSaver):
         self.thread.start()
 
 
-@wrong("11.7", "save 2 raises")
+@wrong("11.7", "save 3 raises")
 class WaitsAfterTheCopy(AsyncSaver):
     """The error of one save comes out only when the next one has been started."""
 

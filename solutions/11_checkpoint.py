@@ -1169,7 +1169,8 @@ for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
 # occurs twice in an epoch. The *sums* agree only to rounding, because other ranks add the same gradients in
 # another order. The table shows what becomes of that: the difference from the undisturbed run on one rank is
 # of the order of float32's last digit at first, and it grows over hundreds of steps. Lesson 06 saw the same
-# between one process and two that nobody killed: training amplifies rounding. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
+# between one process and two that nobody killed, where training amplifies rounding. That rounding explains all of the
+# difference here is likely, but was not measured apart. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
 # all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
 
 # %% [markdown]
@@ -1195,7 +1196,7 @@ for steps in (lives[1]["stop"], lives[2]["stop"], len(apart)):
 # other numbers of ranks because their checkpoints are whole: every rank holds all of the state, and rank 0 writes
 # it. What they lack had to be added. Lightning's knows the number of the step, from which our sampler finds the
 # place in the data. Accelerate's knows neither the step nor the best loss, so an object of ours is registered and
-# saved with it.
+# saved with it. Without the packages, either script ends with one line that names the missing one, and exit code 2.
 
 # %%
 import importlib.util
@@ -1212,10 +1213,11 @@ rows = [("", "Composer", "by hand", "Lightning", "Accelerate"), ("---",) * 5, *R
 display(Markdown("\n".join(f"| {' | '.join(row)} |" for row in rows)))
 
 # %% [markdown]
-# Each row is a need that you have met in this lesson, and where each library keeps it. The columns of Lightning and
+# Each row is a need that you have met in this lesson, and where each library keeps it. Most entries of Lightning and
 # Accelerate are tested by running them. Composer's column is taken from the documentation of its `Trainer`
-# (https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.Trainer.html), because it
-# cannot be installed beside this course's PyTorch. The next cell says why, in pip's own words.
+# (https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.Trainer.html), because its
+# releases from 0.32 on refuse this course's PyTorch. The next cell says so in pip's own words. Without the bound on the
+# version pip would go back as far as release 0.3.1.
 
 # %%
 print(f"{COMPOSER['remake']}\n    {COMPOSER['says']}   ({COMPOSER['date']})")

@@ -419,6 +419,8 @@ def test_stored_runs_say_how_they_are_made_and_hold_what_the_lessons_draw(capsys
         ("batch_size", "digits"),
         ("batch_size", "mnist"),
         ("batch_size", "transformer"),
+        ("checkpoint", "elastic"),
+        ("checkpoint", "goodput"),
         ("ddp", "wikitext"),
         ("large_batch", "mnist"),
         ("layerwise", "mnist"),
@@ -426,7 +428,9 @@ def test_stored_runs_say_how_they_are_made_and_hold_what_the_lessons_draw(capsys
     ]
     for path, (lesson, name) in zip(paths, names, strict=True):
         found = storage.stored(lesson, name)
-        assert f"bash sbatch/{lesson}.sbatch" in found["remake"] in capsys.readouterr().out
+        job = f"bash sbatch/{lesson}.sbatch"
+        how = 'python -c "from manyhands.checkpoint.' if lesson == "checkpoint" else job
+        assert how in found["remake"] in capsys.readouterr().out
         assert path.stat().st_size < 150_000
     middle = len(found["distances"]) // 2
     for one in found["networks"]:

@@ -1,5 +1,6 @@
 """0.2: one rank of each folder prepares the data, and all ranks read it."""
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -114,16 +115,29 @@ class Disk:
 def made_folder(case: Data, rank: int) -> Iterator[Path]:
     """A folder that all ranks of this call share; the last one removes it."""
     folder = Path(tempfile.gettempdir(), f"manyhands-{case.seed}-{os.getppid()}")
-    folder.mkdir(exist_ok=True)
-    for mark in ("ended", "left"):  # of an earlier call that was ended
-        (folder / f"{mark}{rank}").unlink(missing_ok=True)
+    with one_at_a_time():
+        folder.mkdir(exist_ok=True)
+        for mark in ("ended", "left"):  # of an earlier call that was ended
+            (folder / f"{mark}{rank}").unlink(missing_ok=True)
     try:
         yield folder
     finally:
-        with suppress(FileNotFoundError):
-            (folder / f"left{rank}").touch()
-        if len(list(folder.glob("left*"))) == sum(case.processes):
-            shutil.rmtree(folder, ignore_errors=True)
+        with one_at_a_time():
+            with suppress(FileNotFoundError):
+                (folder / f"left{rank}").touch()
+            if len(list(folder.glob("left*"))) == sum(case.processes):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """No rank goes into the folder of the next call while another removes that of the last."""
+    place = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)  # which unlocks it
 
 
 def preparing_seen(answer: object, case: Data, seat: Seat) -> dict:

@@ -35,6 +35,7 @@ ROOMS = (  # in the order of the table
     "collectives",
     "data_parallel",
     "fsdp",
+    "checkpoint",
     "pipeline",
     "tensor",
     "models",

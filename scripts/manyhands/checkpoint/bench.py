@@ -1,0 +1,84 @@
+"""Measures a save of lesson 11: for how long the training stands still."""
+
+import statistics
+import tempfile
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from manyhands.checkpoint.asynchronous import AsyncSaver
+from manyhands.checkpoint.pieces import Piece
+from manyhands.checkpoint.sharded import save_sharded
+from manyhands.instruments.benchmark import (
+    Measure,
+    Measured,
+    Row,
+    milliseconds,
+    ratios,
+    spread,
+)
+from manyhands.instruments.timing import in_turn, slowest_rank
+from manyhands.ranks import lab
+
+NUM_PARAMETERS = 100_000_000
+PARTS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW's training, float32
+
+
+def stall_ratio() -> list[Measured]:
+    """The stall of an asynchronous save over that of one that waits for the disk."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-bench-") as folder:
+        times_s = lab.run_ranks(measure_stalls, 2, folder, 10, timeout_s=1200)
+    _, copies, _, waits, _ = slowest_rank(times_s)
+    values = ratios(copies, waits)
+    gigabytes = 4 * len(PARTS) * NUM_PARAMETERS / 1e9
+    note = (
+        f"{spread(values)}; asynchronous {milliseconds(copies)}, with fsync {milliseconds(waits)}; "
+        f"2 ranks x 1 thread, weights and AdamW's moments in shards, {gigabytes:.1f} GB in all; "
+        "buffers were made by a save before"
+    )
+    return [(statistics.median(values), note)]
+
+
+def measure_stalls(folder: str, num_rounds: int) -> list[list[float]]:
+    """On a rank: seconds of a wait for the thread, AsyncSaver.save, a wait, save_sharded, a wait.
+
+    The waits stand between, so that neither save shares the disk with the other.
+    """
+    rank, share = dist.get_rank(), NUM_PARAMETERS // dist.get_world_size()
+    state = {
+        name: Piece(torch.full((share,), float(rank)), (rank * share,), (NUM_PARAMETERS,))
+        for name in PARTS
+    }
+    saver = AsyncSaver()
+    saver.save(state, f"{folder}/asynchronous")  # makes the buffers
+    works = [
+        saver.wait,
+        partial(saver.save, state, f"{folder}/asynchronous"),
+        saver.wait,
+        partial(save_sharded, state, f"{folder}/waits"),
+        saver.wait,
+    ]
+    return in_turn(works, num_rounds)
+
+
+MEASURES = (
+    Measure(
+        stall_ratio,
+        (
+            Row(
+                "stall of an asynchronous save / of one that waits, 100 M parameters",
+                "<= 0.20",
+                "time / time",
+            ),
+        ),
+        (
+            "checkpoint/asynchronous.py",
+            "checkpoint/sharded.py",
+            "checkpoint/index.py",
+            "checkpoint/store.py",
+            "checkpoint/pieces.py",
+            "checkpoint/bench.py",
+        ),
+    ),
+)

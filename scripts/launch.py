@@ -20,6 +20,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -103,7 +104,8 @@ def pass_on_to_ranks(number: int, _: object) -> None:
     """
     ranks = psutil.Process().children()
     for rank in ranks:
-        rank.send_signal(number)
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            rank.send_signal(number)
     if not ranks:
         os._exit(UNFINISHED)
 
@@ -159,13 +161,14 @@ def launch(command: list[str]) -> int:
     end_with_caller()
     # An agent without this option passes on all of them but SIGUSR1.
     knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
-    stops = STOPS
+    handled = STOPS
     if in_pod(os.environ):
-        stops = [name for name in STOPS if name != "SIGTERM"]
+        handled = [name for name in STOPS if name != "SIGTERM"]
         signal.signal(signal.SIGTERM, pass_on_to_ranks)
-    stops = [f"--signals-to-handle={','.join(stops)}"] if knows else []
+    if knows:
+        arguments.append(f"--signals-to-handle={','.join(handled)}")
     try:
-        torchrun.main([*arguments, *stops, *command])
+        torchrun.main([*arguments, *command])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if codes & {2, 130}:

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 import train_ddp
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
+from manyhands.checkpoint.index import sealed
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import run as run_module
 from manyhands.training.run import Run, TrainConfig
-from manyhands.training.storage import read_lines
+from manyhands.training.storage import read_json, read_lines
 from test_resume import cut_in_half
 from test_run import Net, data, limit_file_size, names, status, world_here
 
@@ -234,6 +235,23 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next(config, capfd):
     assert "step-00000008/rank-00000.pt has " in said
     assert "kept as step-00000008.broken, and the weights are taken from step-00000015" in said
     assert status(Path(config.out))["test_step"] == 15
+
+
+def test_a_whole_best_checkpoint_that_does_not_fit_stays_where_it_is(config, capfd):
+    best = Path(config.out) / "checkpoints" / steps(8)[0]
+
+    def rename(step: int) -> None:
+        if step == 15:
+            index = read_json(best / "index.json")
+            del index["sha256"]
+            index["values"]["identity/job"] = "other"
+            (best / "index.json").write_text(json.dumps(sealed(index)))
+
+    train_and_keep_best(config, event=rename)
+    said = capfd.readouterr().out
+    assert "step-00000008 was saved with job=other, not tiny" in said
+    assert "; the weights are taken from step-00000015" in said and "is kept as" not in said
+    assert best.exists() and status(Path(config.out))["test_step"] == 15
 
 
 def test_one_two_and_four_ranks_choose_and_test_the_same_weights(tmp_path):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.checkpoint import folder as checkpoints
-from manyhands.checkpoint.index import read_index
+from manyhands.checkpoint.index import damage, read_index
 from manyhands.checkpoint.pieces import is_dtensor, model_state, optimizer_state, set_groups
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
@@ -154,8 +154,9 @@ class ShardedCheckpoints:
                 continue
             self._set_aside(found, problems, f"the weights are taken from {name}")
             return step
+        first = problems[0] if problems else "no checkpoint has a validation loss"
         raise BadInput(
-            f"{problems[0]}; no other checkpoint in {self.address} can be loaded: name a new "
+            f"{first}; no other checkpoint in {self.address} can be loaded: name a new "
             "--out to begin anew"
         )
 
@@ -214,10 +215,17 @@ class ShardedCheckpoints:
             checkpoints.remove(self.address, name)
 
     def _set_aside(self, names: Sequence[str], problems: Sequence[str], words: str) -> None:
-        """Keep the damaged ones of these under other names, and say so."""
+        """Keep those of these that are damaged under other names, and say so.
+
+        One that is whole stays where it is: its store was out of reach, or it is of another run.
+        """
         for name, problem in zip(names, problems, strict=False):
-            kept = on_main(lambda name=name: checkpoints.set_aside(self.address, name))
-            self.world.print(f"{problem}; that checkpoint is kept as {kept}, and {words}")
+            store = Store(self._address_of(name))
+            kept = ""
+            if on_main(lambda store=store: told("cannot read", lambda: damage(store))):
+                other = on_main(lambda name=name: checkpoints.set_aside(self.address, name))
+                kept = f"that checkpoint is kept as {other}, and "
+            self.world.print(f"{problem}; {kept}{words}")
 
     def _by_loss(self) -> list[str]:
         """The checkpoints that were validated, the best first."""

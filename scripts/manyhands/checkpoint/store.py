@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,8 @@ class Store:
         except (ValueError, ImportError) as problem:
             raise ValueError(f"{self.address} cannot be opened: {problem}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
-        self.files.retries = remote.TRIES  # of s3fs; others do not look at it
+        if not self.is_local:
+            self.files.retries = remote.TRIES  # of s3fs; others do not look at it
 
     def below(self, name: str) -> "Store":
         """The files of a folder in this one."""
@@ -59,7 +61,7 @@ class Store:
         """
         final = f"{self.path}/{name}"
         if not self.is_local:
-            to_file = lambda file: _fill(file, fill, self._in_words)  # noqa: E731
+            to_file = partial(_fill, fill=fill, in_words=self._in_words)
             return remote.upload(self.files, final, to_file, self.address)
         try:
             os.makedirs(os.path.dirname(final), exist_ok=True)

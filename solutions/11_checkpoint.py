@@ -129,10 +129,10 @@ print(
 # directly: to draw samples and throw them away until the place is reached would take longer the later the
 # run was interrupted.
 
-# %% exercise="Position.order Position.advance Position.state_dict Position.load_state_dict" todo="11.2" minutes=10 difficulty=2 points=2
+# %% exercise="Position.order Position.advance Position.state_dict Position.load_state_dict" todo="11.1" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.state import Position
 
-# %% check="11.2" tags=["nbval-check-output"]
+# %% check="11.1" tags=["nbval-check-output"]
 check.Position(Position)
 
 # %% [markdown]
@@ -153,7 +153,7 @@ def uses_of_samples(is_restored, num_samples=1000):
     return Counter(Counter(used)[sample] for sample in range(num_samples))
 
 
-if check.ready("11.2"):
+if check.ready("11.1"):
     for is_restored in (True, False):
         uses = uses_of_samples(is_restored)
         print(
@@ -184,10 +184,10 @@ from manyhands.checkpoint.state import Training
 #   one of its own. It is restored once, at loading. Restored within the training loop, it would make every
 #   step drop the same units.
 
-# %% exercise="TrainingState.state_dict TrainingState.load_state_dict" todo="11.1" minutes=20 difficulty=2 points=3
+# %% exercise="TrainingState.state_dict TrainingState.load_state_dict" todo="11.2" minutes=20 difficulty=2 points=3
 from manyhands.checkpoint.state import TrainingState
 
-# %% check="11.1" tags=["nbval-check-output"]
+# %% check="11.2" tags=["nbval-check-output"]
 check.TrainingState(TrainingState)
 
 # %% [markdown]
@@ -212,7 +212,7 @@ def resumed_without(item, state, fresh):
     return run.train(17)
 
 
-if check.ready("11.1", "11.2"):
+if check.ready("11.2", "11.1"):
     undisturbed = make_run(seed=0)
     undisturbed.train(13)
     state = TrainingState(undisturbed).state_dict()
@@ -423,10 +423,10 @@ print(f"{len(every_box[0])} pieces per rank, {len(values)} numbers and texts, su
 # because all ranks wait for the one that has most to write. So go through the boxes in order, and give each
 # to the rank that has least to write so far, among the ranks that hold it.
 
-# %% exercise="plan" todo="11.5" minutes=10 difficulty=2 points=2
+# %% exercise="plan" todo="11.4" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.sharded import plan
 
-# %% check="11.5" tags=["nbval-check-output"]
+# %% check="11.4" tags=["nbval-check-output"]
 check.plan(plan)
 
 # %% [markdown]
@@ -449,7 +449,7 @@ def boxes_of_ddp():
 
 
 # %% tags=["nbval-check-output"]
-if check.ready("11.5"):
+if check.ready("11.4"):
     for words, boxes in (("sharded", every_box), ("DDP", run_ranks(boxes_of_ddp, 4))):
         each = megabytes(boxes)
         print(f"{words:8}", "  ".join(f"{one:.3f} MB" for one in each))
@@ -506,7 +506,7 @@ def train_and_save(folder, dies_at=None):
 
 
 # %% tags=["nbval-check-output"]
-if check.ready("11.5"):
+if check.ready("11.4"):
     outcomes = run_ranks(train_and_save, 4, HERE / "four")
     for path in sorted((HERE / "four" / name_of(3)).iterdir()):
         print(path.name)
@@ -534,10 +534,10 @@ if check.ready("11.5"):
 # at the arrows say how many that are. So the only geometry is the box that two boxes have in common. Along
 # one side, it begins at the later of the two beginnings and ends at the earlier of the two ends.
 
-# %% exercise="overlap" todo="11.4" minutes=5 difficulty=1 points=1
+# %% exercise="overlap" todo="11.5" minutes=5 difficulty=1 points=1
 from manyhands.checkpoint.pieces import overlap
 
-# %% check="11.4" tags=["nbval-check-output"]
+# %% check="11.5" tags=["nbval-check-output"]
 check.overlap(overlap)
 
 # %% [markdown]
@@ -573,7 +573,7 @@ def load_and_train(folder):
     return train(model, optimizer, range(state["step"], 10))
 
 
-if check.ready("11.4", "11.5", "11.6"):
+if check.ready("11.5", "11.4", "11.6"):
     for num_ranks in (4, 2, 3, 1):
         losses = run_ranks(load_and_train, num_ranks, HERE / "four")[0]
         pairs = zip(losses, undisturbed[3:], strict=True)
@@ -632,7 +632,7 @@ def flip_a_bit(path):
 
 
 # %% tags=["nbval-check-output"]
-if check.ready("11.5"):
+if check.ready("11.4"):
     folder = HERE / "kept"
     run_ranks(save_five, 2, folder, {1: 3.9, 2: 3.1, 3: 3.4, 4: 3.6, 5: 3.7})
     print(f"kept: {', '.join(complete(folder))}")
@@ -706,7 +706,7 @@ def stalls(folder):
     return found
 
 
-if check.ready("11.5", "11.7"):
+if check.ready("11.4", "11.7"):
     waits_s, copies_s = run_ranks(stalls, 2, HERE / "stalls")[0]
     print(f"save_sharded: {1e3 * waits_s:.1f} ms, AsyncSaver.save: {1e3 * copies_s:.1f} ms")
     print(f"the training stands still for {copies_s / waits_s:.0%} of the time")
@@ -869,10 +869,10 @@ for path in (HERE / "bare", *sorted((HERE / "bare").glob("*.distcp"))):
 # only while no parameter has a gradient, so load before the first backward. `set_state_dict(model, optimizer,
 # model_state_dict=..., optim_state_dict=...)` gives both back.
 
-# %% exercise="AppState.state_dict AppState.load_state_dict" todo="11.10" minutes=10 difficulty=2 points=2
+# %% exercise="AppState.state_dict AppState.load_state_dict" todo="11.8" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.dcp import AppState
 
-# %% check="11.10" tags=["nbval-check-output"]
+# %% check="11.8" tags=["nbval-check-output"]
 check.AppState(AppState)
 
 # %% [markdown]
@@ -919,7 +919,7 @@ def load_both(folder):
 
 
 # %%
-if check.ready("11.2", "11.4", "11.5", "11.6", "11.10"):
+if check.ready("11.1", "11.5", "11.4", "11.6", "11.8"):
     # NCCL's rules are not watched here: the calls of DCP's thread would wait for the watch for ever.
     undisturbed_torch = run_ranks(save_both, 4, HERE / "both", rules="")[0]
     for num_ranks in (4, 2, 3):
@@ -966,10 +966,10 @@ if check.ready("11.2", "11.4", "11.5", "11.6", "11.10"):
 # independently, have a failure every day, and each failure stops all of them. So $M$ is the mean time of one
 # node divided by the number of nodes.
 
-# %% exercise="young_daly best_interval" todo="11.8" minutes=10 difficulty=1 points=2
+# %% exercise="young_daly best_interval" todo="11.9" minutes=10 difficulty=1 points=2
 from manyhands.checkpoint.interval import best_interval, young_daly
 
-# %% check="11.8" tags=["nbval-check-output"]
+# %% check="11.9" tags=["nbval-check-output"]
 check.best_interval(young_daly, best_interval)
 
 # %% [markdown]
@@ -981,7 +981,7 @@ check.best_interval(young_daly, best_interval)
 # the cell: if a save takes four times as long, how much longer should the interval be?
 
 # %% tags=["nbval-check-output"]
-if check.ready("11.8"):
+if check.ready("11.9"):
     mtbf_s = 54 * 86400 / 419
     years = 16384 * mtbf_s / 86400 / 365
     print(
@@ -1025,10 +1025,10 @@ from manyhands.checkpoint.interval import expected_goodput
 # %% show="true"
 from manyhands.checkpoint.interval import Event, Spent
 
-# %% exercise="account" todo="11.9" minutes=15 difficulty=2 points=3
+# %% exercise="account" todo="11.10" minutes=15 difficulty=2 points=3
 from manyhands.checkpoint.interval import account
 
-# %% check="11.9" tags=["nbval-check-output"]
+# %% check="11.10" tags=["nbval-check-output"]
 check.account(account)
 
 # %% [markdown]
@@ -1044,7 +1044,7 @@ check.account(account)
 # restarts? And at four times that interval?
 
 # %%
-if check.ready("11.8", "11.9"):
+if check.ready("11.9", "11.10"):
     costs = program.rehearse()
     mtbf_s = 10 * costs.save_s
     # Two ranks, each of which fails half as often as the job.
@@ -1060,7 +1060,7 @@ if check.ready("11.8", "11.9"):
     assert all(run.is_right for run in runs)  # bit for bit the weights of a run that nobody killed
 
 # %%
-if check.ready("11.8", "11.9"):
+if check.ready("11.9", "11.10"):
     now = program.paid(runs, 4 * best)
     alt = "Goodput of four intervals as points beside the formula's curve; time by cause."
     figures.show(drawn.goodput_by_interval(runs, now, mtbf_s, 4 * best), alt)
@@ -1118,10 +1118,10 @@ assert num_right == len(many)
 #
 # Write that function. The number of ranks need not divide the batch.
 
-# %% exercise="samples_of_step" todo="11.12" minutes=10 difficulty=2 points=2
+# %% exercise="samples_of_step" todo="11.11" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.elastic import samples_of_step
 
-# %% check="11.12" tags=["nbval-check-output"]
+# %% check="11.11" tags=["nbval-check-output"]
 check.samples_of_step(samples_of_step)
 
 # %% [markdown]
@@ -1129,7 +1129,7 @@ check.samples_of_step(samples_of_step)
 # sorted, it should be the same list three times.
 
 # %%
-if check.ready("11.12"):
+if check.ready("11.11"):
     for world_size in (4, 2, 5):
         parts = [samples_of_step(100, rank, world_size, 5000, 12) for rank in range(world_size)]
         print(f"{world_size} ranks take {[len(part) for part in parts]}: {sorted(chain(*parts))}")
@@ -1352,14 +1352,14 @@ print(yaml.safe_dump_all(BROKEN, sort_keys=False))
 # write both objects anew. The check compares them with the schemas that Kubernetes publishes. Then it works out
 # the pods, and says what would happen.
 
-# %% exercise="mended_job" todo="11.11" minutes=18 difficulty=2 points=3
+# %% exercise="mended_job" todo="11.12" minutes=18 difficulty=2 points=3
 from manyhands.checkpoint.pods import mended_job
 
-# %% check="11.11" tags=["nbval-check-output"]
+# %% check="11.12" tags=["nbval-check-output"]
 check.mended_job(mended_job)
 
 # %% tags=["nbval-check-output"]
-if check.ready("11.11"):
+if check.ready("11.12"):
     before, after = pods_of(BROKEN), pods_of(mended_job())
     print(f"before: {len(before)} pod at a time, known to others as {before[0].dns or 'nothing'}")
     for pod in after:

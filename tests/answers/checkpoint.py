@@ -32,7 +32,7 @@ def wrong(todo, words=""):
     return lambda answer: WRONG[todo].append((answer, words)) or answer
 
 
-# ---- 11.1 TrainingState -----------------------------------------------------------------------
+# ---- 11.2 TrainingState -----------------------------------------------------------------------
 
 PARTS = {  # names of what has a state_dict() of its own
     "model": "model",
@@ -50,7 +50,7 @@ PLAIN = {
 }
 
 
-@right("11.1")
+@right("11.2")
 class StateByTables(state.TrainingState):
     def state_dict(self):
         run = self.run
@@ -73,7 +73,7 @@ class StateByTables(state.TrainingState):
         run.position.seed = own["rank_zero_seed"]
 
 
-@right("11.1")
+@right("11.2")
 class StateByTree(StateByTables):
     def state_dict(self):
         live = state.TrainingState(self.run).state_dict()
@@ -84,7 +84,7 @@ class StateByTree(StateByTables):
         return tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, live)
 
 
-@wrong("11.1", "Every step after loading begins with the same random numbers")
+@wrong("11.2", "Every step after loading begins with the same random numbers")
 class RandomInEveryStep(state.TrainingState):
     def load_state_dict(self, given):
         super().load_state_dict(given)
@@ -92,26 +92,26 @@ class RandomInEveryStep(state.TrainingState):
         self.run.model.register_forward_pre_hook(lambda *_: torch.set_rng_state(random))
 
 
-@wrong("11.1", "torch.load(..., weights_only=True) cannot read")
+@wrong("11.2", "torch.load(..., weights_only=True) cannot read")
 class StateOfObjects(state.TrainingState):
     def state_dict(self):
         return super().state_dict() | {"callbacks": {"patience": self.run.patience}}
 
 
-@wrong("11.1", "KeyError")
+@wrong("11.2", "KeyError")
 class OnlyTensors(state.TrainingState):
     def state_dict(self):
         names = ("model", "optimizers", "algorithms", "ranks")
         return {name: super(OnlyTensors, self).state_dict()[name] for name in names}
 
 
-@wrong("11.1", "gives the weights")
+@wrong("11.2", "gives the weights")
 class CopyOfTheOuterDict(state.TrainingState):
     def state_dict(self):
         return super().state_dict() | {"model": dict(self.run.model.state_dict())}
 
 
-@wrong("11.1", "the random numbers")
+@wrong("11.2", "the random numbers")
 class RandomFirst(state.TrainingState):
     def load_state_dict(self, given):
         super().load_state_dict(given)
@@ -120,17 +120,17 @@ class RandomFirst(state.TrainingState):
                 layer.reset_parameters()
 
 
-@wrong("11.1", "KeyError")
+@wrong("11.2", "KeyError")
 class OnlyForTheSameRanks(state.TrainingState):
     def load_state_dict(self, given):
         torch.set_rng_state(given["ranks"][self.rank]["random"])
         super().load_state_dict(given)
 
 
-# ---- 11.2 Position ----------------------------------------------------------------------------
+# ---- 11.1 Position ----------------------------------------------------------------------------
 
 
-@right("11.2")
+@right("11.1")
 class PositionFromOneNumber(state.Position):
     def __iter__(self):
         for place, index in enumerate(self.order()):
@@ -145,7 +145,7 @@ class PositionFromOneNumber(state.Position):
         vars(self).update(given)
 
 
-@right("11.2")
+@right("11.1")
 class PositionOfItsOwn(state.Position):
     def advance(self, num_samples):
         self.position += num_samples
@@ -156,7 +156,7 @@ class PositionOfItsOwn(state.Position):
         return dict(epoch=self.epoch, position=self.position)
 
 
-@wrong("11.2", "the state after loading")
+@wrong("11.1", "the state after loading")
 class PositionThatDiscards(state.Position):
     """Loads and discards: it is at the right sample, and its own count is not."""
 
@@ -169,16 +169,16 @@ class PositionThatDiscards(state.Position):
         self.epoch, self.position, self.skip = given["epoch"], 0, given["position"]
 
 
-@wrong("11.2", "a tuple")
+@wrong("11.1", "a tuple")
 class PositionAsATuple(state.Position):
     def state_dict(self):
         return self.epoch, self.position
 
 
-# ---- 11.10 AppState ---------------------------------------------------------------------------
+# ---- 11.8 AppState ---------------------------------------------------------------------------
 
 
-@right("11.10")
+@right("11.8")
 class AppOfFourCalls(dcp.AppState):
     """Model and optimizer each by a call of its own."""
 
@@ -195,7 +195,7 @@ class AppOfFourCalls(dcp.AppState):
         torchs.set_optimizer_state_dict(self.model, self.optimizer, given["optimizer"])
 
 
-@right("11.10")
+@right("11.8")
 class AppByHand(dcp.AppState):
     """The module inside the wrapper, and an optimizer that is filled before it is asked."""
 
@@ -211,13 +211,13 @@ class AppByHand(dcp.AppState):
             getattr(self, name).load_state_dict(given[name])
 
 
-@wrong("11.10", "is not subscriptable")
+@wrong("11.8", "is not subscriptable")
 class AppWithAnObject(dcp.AppState):
     def state_dict(self):
         return super().state_dict() | {"progress": self.progress}
 
 
-@wrong("11.10", "The place in the data is not given back")
+@wrong("11.8", "The place in the data is not given back")
 class AppWithAnotherObject(AppWithAnObject):
     """The numbers come back in an object of which the training knows nothing."""
 
@@ -226,7 +226,7 @@ class AppWithAnotherObject(AppWithAnObject):
         self.progress = given["progress"]
 
 
-@wrong("11.10", "The optimizer has no state before its first step")
+@wrong("11.8", "The optimizer has no state before its first step")
 class AppThatStepsWithoutGradients(dcp.AppState):
     """A step in which no parameter has a gradient makes no state."""
 
@@ -242,13 +242,13 @@ class AppThatStepsWithoutGradients(dcp.AppState):
         self.progress.load_state_dict(given["progress"])
 
 
-@wrong("11.10", "has no attribute 'module'")
+@wrong("11.8", "has no attribute 'module'")
 class AppOfDdpOnly(dcp.AppState):
     def state_dict(self):
         return super().state_dict() | {"model": self.model.module.state_dict()}
 
 
-# ---- 11.8 young_daly and best_interval --------------------------------------------------------
+# ---- 11.9 young_daly and best_interval --------------------------------------------------------
 
 
 def daly_by_shares(save_s, mtbf_s):
@@ -287,18 +287,18 @@ def steps_with_the_save(save_s, node_mtbf_s, num_nodes, step_s):
     return max(1, round((seconds + save_s) / (step_s + save_s)))
 
 
-RIGHT["11.8"] += [Pair(daly_by_shares, steps_by_counting), Pair(daly_in_tensors, steps_in_tensors)]
-WRONG["11.8"] += [
+RIGHT["11.9"] += [Pair(daly_by_shares, steps_by_counting), Pair(daly_in_tensors, steps_in_tensors)]
+WRONG["11.9"] += [
     (Pair(daly_by_shares, steps_as_a_float), "The exercise asks for a whole number"),
     (Pair(daly_by_shares, steps_with_the_save), "best_interval: "),
     (Pair(daly_by_shares, daly_by_shares), "takes 2 positional arguments"),
 ]
 
 
-# ---- 11.9 account -----------------------------------------------------------------------------
+# ---- 11.10 account -----------------------------------------------------------------------------
 
 
-@right("11.9")
+@right("11.10")
 def account_backwards(events):
     """From the end, the first step seen of each number below what a resume has cut is kept."""
     spent = dict.fromkeys(("useful", "saving", "again", "restarting"), 0.0)
@@ -317,7 +317,7 @@ def account_backwards(events):
     return spent
 
 
-@right("11.9")
+@right("11.10")
 def account_by_lives(events):
     times = {}  # step -> seconds in the history that counts
     lost = saving = restarting = 0.0
@@ -342,28 +342,28 @@ def account_by_lives(events):
     return Spent(math.fsum(times.values()), saving, lost, restarting)
 
 
-@wrong("11.9", "add up to")
+@wrong("11.10", "add up to")
 def account_of_the_last_life(events):
     begin = max(at for at, event in enumerate(events) if event.kind == "resumed")
     return account_by_lives(events[begin:])
 
 
-@wrong("11.9", "without 'again'")
+@wrong("11.10", "without 'again'")
 def account_of_two(events):
     found = account_by_lives(events)
     return {"useful": found.useful, "saving": found.saving, "restarting": found.restarting}
 
 
-@wrong("11.9", "useful: ")
+@wrong("11.10", "useful: ")
 def account_in_shares(events):
     found = account_by_lives(events)
     return Spent(*(seconds / sum(found) for seconds in found))
 
 
-# ---- 11.11 mended_job --------------------------------------------------------------------------
+# ---- 11.12 mended_job --------------------------------------------------------------------------
 
 
-@right("11.11")
+@right("11.12")
 def manifest_written_anew():
     name = "ddp"
     labels = {"team": "vision", "run": name}
@@ -398,7 +398,7 @@ def manifest_written_anew():
     return (job, service)
 
 
-@right("11.11")
+@right("11.12")
 def manifest_with_the_job_s_own_label():
     service, job = copy.deepcopy(pods.BROKEN)
     service["spec"] = {"clusterIP": "None", "selector": {pods.JOB_NAME: "ddp"}}
@@ -418,31 +418,31 @@ def container_of(manifest):
     return manifest[1]["spec"]["template"]["spec"]["containers"][0]
 
 
-@wrong("11.11", "restartPolicy is Always (at least 7 faults are left")
+@wrong("11.12", "restartPolicy is Always (at least 7 faults are left")
 def manifest_as_it_was():
     return pods.BROKEN
 
 
-@wrong("11.11", "the list holds Job, and no Service")
+@wrong("11.12", "the list holds Job, and no Service")
 def manifest_of_the_job_alone():
     return pods.mended_job()[1:]
 
 
-@wrong("11.11", "8 GPUs are requested, with a limit of 4")
+@wrong("11.12", "8 GPUs are requested, with a limit of 4")
 def manifest_with_the_gpus_of_all_pods():
     found = pods.mended_job()
     container_of(found)["resources"]["requests"]["nvidia.com/gpu"] = 8
     return found
 
 
-@wrong("11.11", "nothing is mounted at /dev/shm")
+@wrong("11.12", "nothing is mounted at /dev/shm")
 def manifest_without_shared_memory():
     found = pods.mended_job()
     del container_of(found)["volumeMounts"]
     return found
 
 
-@wrong("11.11", "torchrun is to meet at ddp-0 - In the DNS, pod 0 is ddp-0.ddp.")
+@wrong("11.12", "torchrun is to meet at ddp-0 - In the DNS, pod 0 is ddp-0.ddp.")
 def manifest_with_the_short_name():
     found = pods.mended_job()
     command = container_of(found)["command"]
@@ -450,17 +450,17 @@ def manifest_with_the_short_name():
     return found
 
 
-@wrong("11.11", "Additional properties are not allowed ('completionmode' was unexpected)")
+@wrong("11.12", "Additional properties are not allowed ('completionmode' was unexpected)")
 def manifest_in_small_letters():
     found = pods.mended_job()
     found[1]["spec"]["completionmode"] = found[1]["spec"].pop("completionMode")
     return found
 
 
-# ---- 11.12 ----------------------------------------------------------------------------------
+# ---- 11.11 ----------------------------------------------------------------------------------
 
 
-@right("11.12")
+@right("11.11")
 def samples_by_index(step, rank, world_size, num_samples, batch, seed=0):
     per_epoch = num_samples // batch
     generator = torch.Generator()
@@ -470,7 +470,7 @@ def samples_by_index(step, rank, world_size, num_samples, batch, seed=0):
     return [int(order[start + place]) for place in range(rank, batch, world_size)]
 
 
-@right("11.12")
+@right("11.11")
 def samples_of_all_ranks(step, rank, world_size, num_samples, batch, seed=0):
     epoch = step // (num_samples // batch)
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
@@ -481,7 +481,7 @@ def samples_of_all_ranks(step, rank, world_size, num_samples, batch, seed=0):
     return shares[rank]
 
 
-@wrong("11.12")
+@wrong("11.11")
 def samples_from_the_last(step, rank, world_size, num_samples, batch, seed=0):
     found = samples_by_index(step, rank, world_size, num_samples, batch, seed)
     return found[::-1]
@@ -524,10 +524,10 @@ def whole_by_temporary_file(path, fill):
     return made
 
 
-# ---- 11.4 overlap -----------------------------------------------------------------------------
+# ---- 11.5 overlap -----------------------------------------------------------------------------
 
 
-@right("11.4")
+@right("11.5")
 def overlap_by_loops(first, second):
     starts, sizes = [], []
     for dim in range(len(first.offset)):
@@ -540,7 +540,7 @@ def overlap_by_loops(first, second):
     return pieces.Box(tuple(starts), tuple(sizes))
 
 
-@right("11.4")
+@right("11.5")
 def overlap_by_ranges(first, second):
     shared = []
     for one, n, other, m in zip(*first, *second, strict=True):
@@ -550,10 +550,10 @@ def overlap_by_ranges(first, second):
     return tuple(places[0] for places in shared), tuple(map(len, shared))
 
 
-# ---- 11.5 plan --------------------------------------------------------------------------------
+# ---- 11.4 plan --------------------------------------------------------------------------------
 
 
-@right("11.5")
+@right("11.4")
 def plan_by_search(every_box):
     boxes = sorted({one for held in every_box for one in held.items() if 0 not in one[1].size})
     done = [0] * len(every_box)
@@ -565,7 +565,7 @@ def plan_by_search(every_box):
     return writers
 
 
-@right("11.5")
+@right("11.4")
 def plan_by_tensors(every_box):
     boxes = sorted({one for held in every_box for one in held.items() if 0 not in one[1].size})
     done = torch.zeros(len(every_box))

@@ -1,4 +1,4 @@
-"""11.4: what two boxes of one tensor have in common."""
+"""11.5: what two boxes of one tensor have in common."""
 
 import random
 from collections.abc import Callable
@@ -54,7 +54,7 @@ STARTS = "The part in common begins at the larger of the two offsets, dimension 
 ENDS = "It ends at the smaller of the two ends, and an end is offset + size."
 NONE = "Where a side is 0 or less there is nothing in common: return None."
 overlap = Spec(
-    todo="11.4",
+    todo="11.5",
     truth=pieces.overlap,
     cases=pairs,
     observe=common_seen,

@@ -1,4 +1,4 @@
-"""11.10: the state of a training for PyTorch's own checkpoints, saved and loaded on real ranks."""
+"""11.8: the state of a training for PyTorch's own checkpoints, saved and loaded on real ranks."""
 
 import copy
 import functools
@@ -228,7 +228,7 @@ LOAD_OWN = 'self.optimizer.load_state_dict(state["optimizer"])'
 LOAD_MODEL = 'self.model.load_state_dict(state["model"])'
 LOOSE = 'getattr(self.model, "module", self.model).load_state_dict(state["model"], strict=False)'
 app_state = Spec(
-    todo="11.10",
+    todo="11.8",
     truth=course.AppState,
     layouts=(PARTS[4],),
     cases=resumes,

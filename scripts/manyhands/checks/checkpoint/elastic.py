@@ -1,4 +1,4 @@
-"""Exercise 11.12: which samples a rank takes in a step, for any number of ranks."""
+"""Exercise 11.11: which samples a rank takes in a step, for any number of ranks."""
 
 import random
 from typing import NamedTuple
@@ -44,7 +44,7 @@ FIRST_SHARED = f"shared = order[rank::world_size][place * ({EACH}) : (place + 1)
 OF_EPOCH = "Of the step, divmod(step, num_samples // batch) gives the epoch and the place in it."
 
 samples_of_step = Spec(
-    todo="11.12",
+    todo="11.11",
     truth=elastic.samples_of_step,
     cases=takings,
     advice={"": "Take the step's numbers first, then this rank's share of them."},

@@ -1,4 +1,4 @@
-"""11.8 and 11.9: how often to save, and where the time of a run went."""
+"""11.9 and 11.10: how often to save, and where the time of a run went."""
 
 import random
 from itertools import pairwise
@@ -11,7 +11,7 @@ from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import number, record, whole
 
-# ---- 11.8 -----------------------------------------------------------------------------------
+# ---- 11.9 -----------------------------------------------------------------------------------
 
 SERIES = "(1 + x / 3 + x**2 / 9) - save_s"
 ROOT = "math.sqrt(2 * save_s * mtbf_s)"
@@ -74,7 +74,7 @@ def tell_saving(case: Saving) -> str:
 
 
 best_interval = Spec(
-    todo="11.8",
+    todo="11.9",
     truth=Pair(truth.young_daly, truth.best_interval),
     cases=savings,
     observe=both_intervals,
@@ -133,7 +133,7 @@ best_interval = Spec(
     ),
 )
 
-# ---- 11.9 -----------------------------------------------------------------------------------
+# ---- 11.10 -----------------------------------------------------------------------------------
 
 LOST = "At each resumed, move the steps after event.step from the useful ones to `again`."
 BELONGS = "The time between two events belongs to the second one."
@@ -223,7 +223,7 @@ def tell_log(case: Log) -> str:
 
 
 account = Spec(
-    todo="11.9",
+    todo="11.10",
     truth=truth.account,
     cases=logs,
     form=record(Spent._fields),

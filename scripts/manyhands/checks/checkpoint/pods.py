@@ -1,4 +1,4 @@
-"""11.11: a mended manifest, judged by Kubernetes' published schemas and by what it would start.
+"""11.12: a mended manifest, judged by Kubernetes' published schemas and by what it would start.
 
 Many manifests are right, so one is judged by rules: the schemas, as the API server applies them;
 what the API server refuses besides; and the pods that would run, with their names and numbers.
@@ -266,7 +266,7 @@ def _is_name_of(host: str, name: str) -> bool:
 
 
 mended_job = Spec(
-    todo="11.11",
+    todo="11.12",
     truth=pods.mended_job,
     cases=lambda: [()],
     observe=manifest_seen,

@@ -1,4 +1,4 @@
-"""11.5 and 11.6: who writes which box, and what a rank has to copy."""
+"""11.4 and 11.6: who writes which box, and what a rank has to copy."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import kind
 
-# ---- 11.5 ----------------------------------------------------------------------------------------
+# ---- 11.4 ----------------------------------------------------------------------------------------
 
 
 class Holders(NamedTuple):
@@ -68,7 +68,7 @@ FEWEST = "Of the ranks that hold the box, take the one with the fewest numbers s
 ALWAYS_FIRST = "The first holder writes every box that several hold, and others wait for it."
 COUNT = "Add prod(box.size), the number of numbers, to the writer's load."
 plan = Spec(
-    todo="11.5",
+    todo="11.4",
     truth=sharded.plan,
     cases=states,
     observe=plan_seen,

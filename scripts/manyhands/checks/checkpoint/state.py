@@ -1,4 +1,4 @@
-"""11.1 and 11.2: the twelve items of a training state, and a place in the data."""
+"""11.2 and 11.1: the twelve items of a training state, and a place in the data."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, same
 
-# ---- 11.1 -----------------------------------------------------------------------------------
+# ---- 11.2 -----------------------------------------------------------------------------------
 
 BATCH = 4
 EPOCH = 3  # steps
@@ -176,7 +176,7 @@ AVERAGE = 'run.average.load_state_dict(state["algorithms"]["average"])'
 WAITS = 'run.patience.waits = state["callbacks"]["patience"]["waits"]'
 RANDOM = 'if self.rank in state["ranks"]:'
 training_state = Spec(
-    todo="11.1",
+    todo="11.2",
     truth=course.TrainingState,
     cases=runs,
     observe=resumed,
@@ -246,7 +246,7 @@ training_state = Spec(
     ),
 )
 
-# ---- 11.2 -----------------------------------------------------------------------------------
+# ---- 11.1 -----------------------------------------------------------------------------------
 
 
 class Walk(NamedTuple):
@@ -310,7 +310,7 @@ COUNTED = (
 )
 ENDS = "if self.position >= self.num_samples:"
 position = Spec(
-    todo="11.2",
+    todo="11.1",
     truth=course.Position,
     cases=walks,
     observe=walked,

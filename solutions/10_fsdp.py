@@ -944,9 +944,9 @@ if check.ready("10.1", "10.4", "10.5"):
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
     in_bytes = 4 * num_parameters(V, 8, 8, 64)
     one_block = 4 * (12 * 64**2 + 2 * 64)
-    print(f"the model: {in_bytes:,} bytes, a block: {one_block:,}")
-    print(f"built whole first: {whole_first:,} bytes at most")
-    print(f"deferred:          {deferred:,} bytes at most, and the same weights")
+    print(f"the model: {in_bytes / 1e6:.2f} MB, a block: {one_block / 1e6:.2f} MB")
+    print(f"built whole first: {whole_first / 1e6:.2f} MB at most")
+    print(f"deferred:          {deferred / 1e6:.2f} MB at most, and the same weights")
     assert deferred <= in_bytes / 4 + 2 * one_block < in_bytes < whole_first
 
 # %% [markdown]

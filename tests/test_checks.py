@@ -11,6 +11,7 @@ tests/test_checks.py` takes others.
 import importlib
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from audit import Audit
+from manyhands.checkpoint import asynchronous
 from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
@@ -227,6 +229,38 @@ def test_an_endless_loop_without_ranks_is_told_without_words_of_messages(monkeyp
     told = repr(verdict("first_job", "0.5", forever))
     assert "never ended: it is still in line" in told and "What ends the loop" in told
     assert "rank" not in told and "message" not in told
+
+
+class SlowToRead(dict):
+    """Buffers that make the check wait after the first save, as a machine that stands still."""
+
+    was_read = False
+
+    def items(self):
+        if not self.was_read:
+            time.sleep(0.8)
+        self.was_read = True
+        return super().items()
+
+
+class InSlowTraining(asynchronous.AsyncSaver):
+    """Right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = SlowToRead()
+
+
+class LiveInSlowTraining(InSlowTraining):
+    """Wrong: nothing is copied."""
+
+    def copied(self, name, tensor):
+        return tensor
+
+
+def test_a_machine_that_stands_still_hides_no_live_tensor_and_refuses_no_copy():
+    assert verdict("checkpoint", "11.7", InSlowTraining).state == "done"
+    assert "checkpoint 1" in repr(verdict("checkpoint", "11.7", LiveInSlowTraining))
 
 
 def test_an_error_without_ranks_is_told_with_its_call():

@@ -677,9 +677,7 @@ class CopiesInTheThread(AsyncSaver):
 
     def save(self, state, folder):
         self.wait()
-        self.thread = threading.Thread(
-            target=lambda: (threading.Event().wait(0.1), self.write(self.copy(state), folder))
-        )
+        self.thread = threading.Thread(target=lambda: self.write(self.copy(state), folder))
         self.thread.start()
 
 

@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -18,7 +19,7 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
-HELD = 10  # looks at a save() that waits for its thread, before the disk writes all the same
+LOOKS = 10  # at a trainer that stays in save(), until it is believed to wait for its thread there
 LOOK_S = 0.05
 FULL = "No space left on device"
 
@@ -38,43 +39,63 @@ def trainings() -> list[Saves]:
 
 
 class Gate:
-    """A disk that writes when it is told to, and notes how many write at once."""
+    """A disk that takes and writes a save when it is told to, and notes how many it has at once.
+
+    A save's thread reads the tensors when it copies them or hands them to the disk. If it came to
+    that before the training goes on, tensors that nobody has copied would look right. So both wait.
+    """
 
     def __init__(self, full_at: int) -> None:
         self.full_at = full_at
         self.released = 0  # the newest save that the disk may write
         self.changed = threading.Condition()
         self.trainer = threading.current_thread()
-        self.in_save = False  # where the trainer is; outside of save() the disk waits for it
+        self.step = 0  # of the newest save() that the trainer has called
+        self.in_save = False  # where the trainer is; outside of save() everything waits for it
         self.lock = threading.Lock()
-        self.active = 0
+        self.at_work: set[str] = set()  # addresses of saves that the disk has
         self.most = 0
         self.finished = 0
-        self.real = Store.write
 
-    def write(self, store: Store, name: str, fill: Callable) -> object:
-        """Called instead of Store.write."""
-        with self.lock:
-            self.active += 1
-            self.most = max(self.most, self.active)
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """The trainer is in its call of save()."""
+        self.step, self.in_save = step, True
         try:
-            if threading.current_thread() is not self.trainer:
-                self._wait_for(int(store.address.rpartition("-")[2]))
+            yield
+        finally:
+            self.in_save = False
+
+    def take(self, store: Store) -> None:
+        """Begin to work at a save; waits for its release."""
+        with self.lock:
+            self.at_work.add(store.address)
+            self.most = max(self.most, len(self.at_work))
+        step = int(store.address.rpartition("-")[2])
+        if not self.is_released(step):
+            self.release(step)  # a save() that waits for its thread must end
+
+    def write(self, store: Store, real: Callable, name: str, fill: Callable) -> object:
+        """Called instead of Store.write."""
+        self.take(store)
+        try:
             if self.full_at and store.address.endswith(f"step-{self.full_at}"):
                 raise OSError(28, FULL)
-            return self.real(store, name, fill)
+            return real(store, name, fill)
         finally:
             with self.lock:
-                self.active -= 1
+                self.at_work.discard(store.address)
                 self.finished += 1
 
-    def _wait_for(self, step: int) -> None:
+    def is_released(self, step: int) -> bool:
+        """Wait for it, in vain where save() itself waits for this thread."""
         looks = 0
         with self.changed:
-            while not self.changed.wait_for(lambda: self.released >= step, LOOK_S):
+            while threading.current_thread() is not self.trainer and looks < LOOKS:
+                if self.changed.wait_for(lambda: self.released >= step, LOOK_S):
+                    return True
                 looks = looks + 1 if self.in_save else 0
-                if looks == HELD:
-                    self.released = step
+        return False
 
     def release(self, step: int) -> None:
         """Let the disk write all saves up to that of `step`."""
@@ -84,10 +105,21 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Every Store writes through this gate."""
-        gate = self
-        with mock.patch.object(
-            Store, "write", lambda self, name, fill: gate.write(self, name, fill)
+        """Every Store, and every copy that a thread makes, goes through this gate."""
+        gate, write, remove, copy = self, Store.write, Store.remove, course.Background.copy
+
+        def take_and_remove(self: Store, *args: object) -> object:
+            gate.take(self)  # the first that save_sharded asks of a disk
+            return remove(self, *args)
+
+        def copy_when_released(self: object, state: Mapping) -> Mapping:
+            gate.is_released(gate.step)
+            return copy(self, state)
+
+        with (
+            mock.patch.object(Store, "write", lambda self, *args: gate.write(self, write, *args)),
+            mock.patch.object(Store, "remove", take_and_remove),
+            mock.patch.object(course.Background, "copy", copy_when_released),
         ):
             yield
 
@@ -121,14 +153,13 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
         state["step"] = step
         for tensor in state["model"].values():
             tensor += 1  # in place, as an optimizer does
-        timer = threading.Timer(
-            0.05, gate.release, [step - 1]
-        )  # the disk goes on while the next one waits
+        # the disk goes on with the last save while this one may wait for it
+        timer = threading.Timer(0.05, gate.release, [step - 1])
         if step > 1:
             timer.start()
-        gate.in_save = True
-        seen[f"save {step} raises"] = told(lambda s=step: saver.save(state, folder / f"step-{s}"))
-        gate.in_save = False
+        with gate.saving(step):
+            save = partial(saver.save, state, folder / f"step-{step}")
+            seen[f"save {step} raises"] = told(save)
         if step == 1:
             seen["save returns before the disk has written"] = gate.finished == 0
         else:
@@ -139,7 +170,7 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
     gate.release(case.num_saves)
     seen["the first wait raises"] = told(saver.wait)
     seen["the second wait raises"] = told(saver.wait)
-    seen["no write is left after wait"] = gate.active == 0
+    seen["no write is left after wait"] = not gate.at_work
     seen["at most one write is on its way"] = gate.most == 1
     seen["every save uses the buffers of the first"] = all(one == places[0] for one in places)
     return seen

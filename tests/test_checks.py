@@ -263,6 +263,17 @@ def test_a_machine_that_stands_still_hides_no_live_tensor_and_refuses_no_copy():
     assert "checkpoint 1" in repr(verdict("checkpoint", "11.7", LiveInSlowTraining))
 
 
+def test_what_an_answer_puts_elsewhere_does_not_stay_in_the_working_folder(tmp_path, monkeypatch):
+    def swapped(path, fill):
+        partial = f"{fill.__name__}.partial"
+        with open(partial, "wb") as file:
+            return file.write(b"in the wrong folder")
+
+    monkeypatch.chdir(tmp_path)
+    assert verdict("checkpoint", "11.3", swapped).state == "not yet"
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_without_ranks_is_told_with_its_call():
     def hours(busy, num_granted, seconds):
         means = [sum(samples) / len(samples) for samples in busy]

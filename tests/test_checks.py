@@ -11,6 +11,8 @@ tests/test_checks.py` takes others.
 import importlib
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from audit import Audit
-from manyhands.checkpoint import asynchronous
+from manyhands.checkpoint import asynchronous, store
 from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
@@ -263,15 +265,46 @@ def test_a_machine_that_stands_still_hides_no_live_tensor_and_refuses_no_copy():
     assert "checkpoint 1" in repr(verdict("checkpoint", "11.7", LiveInSlowTraining))
 
 
-def test_what_an_answer_puts_elsewhere_does_not_stay_in_the_working_folder(tmp_path, monkeypatch):
+def test_what_an_answer_writes_under_a_relative_name_does_not_stay(tmp_path, monkeypatch):
     def swapped(path, fill):
-        partial = f"{fill.__name__}.partial"
-        with open(partial, "wb") as file:
+        with open(f"{fill.__name__}.partial", "wb") as file:
             return file.write(b"in the wrong folder")
 
     monkeypatch.chdir(tmp_path)
     assert verdict("checkpoint", "11.3", swapped).state == "not yet"
     assert not list(tmp_path.iterdir())
+
+
+def test_an_answer_that_leaves_the_working_folder_changed_is_told():
+    def walks(path, fill):
+        num_bytes = store.write_whole(path, fill)
+        os.chdir("/")
+        return num_bytes
+
+    assert "left the working folder changed" in repr(verdict("checkpoint", "11.3", walks))
+
+
+AS_IN_A_KERNEL = """
+import sys
+sys.path[0] = ""  # as Jupyter has it: the working folder
+from manyhands.checks import checkpoint as check
+
+def write_whole(path, fill):
+    import beside_the_notebook
+    return beside_the_notebook.write(path, fill)
+
+check.write_whole(write_whole)
+"""
+
+
+def test_an_answer_can_import_a_module_beside_the_notebook(tmp_path):
+    text = "from manyhands.checkpoint.store import write_whole as write\n"
+    (tmp_path / "beside_the_notebook.py").write_text(text)
+    (tmp_path / "kernel.py").write_text(AS_IN_A_KERNEL)
+    command = [sys.executable, "kernel.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "TODO 11.3 done" in ended.stdout
 
 
 def test_an_error_without_ranks_is_told_with_its_call():

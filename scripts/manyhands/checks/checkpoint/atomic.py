@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 from unittest import mock
@@ -92,15 +92,11 @@ class Disk:
 
 def writing_seen(answer: Callable, case: Writing) -> dict:
     """What a reader finds before, while and after, and what a power cut would leave."""
-    scratch = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
-    folder, elsewhere = scratch / "saved", scratch / "elsewhere"
-    folder.mkdir()
-    elsewhere.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
     try:
-        with chdir(elsewhere):  # where an answer puts what it does not put beside the file
-            return _seen(answer, case, folder)
+        return _seen(answer, case, folder)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _seen(answer: Callable, case: Writing, folder: Path) -> dict:

@@ -69,6 +69,7 @@ Row = list[Sight]
 def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str) -> None:
     """Every job in turn on this rank; ends where the ranks part."""
     me = dist.get_rank() if spec.layouts else 0
+    _move_to(Path(folder, f"files-{me}"))
     places = _places(spec, me)
     meeting = Meeting(folder) if spec.layouts else None
     made: tuple = (None, None)
@@ -91,6 +92,17 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
             if one_sided:
                 break
         faulthandler.cancel_dump_traceback_later()
+
+
+def _move_to(folder: Path) -> None:
+    """Work in a new folder, which goes when the ranks have gone.
+
+    What a wrong answer writes under a relative name would otherwise stay beside the notebook.
+    Modules beside the notebook can still be imported, since the process of a rank is given
+    sys.path with whole paths.
+    """
+    folder.mkdir()
+    os.chdir(folder)
 
 
 def _make(spec: Spec, answer: object) -> object:

@@ -38,6 +38,7 @@ ROOMS = (  # in the order of the table
     "checkpoint",
     "pipeline",
     "tensor",
+    "mesh",
     "models",
     "ranks",
     "checks.engine",

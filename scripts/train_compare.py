@@ -3,20 +3,21 @@
 torchrun --standalone --nproc-per-node=4 scripts/train_compare.py --layers 8 --batch 32
 bash sbatch/compare.sbatch --steps 10       on all GPUs of this machine, or 2 CPU ranks
 
-One process, DDP, ZeRO-1 to 3, fully_shard, a pipeline and cut matrices: memory of a rank by part,
-bytes sent by collective, and time of a step. Every way's losses have to be those of one process.
+One process, DDP, ZeRO-1 to 3, fully_shard, a pipeline, cut matrices and, on 4 ranks or more, two of
+these on a mesh: memory of a rank by part, bytes sent by collective, and time of a step. Every way's
+losses have to be those of one process.
 """
 
 import html
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from manyhands.compare import figures, measure
-from manyhands.compare.ways import WAYS, Make, Setting
+from manyhands.compare.ways import ON_A_MESH, WAYS, Make, Setting, ways_for
 from manyhands.data import corpus
 from manyhands.instruments.figures import png
 from manyhands.instruments.meters import machine
@@ -70,8 +71,9 @@ def main(config: Config) -> Path:
     """Measure, print the table, write the report; returns the run's folder."""
     if config.steps < 1:
         raise BadInput(f"--steps is {config.steps}: take at least 1")
-    ways = choose_ways(config.only)
+    check_names(config.only, [*WAYS, *ON_A_MESH])
     with distributed(config.device, config.seed, TIMEOUT_S) as world:
+        ways = choose_ways(config.only, world.world_size)
         data = corpus.load(config.data, config.block, config.vocab)
         world.print(data.note)
         sizes = (config.layers, data.tokenizer.vocab_size, config.block, config.batch)
@@ -89,13 +91,20 @@ def main(config: Config) -> Path:
         return folder
 
 
-def choose_ways(only: str) -> dict[str, Make]:
+def choose_ways(only: str, ranks: int) -> dict[str, Make]:
     """One process, with which the others are compared, and the ways whose name holds `only`."""
-    first, *names = WAYS
-    chosen = [name for name in names if only.lower() in name.lower()]
+    ways = ways_for(ranks)
+    first, *_ = ways
+    return {name: ways[name] for name in [first, *check_names(only, ways, f" on {ranks} rank(s)")]}
+
+
+def check_names(only: str, names: Iterable[str], where: str = "") -> list[str]:
+    """The names, but for the first one, that hold `only`; BadInput where there is none."""
+    _, *others = names
+    chosen = [name for name in others if only.lower() in name.lower()]
     if not chosen:
-        raise BadInput(f"--only {only!r} is in no name: {', '.join(names)}")
-    return {name: WAYS[name] for name in [first, *chosen]}
+        raise BadInput(f"--only {only!r} is in no name{where}: {', '.join(others)}")
+    return chosen
 
 
 def make_folder(config: Config, world: World) -> Path:

@@ -83,5 +83,6 @@ print("everything works")
 # | [11_checkpoint](11_checkpoint.ipynb) | what a run is made of, saved in shards and resumed exactly, on any number of ranks |
 # | [12_pipeline](12_pipeline.ipynb) | stages, schedules as data, GPipe and 1F1B by hand, and the bubble predicted and measured |
 # | [13_tensor](13_tensor.ipynb) | matrices, heads and vocabulary cut over ranks, with and without sequence parallelism |
+# | [14_mesh](14_mesh.ipynb) | all of these on one mesh, one norm, one number for a machine, and a plan before a job runs |
 #
 # More lessons are on their way; the list of all stands in the README.

@@ -30,8 +30,8 @@ FAST = set(
 
 # Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs.
 UNDER_RULES = set(
-    "collectives data_parallel fsdp layerwise pipeline scripts sequence split_model tensor "
-    "vocabulary".split()
+    "collectives data_parallel fsdp grid layerwise mesh pipeline scripts sequence split_model "
+    "tensor vocabulary".split()
 )
 # These measure times, which the notes of a watched rank would change.
 NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")

@@ -11,7 +11,17 @@ import train_compare
 from jobs import make_clone, run
 from manyhands.compare import figures
 from manyhands.compare.measure import PARTS, compare
-from manyhands.compare.ways import WAYS, Ready, Setting, adamw, one_process, own_samples, train_with
+from manyhands.compare.ways import (
+    ON_A_MESH,
+    WAYS,
+    Ready,
+    Setting,
+    adamw,
+    one_process,
+    own_samples,
+    train_with,
+    ways_for,
+)
 from manyhands.fsdp import fully_shard
 from manyhands.instruments.figures import png
 from manyhands.models.transformer import num_parameters
@@ -23,6 +33,7 @@ from manyhands.tensor import model as split_model
 SETTINGS = {
     2: Setting(layers=2, vocab=40, block=8, batch=8, micro_batches=4),
     3: Setting(layers=3, vocab=42, block=9, batch=12, micro_batches=4),
+    4: Setting(layers=4, vocab=40, block=8, batch=16, micro_batches=4),
 }
 
 
@@ -41,7 +52,7 @@ def sizes(found):
 
 
 def test_every_way_trains_as_one_process_does(found):
-    assert list(found["ways"]) == list(WAYS)
+    assert list(found["ways"]) == list(ways_for(found["ranks"]))
     for name, one in found["ways"].items():
         assert len(one["losses"]) == 5 and one["difference"] < 1e-5, name
     assert found["ways"]["one process"]["losses"][0] == pytest.approx(3.7, abs=0.2)  # ln 40 to 42
@@ -109,7 +120,7 @@ def test_the_ledger_counts_as_many_calls_as_fully_shard_s_formula(found):
 
 def test_the_table_and_the_figure_hold_every_way(found):
     lines = figures.table(found | {"is_busy": True}).splitlines()
-    assert [line.split("  ")[0] for line in lines[2:-2]] == list(WAYS)
+    assert [line.split("  ")[0] for line in lines[2:-2]] == list(found["ways"])
     assert all(part in lines[0] for part in PARTS) and figures.BUSY == lines[-1]
     assert figures.BUSY not in figures.table(found | {"is_busy": False})
     figure = figures.draw(found)
@@ -122,7 +133,38 @@ def test_the_table_and_the_figure_hold_every_way(found):
     labels = figures.draw(found | {"backend": "nccl"}).axes[1].get_legend_handles_labels()[1]
     assert "more by gloo" not in labels
     assert png(figure).startswith(b"\x89PNG")
-    assert all(name in figures.in_words(found) for name in WAYS)
+    assert all(name in figures.in_words(found) for name in found["ways"])
+
+
+def test_meshes_are_compared_on_an_even_number_of_four_ranks_or_more():
+    for ranks in (1, 2, 3, 5, 7):
+        assert list(ways_for(ranks)) == list(WAYS)
+    for ranks in (4, 6, 8):
+        assert list(ways_for(ranks)) == [*WAYS, *ON_A_MESH]
+    assert list(train_compare.choose_ways(" x ", 4)) == ["one process", *ON_A_MESH]
+    with pytest.raises(BadInput, match=r"--only ' x ' is in no name on 2 rank\(s\): DDP"):
+        train_compare.choose_ways(" x ", 2)
+
+
+@pytest.mark.parametrize("found", [4], indirect=True)
+def test_a_mesh_keeps_and_sends_as_its_two_techniques_do(found):
+    """On 4 ranks as 2 x 2: half of what is cut over tp, and a quarter after the shards."""
+    whole, setting, n = sizes(found)
+    both, pipeline = found["ways"]["FSDP x TP"], found["ways"]["PP x DP"]
+    assert whole / 4 < both["parts"]["weights"] < 1.1 * whole / 4  # norms, positions: whole over tp
+    assert both["parts"]["optimizer"] == pytest.approx(2 * both["parts"]["weights"], rel=0.01)
+    # Each of two shares of the samples is half of them, and each rank has half of the heads.
+    kept = found["ways"]["one process"]["parts"]["activations"]
+    assert kept / 4 < both["parts"]["activations"] < kept / 2
+    assert set(both["sent"]) == {"all_reduce", "all_gather", "reduce_scatter"}
+    shape = (setting.batch // 2, setting.block, 32 * setting.layers)
+    activations = 4 * torch.Size(shape).numel()
+    summed = split_model.calls_per_step(setting.layers)["all_reduce"] - 2
+    losses = 3 * 4 * setting.batch // 2 * setting.block + 4  # and the mean over dp
+    assert both["sent"]["all_reduce"] == pytest.approx(summed * activations + losses, abs=1)
+    tied = 4 * setting.vocab * shape[-1]
+    assert pipeline["sent"]["send"] in {activations, activations + tied}
+    assert whole / 2 < pipeline["parts"]["weights"] < 0.6 * whole
 
 
 def no_averaging(model, setting):
@@ -146,6 +188,7 @@ REFUSED = [
     ({"block": 7}, "7 positions cannot be shared by 2 ranks: take a multiple of 2 as --block"),
     ({"vocab": 0}, "all sizes must be at least 1"),
 ]
+UNEVEN = Setting(layers=4, vocab=40, block=8, batch=12, micro_batches=4)
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
@@ -153,6 +196,12 @@ def test_sizes_that_some_way_cannot_take(changes, words):
     setting = Setting(**vars(SETTINGS[2]) | changes)
     with pytest.raises(BadInput, match=re.escape(words)):
         setting.check(2)
+
+
+def test_pipelines_of_two_ranks_need_their_own_share_of_micro_batches():
+    words = "--batch 12 is shared by 2 pipelines of 2 ranks and cut into 4 micro-batches"
+    with pytest.raises(BadInput, match=re.escape(words) + ": take a multiple of 8"):
+        UNEVEN.check(4)
 
 
 @pytest.mark.parametrize(

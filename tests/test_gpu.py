@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_fsdp
+import train_mesh
 import train_pipeline
 import train_tensor
 from jobs import ROOT, environment
@@ -370,7 +371,7 @@ def test_every_part_has_a_sentence_and_no_column_lacks_a_unit():
 # ---- what jobs do on GPUs ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [train_fsdp, train_pipeline, train_tensor])
+@pytest.mark.parametrize("script", [train_fsdp, train_pipeline, train_tensor, train_mesh])
 def test_jobs_reset_the_peak_after_sharding_and_watch_their_own_device(script):
     """No CPU has such a peak, so the order of the lines is what can be seen here."""
     text = inspect.getsource(script.train)

@@ -35,7 +35,15 @@ PLUMBING = {
 LESSON_LAYER = 3
 BENCH_LAYER = 4
 # They use all below: they measure, draw and run what the room teaches, or hand it to a Run.
-BESIDE_CHECKS = ("bench.py", "figures.py", "program.py", "checkpoints.py", "elastic_run.py")
+BESIDE_CHECKS = (
+    "bench.py",
+    "figures.py",
+    "pictures.py",
+    "program.py",
+    "checkpoints.py",
+    "elastic_run.py",
+    "recorder.py",
+)
 PROGRAM_LAYER = 5
 OTHER_JOBS = ("solution", "compare")  # jobs of no single lesson
 MAX_ROOMS = 26

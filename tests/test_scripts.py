@@ -27,6 +27,7 @@ import train_data_parallel
 import train_ddp
 import train_fsdp
 import train_memory
+import train_mesh
 import train_pipeline
 import train_tensor
 from jobs import ROOT, contents, environment, flags, losses, make_clone, run, settings
@@ -48,6 +49,7 @@ SCRIPTS = {
     "checkpoint": train_checkpoint,
     "pipeline": train_pipeline,
     "tensor": train_tensor,
+    "mesh": train_mesh,
 }
 THREE = {"micro_batches": 3}  # a batch of 6 can be cut into these
 TWO = {"layers": 2}  # as many heads
@@ -59,6 +61,7 @@ JOBS = [  # a torchrun takes seconds; the other ways of all but ddp run on quick
     ("checkpoint", {"impl": "mine"}),
     ("pipeline", {"impl": "mine", **THREE}),
     ("tensor", {"impl": "mine", **TWO}),
+    ("mesh", {"impl": "mine", "clip": 100, **TWO, **THREE}),
 ]
 WAYS = [  # lesson, settings, ranks
     *(("data_parallel", {"impl": impl}, 2) for impl in ("naive", "bucketed", "torch")),
@@ -79,10 +82,12 @@ WAYS = [  # lesson, settings, ranks
     *(("tensor", {"impl": impl, **TWO}, 2) for impl in ("scratch", "torch")),
     *(("tensor", {"impl": impl, "sequence": True, **TWO}, 2) for impl in ("scratch", "torch")),
     *(("tensor", {"impl": impl, "tensor": 2, **TWO}, 4) for impl in ("scratch", "torch")),
+    *(("mesh", {"impl": impl, "dp": 2, **TWO, **THREE}, 4) for impl in ("scratch", "torch")),
+    *(("mesh", {"impl": impl, "pp": 2, **TWO, **THREE}, 4) for impl in ("scratch", "torch")),
+    ("mesh", {"dp": 6, "replicas": 2, "micro_batches": 1, "clip": 100.0}, 6),
 ]
 KILLED = [  # the same, and a rank that is killed
-    ("data_parallel", {"impl": "server"}, 3, 0),
-    ("data_parallel", {"impl": "server"}, 3, 1),
+    *(("data_parallel", {"impl": "server"}, 3, victim) for victim in (0, 1)),
     ("memory", {"save": "all"}, 2, 1),
     ("fsdp", {"impl": "zero1"}, 2, 1),
     ("fsdp", {"impl": "zero2"}, 3, 0),
@@ -95,6 +100,8 @@ KILLED = [  # the same, and a rank that is killed
     ("pipeline", {"stages": 2, **THREE}, 4, 3),
     ("tensor", {**TWO}, 2, 0),
     ("tensor", {"impl": "torch", "tensor": 2, "sequence": True, **TWO}, 4, 2),
+    ("mesh", {"pp": 2, "dp": 2, "clip": 0.5, "micro_batches": 1}, 4, 1),
+    ("mesh", {"impl": "torch", "dp": 2, "micro_batches": 1, **TWO}, 4, 2),
 ]
 
 
@@ -152,7 +159,7 @@ def write_mine(clone: Path) -> None:
     lesson_06 = train_ddp.Parts(train=program.train)._asdict()
     del lesson_06["BucketedDDP"]
     mine.write("ddp", lesson_06, clone / "mine")
-    for lesson in ("data_parallel", "memory", "fsdp", "checkpoint", "pipeline", "tensor"):
+    for lesson in ("data_parallel", "memory", "fsdp", "checkpoint", "pipeline", "tensor", "mesh"):
         mine.write(lesson, SCRIPTS[lesson].Parts()._asdict(), clone / "mine")
 
 
@@ -166,6 +173,7 @@ YOURS = {
     "checkpoint": "samples_of_step",
     "pipeline": "partition, Pipeline, sum_tied, gpipe, one_f_one_b, interleaved, make_grid",
     "tensor": "TensorParallel, TensorSequenceParallel, data_place",
+    "mesh": "coordinates, make_groups, shard_and_cut, mesh_norm, seed_of",
 }
 
 
@@ -322,6 +330,7 @@ def test_a_killed_rank_goes_on_bit_for_bit(clone, tmp_path, lesson, changes, wor
         ("checkpoint", {}, 3),
         ("pipeline", {**THREE}, 3),
         ("tensor", {**TWO}, 2),
+        ("mesh", {"dp": 2, **TWO, **THREE}, 4),
     ],
 )
 def test_a_signal_in_the_validation_stops_all_ranks(clone, tmp_path, lesson, changes, world_size):
@@ -379,8 +388,8 @@ def test_plain_torchrun_from_another_folder(clone, single, tmp_path):
 WARM = '''
 """Runs scripts in forks of a process that has torch already: 0.2 s a run instead of 3 s."""
 import json, os, resource, runpy, signal, sys
-import train_data_parallel, train_ddp, train_fsdp, train_memory, train_pipeline, train_single
-import train_tensor, tyro
+import train_data_parallel, train_ddp, train_fsdp, train_memory, train_mesh, train_pipeline
+import train_single, train_tensor, tyro
 
 for line in sys.stdin:
     job = json.loads(line)
@@ -456,32 +465,26 @@ SETTINGS = [
     ("pipeline", {"schedule": "interleaved", **THREE}, "take 2 ranks or more"),
     ("pipeline", {"impl": "torch", "recompute": True}, "leave out --impl torch"),
     ("tensor", {"tensor": 2}, "--tensor 2 does not fit 1 rank(s)"),
+    ("mesh", {"tp": 2}, "--pp 0 x --dp 0 x --tp 2 does not fit 1 rank(s): take sizes whose"),
     ("single", {"data": "wikitext-2"}, "python scripts/prepare_data.py --data wikitext-2"),
     ("single", {"data": "no-such-data"}, "'no-such-data': no such folder or file, nor one of"),
     ("single", {"block": 5000}, "--block 5000 is too long: the train text of text holds"),
     ("single", {"block": 0}, "--block is 0"),
-    ("single", {"batch": 107}, "batch 107 but the training data holds only 106 blocks of 16"),
-    ("single", {"batch": 0}, "batch is 0: take at least 1"),
-    ("single", {"batch": -6}, "batch is -6: take at least 1"),
-    ("single", {"steps": 0}, "steps is 0: take at least 1"),
-    ("single", {"steps": -1}, "steps is -1: take at least 1"),
+    *((job, {"batch": 107}, "holds only 106 blocks") for job in ("single", "ddp", "data_parallel")),
+    *(("single", {"batch": size}, f"batch is {size}: take at least 1") for size in (0, -6)),
+    *(("single", {"steps": count}, f"steps is {count}: take at least 1") for count in (0, -1)),
     ("single", {"save_every": 0}, "save_every is 0: take at least 1"),
     ("single", {"valid_tokens": -1}, "valid_tokens is -1: take 0 for all"),
-    ("single", {"layers": 0}, "layer"),
-    ("single", {"layers": -1}, "layer"),
-    ("single", {"vocab": 5}, "--vocab is 5"),
-    ("single", {"vocab": -1}, "--vocab is -1"),
+    *(("single", {"layers": layers}, "layer") for layers in (0, -1)),
+    *(("single", {"vocab": vocab}, f"--vocab is {vocab}") for vocab in (5, -1)),
     ("single", {"learning_rate": 0}, "learning_rate is 0.0"),
     ("single", {"learning_rate": "nan"}, "learning_rate is nan"),
     ("single", {"seed": 1 << 70}, "seed"),
     ("single", {"device": "gpu"}, "--device is 'gpu': choose auto, cpu or cuda"),
-    ("ddp", {"batch": 0}, "batch is 0: take at least 1"),
-    ("ddp", {"steps": 0}, "steps is 0: take at least 1"),
-    ("ddp", {"batch": 107}, "batch 107 but the training data holds only 106 blocks of 16"),
+    *(("ddp", {name: 0}, f"{name} is 0: take at least 1") for name in ("batch", "steps")),
     ("ddp", {"data": "no-such-data"}, "'no-such-data': no such folder or file"),
     ("data_parallel", {"impl": "server"}, "--impl server on 1 rank is a server without workers"),
     ("data_parallel", {"impl": "torch", "mine": True}, "--impl torch has no function of yours"),
-    ("data_parallel", {"batch": 107}, "batch 107 but the training data holds only 106 blocks"),
 ]
 
 
@@ -554,7 +557,7 @@ def folder_mine(clone: Path) -> Path:
 
 
 def test_impl_mine_without_a_file_or_with_a_broken_one(refuse, folder_mine):
-    for lesson in ("ddp", "memory", "fsdp", "checkpoint", "pipeline", "tensor"):
+    for lesson in ("ddp", "memory", "fsdp", "checkpoint", "pipeline", "tensor", "mesh"):
         line = refuse(lesson, impl="mine")
         assert f"mine/{lesson}.py is not there: run check.keep()" in line
     for text, words in BROKEN.items():

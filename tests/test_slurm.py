@@ -255,6 +255,7 @@ def test_other_jobs_on_two_nodes(slurm, clone):
         "checkpoint": flags(clone, **SHORT),
         "pipeline": flags(clone, micro_batches=3, **SHORT),
         "tensor": flags(clone, **SHORT | {"layers": 2}),
+        "mesh": flags(clone, micro_batches=3, **SHORT | {"layers": 2}),
         "collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce".split(),
         "first_job": "--smallest 150 --networks 1 --device cpu".split(),
         "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu".split(),

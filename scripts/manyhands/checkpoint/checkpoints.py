@@ -193,9 +193,10 @@ class ShardedCheckpoints:
         return loaded["step"], rng
 
     def _state(self, step: int, rng: dict, optimizer: Optimizer | None) -> dict:
-        parts: dict[str, dict] = {"model": model_state(self.module, self.flats)}
+        is_own = "model" in self.own
+        parts: dict[str, dict] = {"model": model_state(self.module, self.flats, is_own)}
         if optimizer is not None:
-            parts["optimizer"] = optimizer_state(optimizer, self.flats)
+            parts["optimizer"] = optimizer_state(optimizer, self.flats, "optimizer" in self.own)
         own = {name: part for name, part in parts.items() if name in self.own}
         shared = {name: part for name, part in parts.items() if name not in self.own}
         return {

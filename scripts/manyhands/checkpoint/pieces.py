@@ -115,24 +115,29 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")  # to import the class takes 0.6 s
 
 
-def model_state(model: nn.Module, flats: Sequence[Flat] = ()) -> dict[str, Piece]:
-    """The weights and buffers of a model by name, those in `flats` as this rank's parts."""
+def model_state(
+    model: nn.Module, flats: Sequence[Flat] = (), is_own: bool = False
+) -> dict[str, Piece]:
+    """The weights and buffers of a model by name, those in `flats` as this rank's parts.
+
+    Where they are the rank's own, its part of a DTensor counts as a whole.
+    """
     params = dict(model.named_parameters(remove_duplicate=False))
     cut = {flat.shard: flat for flat in flats}
     return {
-        name: _piece(tensor.detach(), cut.get(params.get(name)))
+        name: _piece(tensor.detach(), cut.get(params.get(name)), is_own)
         for name, tensor in model.state_dict().items()
     }
 
 
-def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = ()) -> dict:
+def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = (), is_own: bool = False) -> dict:
     """What an optimizer keeps, by the number of its parameter, and its groups' settings."""
     fill(optimizer)
     cut = {flat.shard: flat for flat in flats}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {
         str(number): {
-            name: _piece(value, cut.get(param) if value.dim() else None)
+            name: _piece(value, cut.get(param) if value.dim() else None, is_own)
             for name, value in optimizer.state[param].items()
         }
         for number, param in enumerate(params)
@@ -145,10 +150,12 @@ def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = ()) -> dict:
     return {"state": state, "groups": groups}
 
 
-def _piece(tensor: Tensor, flat: Flat | None) -> Piece:
+def _piece(tensor: Tensor, flat: Flat | None, is_own: bool = False) -> Piece:
     if flat is not None:
         return of_flat(flat, tensor)
-    return of_dtensor(tensor) if is_dtensor(tensor) else whole(tensor)
+    if is_dtensor(tensor):
+        return whole(tensor.to_local()) if is_own else of_dtensor(tensor)
+    return whole(tensor)
 
 
 def set_groups(optimizer: Optimizer, groups: Sequence[Mapping]) -> None:

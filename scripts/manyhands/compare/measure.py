@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from manyhands.compare.ways import WAYS, Make, Ready, Setting
+from manyhands.compare.ways import Make, Ready, Setting, ways_for
 from manyhands.instruments.ledger import Entry, Ledger
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.timing import in_turn, slowest_rank
@@ -47,7 +47,7 @@ def compare(
     setting: Setting,
     steps: int = 5,
     batches: Batches | None = None,
-    ways: Mapping[str, Make] = WAYS,
+    ways: Mapping[str, Make] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict:
     """Measure all `ways` on the ranks that are joined; every rank calls it.
@@ -56,6 +56,7 @@ def compare(
         steps: timed steps of each way, after three others.
         batches: global batches (inputs, targets), each (B, T), one for each of the `steps` + 3
             steps; random tokens without it.
+        ways: by name; all that so many ranks can take, without it.
 
     Returns:
         On every rank {"ranks", "backend", "setting", "steps", "is_busy", "ways"}. "ways" holds for
@@ -70,6 +71,7 @@ def compare(
     """
     device = torch.device(device)
     setting.check(dist.get_world_size())
+    ways = ways or ways_for(dist.get_world_size())
     batches = batches or random_batches(setting, NUM_UNTIMED + steps, device)
     with exact_products():
         runs = {name: OneWay(make, setting, batches, device) for name, make in ways.items()}

@@ -9,10 +9,15 @@
     tensor          1/n of every matrix                            all of it
       + sequence    and 1/n of the positions between the layers    all of it
 
-A new way is one function (a model, a setting) -> Ready, and one line in WAYS.
+With 4 ranks or more, and an even number of them, two techniques on a mesh:
+
+    FSDP x TP       1/n of every matrix                            2/n of the samples
+    PP x DP         one of two stages                              2/n of them, in micro-batches
+
+A new way is one function (a model, a setting) -> Ready, and one line in WAYS or in ON_A_MESH.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from manyhands.data_parallel.replicas import BucketedDDP, broadcast_state
 from manyhands.fsdp import flat, fully_shard, units, zero
+from manyhands.mesh.grid import coordinates, make_groups, share_of_data
+from manyhands.mesh.training import MeshTraining
 from manyhands.models.transformer import Transformer, token_loss
 from manyhands.pipeline import engine, schedules, stages, wiring
 from manyhands.ranks.runtime import BadInput
@@ -66,6 +73,12 @@ class Setting:
             raise BadInput(
                 f"{self.layers} heads cannot be shared by {ranks} ranks: take --layers {ranks} (it "
                 "gives as many heads) or more"
+            )
+        if has_mesh(ranks) and self.batch % (ranks // 2 * self.micro_batches):
+            raise BadInput(
+                f"--batch {self.batch} is shared by {ranks // 2} pipelines of 2 ranks and cut into "
+                f"{self.micro_batches} micro-batches: take a multiple of "
+                f"{ranks // 2 * self.micro_batches}"
             )
 
     def build(self, device: torch.device) -> Transformer:
@@ -149,6 +162,32 @@ def tensor(model: Transformer, setting: Setting, cut: type = TensorParallel) -> 
     return Ready(part, optimizer, train_with(part, optimizer, finish=part.finish_gradients))
 
 
+def mesh(model: Transformer, setting: Setting, sizes: Mapping[str, int], m: int) -> Ready:
+    """Techniques on a mesh of these axes; each rank's share of the samples in m micro-batches."""
+    training = MeshTraining(model, make_groups(sizes), m)
+    share, num_shares = share_of_data(coordinates(dist.get_rank(), sizes), sizes)
+    optimizer = adamw(training.parameters())
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        mine = (batch.chunk(num_shares)[share] for batch in (inputs, targets))
+        loss = training.step(*mine)
+        training.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Ready(training.model, optimizer, step)
+
+
+def fsdp_and_tensor(model: Transformer, setting: Setting) -> Ready:
+    return mesh(model, setting, {"dp": dist.get_world_size() // 2, "tp": 2}, 1)
+
+
+def pipeline_and_replicas(model: Transformer, setting: Setting) -> Ready:
+    sizes = {"pp": 2, "replicate": dist.get_world_size() // 2}
+    return mesh(model, setting, sizes, setting.micro_batches)
+
+
 WAYS: dict[str, Make] = {
     "one process": one_process,
     "DDP": ddp,
@@ -160,6 +199,17 @@ WAYS: dict[str, Make] = {
     "tensor": tensor,
     "tensor + sequence": partial(tensor, cut=TensorSequenceParallel),
 }
+ON_A_MESH: dict[str, Make] = {"FSDP x TP": fsdp_and_tensor, "PP x DP": pipeline_and_replicas}
+
+
+def has_mesh(ranks: int) -> bool:
+    """Can so many ranks be a mesh of two axes, of which one has 2?"""
+    return ranks >= 4 and ranks % 2 == 0
+
+
+def ways_for(ranks: int) -> dict[str, Make]:
+    """The ways to train on so many ranks."""
+    return WAYS | ON_A_MESH if has_mesh(ranks) else dict(WAYS)
 
 
 # ---- what they share ---------------------------------------------------------------------------

@@ -161,8 +161,19 @@ def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def make_flats(params: Iterable[nn.Parameter], make: Callable[[list], Flat]) -> list[Flat]:
-    """One Flat, made by `make`, for each type, and for trainable and frozen parameters apart."""
+    """One Flat, made by `make`, for each type, and for trainable and frozen parameters apart.
+
+    Parameters may be marked: `param.holders` ranks beyond this group hold the same numbers, as
+    lesson 14 does it; it is 1 without a mark. Different marks are kept apart, and a Flat's shard
+    gets that of its parameters.
+    """
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
-    return [make(some) for some in kinds.values()]
+        kind = param.dtype, param.requires_grad, getattr(param, "holders", 1)
+        kinds.setdefault(kind, []).append(param)
+    flats = []
+    for (*_, holders), some in kinds.items():
+        flats.append(make(some))
+        if holders != 1:
+            flats[-1].shard.holders = holders
+    return flats

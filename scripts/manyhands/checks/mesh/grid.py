@@ -1,0 +1,266 @@
+"""Specs of 14.1 and 14.2: where a rank stands in a mesh, who stands in line with it, and groups."""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from manyhands.checks.engine.answer import Pair
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.values import Malformed, kind, listing, malformed, record, whole
+from manyhands.checks.mesh.common import say_first
+from manyhands.mesh import grid
+
+# ---- 14.1 -----------------------------------------------------------------------------------
+
+
+class RankOfMesh(NamedTuple):
+    """A rank and the mesh in which it stands."""
+
+    rank: int
+    sizes: dict[str, int]
+
+
+def ranks_of_meshes() -> list[RankOfMesh]:
+    """One to four axes, of uneven sizes and of 1, with known names and others, in any order."""
+    large = random.randint(5, 9)
+    meshes = [
+        ({"tp": 3}, (0, 2)),
+        ({"dp": 2, "tp": 2}, (1, 2, 3)),
+        ({"tp": 2, "dp": 3}, range(6)),
+        ({"pp": 3, "dp": 2, "tp": 2}, range(12)),
+        ({"shard": 2, "replicate": 3, "pp": 4}, (5, 10, 23)),
+        ({"pp": 2, "replicate": 3, "shard": 1, "tp": 2}, (0, 4, 7, 11)),
+        ({"one": 1, "a": 2, "other": 1}, (1,)),
+        ({"rows": large, "columns": large + 1}, (large, large * large)),
+        ({"pp": 3, "dp": 12, "cp": 2, "tp": 5}, (119, random.randrange(360))),
+    ]
+    return [RankOfMesh(rank, sizes) for sizes, ranks in meshes for rank in ranks]
+
+
+def places_seen(answer: Pair, case: RankOfMesh) -> dict:
+    """The rank's place, the order of its names, and the ranks along each axis."""
+    coordinates, ranks_along = answer.parts
+    place = coordinates(case.rank, case.sizes)
+    seen = {
+        "coordinates": record(list(case.sizes), whole)(place),
+        "the names of coordinates, in order": list(place),
+    }
+    form = listing(whole, "a list of ranks")
+    for axis in case.sizes:
+        seen[f"ranks_along({axis!r})"] = form(ranks_along(axis, case.rank, case.sizes))
+    return seen
+
+
+DIGITS = "From the last axis to the first: divmod(rank, size) gives what is left, and the place."
+STEP = "From one to the next there is a step of the product of the sizes of all axes behind it."
+FIRST = "rank - step * coordinates(rank, sizes)[axis] is the first one."
+LINE = "[first + step * number for number in range(sizes[axis])]"
+INNER = "prod(sizes[inner] for inner in axes[axes.index(axis) + 1 :])"
+BEHIND = "prod(list(sizes.values())[list(sizes).index(axis) + 1 :][:1])"
+SAME_NUMBER = (
+    "[other for other in range(prod(sizes.values()))"
+    " if coordinates(other, sizes)[axis] == coordinates(rank, sizes)[axis]]"
+)
+FIRST_IN_LINE = "first = rank - step * coordinates(rank, sizes)[axis]"
+places = Spec(
+    todo="14.1",
+    truth=Pair(grid.coordinates, grid.ranks_along),
+    cases=ranks_of_meshes,
+    observe=places_seen,
+    independent=True,
+    tell=lambda case: f"for rank {case.rank} of {case.sizes}",
+    advice={
+        "": f"{STEP} {FIRST}",
+        "coordinates": DIGITS,
+        "the names of coordinates, in order": "Return a dict with the names in `sizes`'s order.",
+    },
+    reasons={
+        "'dict_keys' object is not reversible": ("", "reversed(list(sizes))"),
+        "'dict_keys' object is not subscriptable": ("", "list(sizes)"),
+    },
+    hints=(
+        "coordinates: with sizes of 10 these would be the digits of the rank. How do you get the "
+        "last digit of a number, and what is left without it?",
+        "ranks_along: one step along the last axis is the next rank. One step along the axis before "
+        "it jumps over a whole line of the last one, and so on.",
+        f"coordinates: {DIGITS} ranks_along: {STEP} Start at the rank less that step times its own "
+        "place there.",
+    ),
+    mistakes=mistakes(
+        """
+        for axis in reversed(list(sizes)): => for axis in list(sizes):
+            coordinates: the first axis is counted first, and the last one should be the innermost.
+            | {DIGITS}
+        rank, place[axis] = divmod(rank, sizes[axis]) => place[axis] = rank % sizes[axis]
+            coordinates: the rank is not divided before the next axis takes its part. | {DIGITS}
+        rank, place[axis] = divmod(rank, sizes[axis]) => place[axis], rank = divmod(rank, sizes[axis])
+            coordinates: the two results of divmod have changed places. | {DIGITS}
+        place[axis] = divmod(rank, sizes[axis]) => place[axis] = rank, rank // {BEHIND} % sizes[axis]
+            coordinates: the rank is divided by the size of the next axis only, and not by those of
+            all the axes behind it. | {DIGITS}
+        return {axis: place[axis] for axis in sizes} => return place
+            coordinates: the names come in the order in which they were computed, the last first.
+            | {axis: place[axis] for axis in sizes}
+        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) :])
+            ranks_along: the step has the size of the axis itself in it. | {STEP}
+        {INNER} => prod(sizes[inner] for inner in axes[: axes.index(axis)])
+            ranks_along: the step is that of the axes before this one. | {STEP}
+        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) + 1 :][:1])
+            ranks_along: the step is the size of the next axis only. | {STEP}
+        {INNER} => 1
+            ranks_along: the ranks follow one another, as they do along the last axis only. | {STEP}
+        {FIRST_IN_LINE} => first = rank
+            ranks_along: the line begins with the rank itself. | {FIRST}
+        {FIRST_IN_LINE} => first = 0
+            ranks_along: this is the line through rank 0, on whatever rank it is asked for. | {FIRST}
+        {LINE} => sorted({LINE}, key=lambda other: other != rank)
+            ranks_along: the rank itself comes first. | The ranks are in the axis's order.
+        {LINE} => [other for other in {LINE} if other != rank]
+            ranks_along: the rank itself is missing. | It is one of those in its line.
+        {LINE} => {SAME_NUMBER}
+            ranks_along: these are the ranks with the same number in this axis, and they differ in
+            the other ones. | All but this axis has to be the same.
+        """,
+        globals(),
+    ),
+)
+
+# ---- 14.2 -----------------------------------------------------------------------------------
+
+SIX = ((tuple(range(6)),),)
+
+
+class Mesh(NamedTuple):
+    """One call of make_groups."""
+
+    sizes: dict[str, int]
+
+
+def meshes(n: int) -> list[Mesh]:
+    """Both uneven grids of the job, a line, axes of 1 with other names; too few places and more."""
+    return [
+        Mesh({"tp": 6}),
+        Mesh({"dp": 3, "tp": 2}),
+        Mesh({"tp": 2, "pp": 3}),
+        Mesh({"one": 1, "replicate": 2, "shard": 3}),
+        Mesh({"dp": 2, "tp": 2}),
+        Mesh({"pp": 3, "dp": 2, "tp": 2}),
+    ]
+
+
+def groups_seen(answer: Callable, case: Mesh, place: Place) -> dict:
+    """The ranks of this rank's groups, in the order of their names, and a sum over each group."""
+    groups = answer(case.sizes)
+    bad = what_is_no_group(groups)
+    seen: dict = {}
+    if not bad:
+        seen["axes"] = list(groups)
+        for axis, group in groups.items():
+            seen[ranks_of(axis)] = dist.get_process_group_ranks(group)
+    right = {ranks_of(axis): grid.ranks_along(axis, place.rank, case.sizes) for axis in case.sizes}
+    can_send = torch.tensor(int(seen == {"axes": list(case.sizes)} | right))
+    dist.all_reduce(can_send, op=dist.ReduceOp.MIN)  # a rank alone would wait for the others
+    if bad:
+        raise bad
+    for axis, group in groups.items() if can_send else ():
+        number = torch.tensor(10**place.rank)
+        dist.all_reduce(number, group=group)
+        seen[f"the sum over the group of {axis!r}"] = number.item()
+    return seen
+
+
+def ranks_of(axis: str) -> str:
+    """The name of what is seen of a group."""
+    return f"the ranks of the group of {axis!r}"
+
+
+def what_is_no_group(groups: object) -> Malformed | None:
+    """Words for what is no dict of process groups; None where it is one."""
+    if not isinstance(groups, Mapping):
+        return malformed(groups, "a dict: an axis's name -> this rank's group along it")
+    others = [(axis, one) for axis, one in groups.items() if not isinstance(one, dist.ProcessGroup)]
+    return not_a_group(*others[0]) if others else None
+
+
+def not_a_group(axis: str, value: object) -> Malformed:
+    """What to say of something else."""
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
+        return Malformed(
+            f"under {axis!r} what dist.new_group returns on a rank that is not in the group",
+            "Every rank makes all groups, and keeps those that it is in itself.",
+            "if rank in ranks: mine[axis] = group",
+        )
+    hint = "Keep what dist.new_group returns."
+    return Malformed(f"{kind(value)} under {axis!r}", "It has to be a process group.", hint)
+
+
+EVERY = "sorted({tuple(ranks_along(axis, other, sizes)) for other in range(places)})"
+ALL_CALL = "All ranks call dist.new_group for all groups of all axes, in the same order."
+KEEP = "if rank in ranks:\n                mine[axis] = group"
+PLACES = "Compare the product of the sizes with dist.get_world_size(), and raise ValueError."
+OWN = "mine[axis] = dist.new_group(ranks_along(axis, rank, sizes))"
+make_groups = Spec(
+    todo="14.2",
+    truth=grid.make_groups,
+    layouts=SIX,
+    cases=meshes,
+    observe=groups_seen,
+    guards_group=False,
+    max_messages=1000,
+    tell=lambda case: f"make_groups({case.sizes})",
+    say=say_first,
+    advice={
+        "": "For each axis: all lines of ranks_along, a group for each, and keep the own one.",
+        "axes": "Return a dict with every axis of `sizes`, in that order.",
+    },
+    refusal=("The mesh has not as many places as there are ranks.", PLACES),
+    reasons={
+        "the new group's world size should be": (
+            "A group of more ranks than there are: is the mesh larger than the job?",
+            PLACES,
+        ),
+        "unhashable type: 'list'": ("A list cannot be in a set.", "tuple(ranks_along(...))"),
+    },
+    hints=(
+        "Along an axis every rank is in one line, and several ranks are in the same one. Collect "
+        "all lines of the axis, each once, in an order that is the same on every rank.",
+        "tuple(ranks_along(axis, other, sizes)) for every other rank, in a set, sorted. For each of "
+        "these call dist.new_group(list(ranks)), whether this rank is in it or not.",
+        "Keep the group where dist.get_rank() is in its ranks. Before all that, raise ValueError if "
+        "prod(sizes.values()) is not dist.get_world_size().",
+    ),
+    mistakes=mistakes(
+        r"""
+        if places != world_size: => if places > world_size:
+            A mesh with fewer places than ranks is not refused, and some ranks are in no group.
+            | {PLACES}
+        raise ValueError( => raise RuntimeError(
+            The error is of another kind than the docstring says. | raise ValueError(...)
+        for axis in sizes: => for axis in reversed(list(sizes)):
+            The axes come in reverse order. | Return them in the order of `sizes`.
+        for axis in sizes: => for axis in list(sizes)[:-1]:
+            The last axis has no group. | for axis in sizes:
+        for axis in sizes: => for axis in [a for a in sizes if sizes[a] > 1]:
+            An axis of size 1 has no group. | A group of a single rank is one as well.
+        {KEEP} => mine[axis] = group
+            Every rank keeps the group that was made last, whether it is in it or not.
+            | if rank in ranks: mine[axis] = group
+        {KEEP} => if rank in ranks:\n                mine[axis] = list(ranks)
+            These are the ranks of the groups, and not the groups. | Keep what new_group returns.
+        dist.new_group(list(ranks)) => dist.new_group()
+            Each group has all ranks of the job. | dist.new_group(list(ranks))
+        dist.new_group(list(ranks)) => dist.new_group(list(ranks)[:-1] or list(ranks))
+            The last rank of each line is not in its group. | dist.new_group(list(ranks))
+        {EVERY} => [tuple(ranks_along(axis, rank, sizes))]
+            ! Each rank makes its own groups only. | {ALL_CALL}
+        {EVERY} => sorted({EVERY}, key=lambda line: rank not in line)
+            ! Each rank makes its own group first, so the ranks make them in different orders.
+            | {ALL_CALL}
+        """,
+        globals(),
+    ),
+)

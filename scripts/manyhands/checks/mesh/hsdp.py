@@ -1,0 +1,106 @@
+"""Spec of 14.4: what hybrid sharding sends and keeps."""
+
+import random
+from typing import NamedTuple
+
+from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.values import record, whole
+from manyhands.mesh import hsdp
+
+
+class Hybrid(NamedTuple):
+    """One call of hsdp_bytes."""
+
+    num_params: int
+    replicas: int
+    shards: int
+    bytes_per_number: int | None = None  # None: it is not given
+
+
+def hybrids() -> list[Hybrid]:
+    """One rank, one axis, both; numbers that no size divides; two bytes and eight."""
+    odd = 2 * random.randint(500, 900) + 1
+    return [
+        Hybrid(12, 1, 1),
+        Hybrid(12, 1, 4),
+        Hybrid(12, 3, 1),
+        Hybrid(12, 2, 3),
+        Hybrid(odd, 1, 2),
+        Hybrid(odd, 3, 4, 2),
+        Hybrid(10, 7, 3, 2),
+        Hybrid(5, 2, 8),
+        Hybrid(8_030_261_249, 16, 8, 8),
+    ]
+
+
+def bytes_of(answer: object, case: Hybrid) -> dict:
+    """The call, without what is not given."""
+    more = {} if case.bytes_per_number is None else {"bytes_per_number": case.bytes_per_number}
+    return answer(case.num_params, case.replicas, case.shards, **more)
+
+
+def tell_hybrid(case: Hybrid) -> str:
+    """The call as it is made."""
+    of = "" if case.bytes_per_number is None else f", bytes_per_number={case.bytes_per_number}"
+    sizes = f"replicas={case.replicas}, shards={case.shards}"
+    return f"hsdp_bytes({case.num_params:_}, {sizes}{of})"
+
+
+MINE = "-(-num_params // shards) * bytes_per_number"
+COLUMN = "2 * (replicas - 1) * mine // replicas"
+ROW = "Two gathers and a reduction send (shards - 1) pieces of a shard each."
+AVERAGE = "The replicas average a shard: an all-reduce of r ranks sends 2 (r - 1) / r of it."
+PADDED = "Round up: -(-num_params // shards) numbers are a shard of the padded vector."
+OF_A_SHARD = "Weights, gradients and the two numbers of AdamW: 4 times a shard."
+hsdp_bytes = Spec(
+    todo="14.4",
+    truth=hsdp.hsdp_bytes,
+    cases=hybrids,
+    observe=bytes_of,
+    form=record(["shard", "replicate", "kept"], whole),
+    independent=True,
+    tell=tell_hybrid,
+    advice={"shard": ROW, "replicate": AVERAGE, "kept": OF_A_SHARD},
+    hints=(
+        "How many bytes does a shard of the padded vector have? All three numbers are made of it.",
+        "A gather of s ranks sends (s - 1) shards from each, and so does a reduction. In a step "
+        "there are two gathers and one reduction.",
+        f"{AVERAGE} Multiply first, and divide by r with // last. {OF_A_SHARD}",
+    ),
+    mistakes=mistakes(
+        """
+        {MINE} => num_params // shards * bytes_per_number
+            A shard is rounded down, and the vector is padded to a multiple of `shards`. | {PADDED}
+        {MINE} => num_params * bytes_per_number // shards
+            The padding of the vector is left out. | {PADDED}
+        {MINE} => -(-num_params // (shards * replicas)) * bytes_per_number
+            The model is divided over all ranks, but each replica has a whole one. | {PADDED}
+        {MINE} => -(-num_params // shards) * 4
+            `bytes_per_number` is not used. | Multiply a shard's numbers by it.
+        {MINE} => num_params * bytes_per_number
+            Every rank is taken to have the whole vector. | {PADDED}
+        3 * (shards - 1) * mine => 2 * (shards - 1) * mine
+            One of the two gathers or the reduction is left out. | {ROW}
+        3 * (shards - 1) * mine => 3 * shards * mine
+            A rank sends a shard to itself as well. | {ROW}
+        3 * (shards - 1) * mine => 4 * (shards - 1) * mine
+            The row sends four times, as if it all-reduced the gradients. | {ROW}
+        {COLUMN} => (replicas - 1) * mine // replicas
+            This is half an all-reduce. | {AVERAGE}
+        {COLUMN} => 2 * (replicas - 1) * mine * shards // replicas
+            The replicas average the whole gradient, and not a shard of it. | {AVERAGE}
+        {COLUMN} => 2 * (replicas - 1) * mine
+            A shard is sent whole to every other replica, and twice. | {AVERAGE}
+        {COLUMN} => 2 * (replicas - 1) * (mine // replicas)
+            The division comes too early and loses a part. | Multiply first, and divide last.
+        (1 + 1 + 2) * mine => 3 * mine
+            One of weights, gradients and the optimizer's two numbers is left out. | {OF_A_SHARD}
+        (1 + 1 + 2) * mine => 2 * mine
+            Two of weights, gradients and the optimizer's two numbers are left out. | {OF_A_SHARD}
+        (1 + 1 + 2) * mine => (4 * mine) // replicas
+            What a rank keeps is divided by the replicas, which hold the same shards. | {OF_A_SHARD}
+        """,
+        globals(),
+    ),
+)

@@ -295,7 +295,8 @@ def spread_by_levels(num_terms, dtype, in_pairs=False):
 
 
 def spread_of_tensors(num_terms, dtype, in_pairs=False):
-    variance = torch.tensor(math.log2(num_terms) / 12 if in_pairs else (num_terms > 1) * num_terms / 24)
+    one_by_one = (num_terms > 1) * num_terms / 24
+    variance = torch.tensor(math.log2(num_terms) / 12 if in_pairs else one_by_one)
     return variance.sqrt() * torch.finfo(dtype).eps
 
 
@@ -361,7 +362,8 @@ def degree_by_search(width, flops_per_byte, bytes_per_number=2):
 
 
 def degree_of_numpy(width, flops_per_byte, bytes_per_number=2):
-    return np.floor((9 * width + bytes_per_number * flops_per_byte) / bytes_per_number / flops_per_byte)
+    of_one = bytes_per_number * flops_per_byte
+    return np.floor((9 * width + of_one) / of_one)
 
 
 def degree_that_divides_the_width(width, flops_per_byte, bytes_per_number=2):
@@ -490,13 +492,19 @@ WRONG |= {
         (tokens_with_a_gather_less, "hidden behind forward as well"),
     ],
     "14.9": [
-        (degree_that_divides_the_width, "times as long as products"),
-        (degree_of_the_all_reduce, "times as long as products"),
+        (degree_that_divides_the_width, "times as long as products with"),
+        (degree_of_the_all_reduce, "times as long as products with"),
     ],
     "14.10": [
-        (approach_by_gpus, "times half of a GPU's memory"),
+        (approach_by_gpus, "The state takes half the memory of"),
         (approach_in_small_letters, "none of the five classes"),
     ],
-    "14.11": [(degree_in_a_node, ""), (degree_or_the_largest, "raises nothing")],
-    "14.12": [(ranks_that_raise, "None is asked for, and no error"), (ranks_with_a_whole_state, "of its memory")],
+    "14.11": [
+        (degree_in_a_node, "A number of tensor ranks does it"),
+        (degree_or_the_largest, "raises nothing"),
+    ],
+    "14.12": [
+        (ranks_that_raise, "None is asked for, and no error"),
+        (ranks_with_a_whole_state, "times its memory"),
+    ],
 }

@@ -74,8 +74,8 @@ def _pass(model: nn.Module, tokens: Tensor) -> None:
 def _exchange(out: Tensor, back: Tensor) -> None:
     """Each of two ranks sends to the other at the same time, as in a ring."""
     other = 1 - dist.get_rank()
-    works = [dist.isend(out, other), dist.irecv(back, other)]
-    for work in works:
+    ops = [dist.P2POp(dist.isend, out, other), dist.P2POp(dist.irecv, back, other)]
+    for work in dist.batch_isend_irecv(ops):
         work.wait()
 
 

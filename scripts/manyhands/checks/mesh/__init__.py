@@ -1,7 +1,7 @@
 """Checks of lesson 14, each a Spec: the mesh, techniques combined on it, and how one plans."""
 
 from manyhands.checks.engine.lesson import Lesson
-from manyhands.checks.mesh import choosing, clip, combined, grid, hsdp, numbers, seeds
+from manyhands.checks.mesh import choosing, clip, combined, fitting, grid, hsdp, numbers, seeds
 
 lesson = Lesson("mesh")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
@@ -17,4 +17,4 @@ tokens_to_hide = lesson.add(numbers.tokens_to_hide)
 largest_tensor_degree = lesson.add(numbers.largest_tensor_degree)
 approach = lesson.add(choosing.approach)
 smallest_tensor_degree = lesson.add(choosing.smallest_tensor_degree)
-ranks_to_fit = lesson.add(choosing.ranks_to_fit)
+ranks_to_fit = lesson.add(fitting.ranks_to_fit)

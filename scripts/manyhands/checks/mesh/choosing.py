@@ -1,13 +1,12 @@
-"""14.10 to 14.12: which technique, how many tensor ranks, and how many ranks for FSDP."""
+"""14.10 and 14.11: which technique, and how many tensor ranks."""
 
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import number, show, text
-from manyhands.checks.mesh.numbers import called, in_words
+from manyhands.checks.engine.values import show, text
+from manyhands.checks.mesh.calls import called, in_words, number_or_none
 from manyhands.mesh import choosing as truth
 
 # ---- 14.10 ----------------------------------------------------------------------------------
@@ -63,21 +62,20 @@ def models() -> list[Asked]:
         asked(3.5, n, 2 * n, 4),
         asked(0.3, n, n // 2, 16),
         asked(2.5, n, 1),
+        # within and beyond twice the room of a node, which is that of whole GPUs
+        asked(15, n, n // 2),
+        asked(17, n, n // 2),
     ]
 
 
 def sizes_of(found: str, wanted: str, case: Asked) -> str:
-    """The state and the room, or that the text is none of the five."""
+    """How many GPUs the state needs, or that the text is none of the five."""
     if found not in truth.CLASSES:
         return f"{found!r} is none of the five classes: {', '.join(map(repr, truth.CLASSES))}."
-    state = truth.STATE_BYTES * case.num_parameters
-    node = case.per_node or 8
-    room = case.gpu_bytes / 2
+    needed = 2 * truth.STATE_BYTES * case.num_parameters / case.gpu_bytes
     return (
-        f"The state takes {state / room:.4g} times half of a GPU's memory: "
-        f"{state / case.num_gpus / room:.4g} times if all {case.num_gpus} GPUs share it, and "
-        f"{state / node / room:.4g} times if the {node} of a node do. There are {case.sequences} "
-        "sequences."
+        f"The state takes half the memory of {show(needed, 4)} GPUs. A node has "
+        f"{case.per_node or 8}, and the job has {case.num_gpus}."
     )
 
 
@@ -187,11 +185,6 @@ def feedings() -> list[Fed]:
     ]
 
 
-def number_or_none(value: object) -> float | None:
-    """A number, or None: where an error is asked for, that is not the wrong kind of a number."""
-    return None if value is None else number(value)
-
-
 def shares_of(found: float | None, wanted: int, case: Fed) -> str:
     """What the number of tensor ranks makes of the batch."""
     if found is None or found < 1 or found != int(found):
@@ -245,6 +238,7 @@ smallest_tensor_degree = Spec(
         "Put the raise ValueError(...) behind the loop.",
     ),
     reasons={
+        "ValueError": ("A number of tensor ranks does it here.", f"{ALL_TRIED} {EVEN}"),
         "modulo by zero": (
             "With more tensor ranks than GPUs there is no share.",
             "Ask whether tp divides num_gpus before you divide by the number of shares.",
@@ -304,126 +298,4 @@ smallest_tensor_degree = Spec(
             "tp has to divide num_gpus: num_gpus % tp == 0.",
         ),
     ],
-)
-
-# ---- 14.12 ----------------------------------------------------------------------------------
-
-
-class Fits(NamedTuple):
-    """One call of ranks_to_fit."""
-
-    num_parameters: int
-    unit_parameters: int
-    gpu_bytes: int
-
-
-def fitting(ranks: float, unit: int, room: int) -> Fits:
-    """A model that takes about this many ranks, each with this room beside two whole units."""
-    return Fits(round(ranks * room / truth.STATE_BYTES), unit, room + 4 * unit)
-
-
-def fits() -> list[Fits]:
-    """Fractions that are small and large, no fraction, one rank; no room, none at all, one byte."""
-    unit = random.randint(10**8, 10**9)
-    room = 2 ** random.randint(30, 34)  # so that every order of computing is exact at the limit
-    n = random.randint(20, 60)
-    return [
-        fitting(n + 0.2, unit, random.randint(10**9, 10**10)),
-        fitting(n + 0.9, unit, random.randint(10**9, 10**10)),
-        fitting(n, unit, room),
-        fitting(0.4, unit, room),
-        fitting(1, unit, room),
-        Fits(3 * unit, unit, 4 * unit),
-        Fits(unit * n, unit, 4 * unit - 2),
-        Fits(unit * n, unit, 3 * unit),
-        Fits(unit * n, unit, unit),
-        Fits(unit, unit, 14 * unit),
-        fitting(3 * n + 0.4, 20 * unit, 2 * unit),
-        fitting(random.randint(500, 900) + 0.6, unit // 40, unit),
-    ]
-
-
-def ranks_or_none(answer: object, case: Fits) -> object:
-    """What one call gives; an error where None is asked for is told as such."""
-    try:
-        return called(answer, case)
-    except ValueError as error:
-        if case.gpu_bytes > 4 * case.unit_parameters:
-            raise
-        said = "Where no number of ranks will do, None is asked for, and no error."
-        raise Wrong("a ValueError was raised", said, "return None") from error
-
-
-def room_of(found: float | None, wanted: int | None, case: Fits) -> str:
-    """What a rank would hold, against what it has."""
-    if wanted is None:
-        return "Two whole units alone leave no room on a GPU, however many ranks there are."
-    if found is None or found < 1:
-        return "There is a number of ranks that will do."
-    state = truth.STATE_BYTES * case.num_parameters
-    holds = {n: state / n + 4 * case.unit_parameters for n in (found, wanted)}
-    parts = [
-        f"on {show(n)} ranks, a rank holds {show(b / case.gpu_bytes, 6)} of its memory"
-        for n, b in holds.items()
-    ]
-    said = ", and ".join(parts)
-    return f"{said[0].upper()}{said[1:]}."
-
-
-ROOM = "gpu_bytes - 2 * 2 * unit_parameters"
-ALL_STATE = "-(-STATE_BYTES * num_parameters // room)"
-UNITS = "Two units are whole, with 2 bytes per parameter: 2 * 2 * unit_parameters."
-LIMIT = "16 N / ranks + 4 * unit_parameters must be at most gpu_bytes."
-UP = "Round up: -(-a // b), or math.ceil(a / b)."
-NO_ROOM = "Where two units fill the GPU, no room is left for a share: return None."
-ranks_to_fit = Spec(
-    todo="14.12",
-    truth=truth.ranks_to_fit,
-    cases=fits,
-    observe=ranks_or_none,
-    form=number_or_none,
-    facts=room_of,
-    tell=in_words("ranks_to_fit"),
-    advice={"": LIMIT},
-    reasons={"by zero": ("Two units fill the GPU exactly here.", NO_ROOM)},
-    hints=(
-        "A rank holds two things: its share of the state, which shrinks with the number of ranks, "
-        "and two whole units, which do not.",
-        "room = gpu_bytes - 2 * 2 * unit_parameters is left for a share of 16 N / ranks bytes. "
-        "What if there is no room?",
-        "Divide 16 N by the room, and round up.",
-    ),
-    mistakes=mistakes(
-        """
-        {ROOM} => gpu_bytes
-            The whole units are left out. | {UNITS}
-        {ROOM} => gpu_bytes - 2 * unit_parameters
-            Only one unit is whole. | One computes while the next one comes. {UNITS}
-        {ROOM} => gpu_bytes - 2 * 4 * unit_parameters
-            The whole units have 4 bytes per parameter, but they are gathered in 16 bits. | {UNITS}
-        {ROOM} => gpu_bytes - 2 * STATE_BYTES * unit_parameters
-            The whole units have 16 bytes per parameter, but only their weights are gathered, in 16
-            bits, which are 2 bytes. | {UNITS}
-        {ROOM} => gpu_bytes / 2 - 2 * 2 * unit_parameters
-            Half of the GPU is kept free, as in 14.10. | Here the state may fill the GPU.
-        if room <= 0: => if room < 0:
-            ! A room of 0 bytes is divided by. | {NO_ROOM}
-        {ALL_STATE} => STATE_BYTES * num_parameters // room
-            The number of ranks is rounded down, so a share does not fit. | {UP}
-        {ALL_STATE} => STATE_BYTES * num_parameters // room + 1
-            Where the shares fill the room exactly there is one rank too many. | {UP}
-        {ALL_STATE} => STATE_BYTES * num_parameters / room
-            The number of ranks is not rounded. | {UP}
-        {ALL_STATE} => round(STATE_BYTES * num_parameters / room)
-            The number of ranks is rounded to the nearest one. | {UP}
-        STATE_BYTES * num_parameters => 2 * num_parameters
-            Only the weights are shared, with 2 bytes each. | Each parameter needs STATE_BYTES = 16
-            bytes with its gradient and optimizer state.
-        {ALL_STATE} => 1 << (-(-STATE_BYTES * num_parameters // room) - 1).bit_length()
-            The number of ranks is rounded up to a power of two. | Any whole number is allowed.
-        return None => return 0
-            Where no number of ranks will do, 0 is returned. | {NO_ROOM}
-        """,
-        globals(),
-    ),
 )

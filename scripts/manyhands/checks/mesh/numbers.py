@@ -10,35 +10,19 @@ import torch
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import number, pair, same, show
+from manyhands.checks.mesh.calls import called, in_words
 from manyhands.mesh import ratio, spread
 
 
-def called(answer: Callable, case: NamedTuple) -> object:
-    """One call; an argument that is None is left out, so that its default holds."""
-    optional = case._field_defaults
-    given = case._asdict()
-    named = {name: given[name] for name in optional if given[name] is not None}
-    return answer(*(value for name, value in given.items() if name not in optional), **named)
+def times_too_large(of_one: str) -> Callable:
+    """By which factor a number is too large or too small; `of_one` says why it should be 0."""
 
+    def fact(found: float, wanted: float, case: NamedTuple) -> str:
+        if wanted == 0:
+            return of_one
+        return f"The result is {show(found / wanted, 4)} times the right one."
 
-def in_words(name: str) -> Callable:
-    """The words for a call, such as f(width=1024, ratio=2_000)."""
-
-    def words(value: object) -> str:
-        return f"{value:_}" if type(value) is int else show(value, 8)
-
-    def tell(case: NamedTuple) -> str:
-        given = [f"{n}={words(v)}" for n, v in case._asdict().items() if v is not None]
-        return f"{name}({', '.join(given)})"
-
-    return tell
-
-
-def times_too_large(found: float, wanted: float, case: object) -> str:
-    """By which factor a number is too large or too small."""
-    if wanted == 0 or not math.isfinite(found):
-        return ""
-    return f"The result is {show(found / wanted, 4)} times the right one."
+    return fact
 
 
 # ---- 14.7 -----------------------------------------------------------------------------------
@@ -96,7 +80,7 @@ spread_of_sum = Spec(
     form=lambda value: SCALE * float(number(value)),
     same=is_spread,
     say=lambda found, wanted: f"gives {pair(found / SCALE, wanted / SCALE)}",
-    facts=times_too_large,
+    facts=times_too_large("A sum of one term has no error."),
     tell=in_words("spread_of_sum"),
     advice={"": BOTH},
     reasons={
@@ -204,14 +188,17 @@ GATHERS = (
     "With FSDP, forward has 2 FLOPs for one gather, and backward 4 for a gather and a "
     "reduce-scatter."
 )
-OF_RING = "A ring sends (n - 1) / n b bytes per parameter in a gather, and twice that to all-reduce."
+OF_RING = (
+    "A ring sends (n - 1) / n b bytes per parameter in a gather, and twice that in an all-reduce."
+)
 tokens_to_hide = Spec(
     todo="14.8",
     truth=ratio.tokens_to_hide,
     cases=hidings,
     observe=called,
     form=lambda value: float(number(value)),
-    facts=times_too_large,
+    same=lambda found, wanted, case: same(found, wanted, 1e-6),  # 32 bits will do
+    facts=times_too_large("A single rank sends no messages, so no tokens have to hide any."),
     tell=in_words("tokens_to_hide"),
     advice={"": "Write an equation for each pass: seconds of its messages = seconds of its FLOPs."},
     hints=(
@@ -245,7 +232,8 @@ tokens_to_hide = Spec(
             The gradients of the replicas are hidden behind forward as well, but there are none
             before backward. | {ALL_REDUCE}
         {REPLICAS} => (2 * ring_bytes, 2)
-            The backward of the replicas is given 2 FLOPs, which are those of forward. | {ALL_REDUCE}
+            The backward of the replicas is given 2 FLOPs, which are those of forward.
+            | {ALL_REDUCE}
         {SHARDS} => [(3 * ring_bytes, 4)]
             All three messages of FSDP are hidden behind backward, but one of them is hidden behind
             forward. | {GATHERS}
@@ -273,9 +261,9 @@ class Degree(NamedTuple):
     bytes_per_number: int | None = None
 
 
-def a_degree(more: int, part: float, nbytes: int | None = None) -> Degree:
+def a_degree(more: int, part: float, nbytes: int | None = None, width: int = 0) -> Degree:
     """A machine where the formula gives 1 + more, and a fraction that is rounded down."""
-    width = 64 * random.randint(20, 200)
+    width = width or 64 * random.randint(20, 200)
     exact = 9 * width / ((nbytes or 2) * (more + part))
     return Degree(width, round(exact, 3), nbytes)
 
@@ -294,6 +282,7 @@ def degrees() -> list[Degree]:
         a_degree(random.randint(9, 40), 0.7, 4),
         a_degree(random.randint(9, 40), 0.2, 1),
         a_degree(random.randint(200, 300), 0.4, 2),
+        a_degree(12, 0.4, None, 10),  # C/W is 3.629
     ]
 
 
@@ -303,14 +292,12 @@ def ratio_of_times(found: float, wanted: int, case: Degree) -> str:
         return "One rank is always possible, because it sends nothing."
     nbytes = case.bytes_per_number or 2
     ranks = [found, found + 1] if found < wanted else [found]
+    times = [(n - 1) * nbytes * case.flops_per_byte / (9 * case.width) for n in ranks]
     parts = [
-        f"with {show(n)} ranks, messages take "
-        f"{show((n - 1) * nbytes * case.flops_per_byte / (9 * case.width), 4)} times as long as "
-        "products"
-        for n in ranks
+        f"{show(share, 4)} times as long as products with {show(n)} {'rank' if n == 1 else 'ranks'}"
+        for n, share in zip(ranks, times, strict=True)
     ]
-    said = ", and ".join(parts)
-    return f"{said[0].upper()}{said[1:]}."
+    return f"Messages take {', and '.join(parts)}."
 
 
 QUOTIENT = "9 * width / (bytes_per_number * flops_per_byte)"

@@ -155,7 +155,7 @@ def has_text(value: object) -> bool:
 PLACES = "Count the places like digits, number = number * size + place[axis], and leave out axes "
 LEAVE_OUT = PLACES + "along which the seed is the same."
 APART = "Give every purpose room for all ranks: (4 * seed + number of the purpose) * 2**20 + ..."
-TABLE = "Read the table in the file's head by rows: an axis is left out where it says `same`."
+TABLE = "Leave out the axes along which ranks have to draw the same numbers, and no other axis."
 NUMBER = "(0 if is_same[what] else place[axis])"
 SCALED = "(len(PURPOSES) * seed + PURPOSES.index(what)) * MOST_RANKS + number"
 FOR_WEIGHTS = 'if what == "weights":\n        return seed\n'
@@ -174,7 +174,7 @@ seed_of = Spec(
         ),
     },
     hints=(
-        "For each purpose the table says along which axes ranks draw the same numbers. Two ranks "
+        "For each purpose, write down along which axes ranks have to draw the same numbers. Ranks "
         "that differ in other axes as well need different seeds: give each place a number.",
         "Go through the axes as in a number with digits: number = number * size + the place in this "
         "axis, or 0 where the purpose has the same numbers along it.",

@@ -359,7 +359,9 @@ if check.ready(*GRID, "14.5"):
     print(f"one process:               {truth:.6f}")
     print(f"each rank's own norm:      {min(own):.6f} to {max(own):.6f}")
     print(f"plain sum over all ranks:  {plain[0]:.6f}")
-    print(f"yours:                     {yours[0]:.6f}, the same on all ranks: {len(set(yours)) == 1}")
+    print(
+        f"yours:                     {yours[0]:.6f}, the same on all ranks: {len(set(yours)) == 1}"
+    )
     assert abs(yours[0] / truth - 1) < 1e-5
 
 # %% [markdown]
@@ -439,7 +441,9 @@ if check.ready("14.7"):
     counts, kinds = [4, 16, 64, 256, 1024], {}
     for dtype in (torch.float32, torch.bfloat16):
         for in_pairs in (False, True):
-            name = f"{str(dtype).removeprefix('torch.')}, {'in pairs' if in_pairs else 'one by one'}"
+            name = (
+                f"{str(dtype).removeprefix('torch.')}, {'in pairs' if in_pairs else 'one by one'}"
+            )
             kinds[name] = dtype, in_pairs
     seen = {name: [measured_spread(n, *kind) for n in counts] for name, kind in kinds.items()}
     said = {name: [spread_of_sum(n, *kind) for n in counts] for name, kind in kinds.items()}
@@ -467,7 +471,9 @@ if check.ready("14.7"):
     limit = tolerance(sqrt(1024), 1024, torch.float32)
     largest = (sums - sums[0]).abs().max().item()
     bug = (add_up(terms[:-1, None]) - sums[0]).abs().item()
-    print(f"tolerance {limit:.1e}: reordered sums differ by up to {largest:.1e}, the bug by {bug:.1e}")
+    print(
+        f"tolerance {limit:.1e}: reordered sums differ by up to {largest:.1e}, the bug by {bug:.1e}"
+    )
     assert largest < limit < bug
 
 # %% [markdown]
@@ -512,7 +518,9 @@ if check.ready("14.8", "14.9"):
             ratio = gpu.flops_per_s / link.bytes_per_s
             degree = largest_tensor_degree(8192, ratio)
             print(f"{name:9} {link.name:10} C/W {ratio:7,.0f} FLOPs per byte: ", end="")
-            print(f"{tokens_to_hide(ratio, 64):7,.0f} tokens per GPU, at width 8,192 tp up to {degree}")
+            print(
+                f"{tokens_to_hide(ratio, 64):7,.0f} tokens per GPU, at width 8,192 tp up to {degree}"
+            )
 
 # %% [markdown]
 # These numbers come from data sheets, so they are bounds that no program reaches. Inside a node one or two
@@ -531,11 +539,16 @@ if check.ready("14.8", "14.9"):
 if check.ready("14.8"):
     ratio = bench.measure_ratio()
     print(f"C: {ratio.product_flops_per_s / 1e9:.0f} GFLOP/s in a product, ", end="")
-    print(f"{ratio.step_flops_per_s / 1e9:.0f} in a training step; W: {ratio.bytes_per_s / 1e9:.2f} GB/s")
+    print(
+        f"{ratio.step_flops_per_s / 1e9:.0f} in a training step; W: {ratio.bytes_per_s / 1e9:.2f} GB/s"
+    )
     print(f"C/W of this machine: {ratio.flops_per_byte:.0f} FLOPs per byte")
     found = bench.crossing(batches=(8, 16, 24, 32, 48), num_rounds=3)
     figures.show(mesh_figures.crossing(found), "Two curves meet where messages are hidden.")
-    print(f"slow network, C/W {found.flops_per_byte:,.0f}: predicted {found.predicted_tokens:.0f} ", end="")
+    print(
+        f"slow network, C/W {found.flops_per_byte:,.0f}: predicted {found.predicted_tokens:.0f} ",
+        end="",
+    )
     print(f"tokens per rank, seen at {found.measured_tokens:.0f}")
 
 # %% [markdown]
@@ -585,7 +598,10 @@ check.ranks_to_fit(ranks_to_fit)
 if check.ready("14.11", "14.12"):
     print("1,024 sequences on 2,048 GPUs need tp =", smallest_tensor_degree(1024, 2048))
     gpu_bytes = 80 * 10**9
-    for name, unit in (("units of 3.2 billion, a block each", 3.2e9), ("units of 25 billion", 25e9)):
+    for name, unit in (
+        ("units of 3.2 billion, a block each", 3.2e9),
+        ("units of 25 billion", 25e9),
+    ):
         ranks = ranks_to_fit(405 * 10**9, int(unit), gpu_bytes)
         words = "no number of GPUs will do" if ranks is None else f"{ranks} GPUs of 80 GB"
         print(f"FSDP of 405 billion parameters in {name}: {words}")

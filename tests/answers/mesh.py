@@ -175,7 +175,10 @@ def bytes_as_a_tuple(num_params, replicas, shards, bytes_per_number=4):
 
 
 def norm_by_gathering(parts, group=None):
-    own = sum((g.double().flatten() @ g.double().flatten() / h for g, h in parts), torch.zeros((), dtype=torch.float64))
+    own = sum(
+        (g.double().flatten() @ g.double().flatten() / h for g, h in parts),
+        torch.zeros((), dtype=torch.float64),
+    )
     dist.all_reduce(own, group=group)
     return own**0.5
 
@@ -208,13 +211,17 @@ def norm_that_scales(parts, group=None):
 
 # ---- 14.6: seeds for each purpose and place -----------------------------------------------------
 
+
 def seed_by_table(what, seed, place, sizes):
     if what == "weights":
         return seed
     axes = [axis for axis in sizes if axis in DATA_AXES] if what == "data" else list(sizes)
     axes = [axis for axis in axes if axis != "tp" or what == "own dropout"]
-    number = int(np.ravel_multi_index([place[a] for a in axes], [sizes[a] for a in axes] or [1])
-                 if axes else 0)
+    number = int(
+        np.ravel_multi_index([place[a] for a in axes], [sizes[a] for a in axes] or [1])
+        if axes
+        else 0
+    )
     return 2**20 + 3 * (seed * 2**20 + number) + ("data", "dropout", "own dropout").index(what)
 
 
@@ -260,7 +267,10 @@ WRONG = {
         (Pair(two_axes_only, ranks_along), "a dict without 'dp'"),
         (Pair(by_names, ranks_along), "the names of coordinates, in order"),
     ],
-    "14.2": [(consecutive_groups, "the ranks of the group"), (keeps_everything, "on a rank that is not in the group")],
+    "14.2": [
+        (consecutive_groups, "the ranks of the group"),
+        (keeps_everything, "on a rank that is not in the group"),
+    ],
     "14.3": [
         (one_vector, "units of FSDP"),
         (kept_whole, "not in shards"),

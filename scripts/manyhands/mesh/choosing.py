@@ -26,7 +26,8 @@ def approach(
 
     - the whole state fits on a GPU: "one GPU" if there is one, "DDP" if there are more;
     - a share of 1/num_gpus fits, and each GPU gets a sequence of the global batch: "FSDP";
-    - a share of 1/per_node fits, so that a node holds a copy of the model: "TP or PP";
+    - a share of 1/per_node fits, and there are at least per_node GPUs, so that a node holds a copy
+      of the model: "TP or PP";
     - otherwise: "FSDP with TP or PP".
 
     Args:
@@ -51,7 +52,7 @@ def smallest_tensor_degree(sequences: int, num_gpus: int, per_node: int = 8) -> 
     and is at most per_node.
 
     Raises:
-        ValueError: no tp does it.
+        ValueError: no tp does it. `sequences` is at least 1.
     """
     for tp in range(1, per_node + 1):
         if num_gpus % tp == 0 and sequences % (num_gpus // tp) == 0:

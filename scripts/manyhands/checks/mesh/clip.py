@@ -1,4 +1,4 @@
-"""Spec of 14.5: one norm of a gradient whose parts are on many ranks, and some of them on several."""
+"""Spec of 14.5: one norm of a gradient whose parts are on many ranks, some on several."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -104,15 +104,20 @@ def say_norm(found: dict, wanted: dict) -> str:
     )
 
 
+NEAR = (
+    "Only some digits are right: is a number on the way of a shorter type, or is a small one added?"
+)
+
+
 def facts_of(found: dict, wanted: dict, case: Gradient) -> str:
     """What can be said of a wrong norm by looking at it."""
     one, other = found["the norm"], wanted["the norm"]
     if one.shape == other.shape and not torch.allclose(one.double(), other, rtol=1e-9, atol=0):
         is_near = torch.allclose(one.double(), other, rtol=1e-5, atol=0)
-        return "So many digits are right as there are in float32, or fewer." if is_near else ""
+        return NEAR if is_near else ""
     if not found["the gradients are unchanged"]:
         return "The caller still needs them as they were."
-    return ""
+    return "One number has to travel, once."
 
 
 def same_norm(found: dict, wanted: dict, case: Gradient) -> bool:
@@ -157,7 +162,13 @@ mesh_norm = Spec(
     say=say_norm,
     tell=tell_gradient,
     facts=facts_of,
-    advice={"": f"{ONCE} {ROOT}"},
+    advice={
+        "": f"{ONCE} {ROOT}",
+        "the gradients are unchanged": "double() of a gradient in float64 is the gradient itself: "
+        "change neither that nor the list.",
+        "messages": f"Add up this rank's squares first, and then {REDUCE}.",
+        "bytes of them": f"Add up this rank's squares first, and then {REDUCE}.",
+    },
     reasons={
         "list index out of range": (
             "A rank may have no parts at all.",
@@ -173,8 +184,8 @@ mesh_norm = Spec(
         ),
     },
     hints=(
-        "Norms cannot be added up, but their squares can. Which squares would the sum over the ranks "
-        "count twice?",
+        "Norms cannot be added up, but their squares can. Which squares would the sum over the "
+        "ranks count twice?",
         "Numbers that h ranks hold come h times in that sum, so each of these ranks gives 1/h of "
         "their squares.",
         f"total += {DIVIDED} for each part, with total in float64; {REDUCE}; and return its root.",
@@ -203,7 +214,7 @@ mesh_norm = Spec(
             The norms of the ranks are added up, and not their squares. | {ROOT}
         {REDUCE} => pass
             This is the norm of the rank's own parts. | {REDUCE}
-        {REDUCE} => dist.all_reduce(total, op=dist.ReduceOp.AVG, group=group) if False else (dist.all_reduce(total, group=group), total.div_(dist.get_world_size(group)))
+        {REDUCE} => {REDUCE}; total.div_(dist.get_world_size(group))
             The squares are averaged over the ranks. | {ONCE}
         {REDUCE} => dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
             This is the largest norm of any rank. | all_reduce sums by itself, without an op.

@@ -74,7 +74,8 @@ def training_seen(answer: Callable, case: Grid, place: Place) -> dict:
     groups = groups_of(case.sizes)
     model = transformer(case)
     before = [weakref.ref(param) for param in model.blocks.parameters()]
-    sharded = answer(model, groups)
+    with Ledger() as making:
+        sharded = answer(model, groups)
     if not isinstance(sharded, FSDP):
         raise not_fsdp(sharded)
     inside = sharded.module
@@ -108,7 +109,11 @@ def training_seen(answer: Callable, case: Grid, place: Place) -> dict:
     seen["messages through other groups"] = sum(e.ranks not in own for e in ledger.entries)
     seen["all modules are in train"] = all(part.training for part in inside.modules())
     gc.collect(1)
-    seen["besides"] = sum(ref() is not None for ref in before)
+    alive = [ref().untyped_storage().nbytes() for ref in before if ref() is not None]
+    seen["the whole model is gone"] = not any(alive)
+    seen["messages, but broadcasts, while it is made"] = sum(
+        entry.op != "broadcast" for entry in making.entries
+    )
     return seen
 
 
@@ -179,11 +184,19 @@ shard_and_cut = Spec(
     mistake_s=2.5,
     tell=tell_grid,
     say=say_first,
-    advice={"": "In turn: mark_holders, TensorParallel over tp, FSDP over dp."},
+    advice={
+        "": "In turn: mark_holders, TensorParallel over tp, FSDP over dp.",
+        "units of FSDP": "The units are list(part.blocks).",
+        "the whole model is gone": "Keep no other name for a weight of `model`.",
+    },
     reasons={
         "KeyError: 'replicate'": (
             "A mesh may have no such axis.",
             'groups.get("replicate") is None then.',
+        ),
+        "a sharded weight was used while it was freed": (
+            "A layer used a weight outside of the forward of its unit.",
+            "The units are list(part.blocks), and all else belongs to the root.",
         ),
         "has no attribute 'tokens'": ("TensorParallel takes a Transformer.", "Cut first."),
     },

@@ -61,15 +61,14 @@ def room_of(found: float | None, wanted: int | None, case: Fits) -> str:
     """What a rank would hold, against what it has."""
     if wanted is None:
         return "Two whole units alone leave no room on a GPU, however many ranks there are."
-    if found is None or not 1 <= found < math.inf:
-        return "There is a number of ranks that will do."
-    if found != int(found):
+    if found is not None and found != found // 1:
         return "A number of ranks is whole."
     state = truth.STATE_BYTES * case.num_parameters
-    needs = {n: state / n + 4 * case.unit_parameters for n in (found, wanted)}
+    ranks = [found, wanted] if found and 1 <= found < math.inf else [wanted]
     parts = [
-        f"{show(b / case.gpu_bytes)} times its memory on {show(n)} {'rank' if n == 1 else 'ranks'}"
-        for n, b in needs.items()
+        f"{show((state / n + 4 * case.unit_parameters) / case.gpu_bytes)} times its memory on "
+        f"{show(n)} {'rank' if n == 1 else 'ranks'}"
+        for n in ranks
     ]
     return f"A rank needs {', and '.join(parts)}."
 

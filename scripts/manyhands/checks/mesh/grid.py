@@ -1,7 +1,9 @@
 """Specs of 14.1 and 14.2: where a rank stands in a mesh, who stands in line with it, and groups."""
 
 import random
+import zlib
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -55,6 +57,7 @@ def places_seen(answer: Pair, case: RankOfMesh) -> dict:
     return seen
 
 
+DIVMOD = "divmod(rank, sizes[axis])"
 DIGITS = "From the last axis to the first: divmod(rank, size) gives what is left, and the place."
 STEP = "From one to the next there is a step of the product of the sizes of all axes behind it."
 FIRST = "rank - step * coordinates(rank, sizes)[axis] is the first one."
@@ -72,7 +75,7 @@ places = Spec(
     cases=ranks_of_meshes,
     observe=places_seen,
     independent=True,
-    tell=lambda case: f"for rank {case.rank} of {case.sizes}",
+    tell=lambda case: f"a call for rank {case.rank} of {case.sizes}",
     advice={
         "": f"{STEP} {FIRST}",
         "coordinates": DIGITS,
@@ -85,8 +88,8 @@ places = Spec(
     hints=(
         "coordinates: with sizes of 10 these would be the digits of the rank. How do you get the "
         "last digit of a number, and what is left without it?",
-        "ranks_along: one step along the last axis is the next rank. One step along the axis before "
-        "it jumps over a whole line of the last one, and so on.",
+        "ranks_along: one step along the last axis is the next rank. One step along the axis "
+        "before it jumps over a whole line of the last one, and so on.",
         f"coordinates: {DIGITS} ranks_along: {STEP} Start at the rank less that step times its own "
         "place there.",
     ),
@@ -95,11 +98,11 @@ places = Spec(
         for axis in reversed(list(sizes)): => for axis in list(sizes):
             coordinates: the first axis is counted first, and the last one should be the innermost.
             | {DIGITS}
-        rank, place[axis] = divmod(rank, sizes[axis]) => place[axis] = rank % sizes[axis]
+        rank, place[axis] = {DIVMOD} => place[axis] = rank % sizes[axis]
             coordinates: the rank is not divided before the next axis takes its part. | {DIGITS}
-        rank, place[axis] = divmod(rank, sizes[axis]) => place[axis], rank = divmod(rank, sizes[axis])
+        rank, place[axis] = {DIVMOD} => place[axis], rank = {DIVMOD}
             coordinates: the two results of divmod have changed places. | {DIGITS}
-        place[axis] = divmod(rank, sizes[axis]) => place[axis] = rank, rank // {BEHIND} % sizes[axis]
+        place[axis] = {DIVMOD} => place[axis] = rank, rank // {BEHIND} % sizes[axis]
             coordinates: the rank is divided by the size of the next axis only, and not by those of
             all the axes behind it. | {DIGITS}
         return {axis: place[axis] for axis in sizes} => return place
@@ -116,7 +119,10 @@ places = Spec(
         {FIRST_IN_LINE} => first = rank
             ranks_along: the line begins with the rank itself. | {FIRST}
         {FIRST_IN_LINE} => first = 0
-            ranks_along: this is the line through rank 0, on whatever rank it is asked for. | {FIRST}
+            ranks_along: this is the line through rank 0, whatever rank is asked for. | {FIRST}
+        {FIRST_IN_LINE} => first = rank % step
+            ranks_along: the line begins among the ranks of the first step of all, and so with a
+            place of 0 in the axes before this one, too. | {FIRST}
         {LINE} => sorted({LINE}, key=lambda other: other != rank)
             ranks_along: the rank itself comes first. | The ranks are in the axis's order.
         {LINE} => [other for other in {LINE} if other != rank]
@@ -147,29 +153,49 @@ def meshes(n: int) -> list[Mesh]:
         Mesh({"dp": 3, "tp": 2}),
         Mesh({"tp": 2, "pp": 3}),
         Mesh({"one": 1, "replicate": 2, "shard": 3}),
-        Mesh({"dp": 2, "tp": 2}),
+        Mesh({"tp": 3}),
         Mesh({"pp": 3, "dp": 2, "tp": 2}),
     ]
 
 
 def groups_seen(answer: Callable, case: Mesh, place: Place) -> dict:
-    """The ranks of this rank's groups, in the order of their names, and a sum over each group."""
+    """The ranks of this rank's groups, by axis in order; and whether each group is one."""
     groups = answer(case.sizes)
     bad = what_is_no_group(groups)
     seen: dict = {}
     if not bad:
-        seen["axes"] = list(groups)
+        seen["the axes"] = ", ".join(groups)
         for axis, group in groups.items():
             seen[ranks_of(axis)] = dist.get_process_group_ranks(group)
-    right = {ranks_of(axis): grid.ranks_along(axis, place.rank, case.sizes) for axis in case.sizes}
-    can_send = torch.tensor(int(seen == {"axes": list(case.sizes)} | right))
-    dist.all_reduce(can_send, op=dist.ReduceOp.MIN)  # a rank alone would wait for the others
+    lines = {axis: grid.ranks_along(axis, place.rank, case.sizes) for axis in case.sizes}
+    right = {ranks_of(axis): line for axis, line in lines.items()}
+    is_right = prod(case.sizes.values()) == place.n and (
+        seen == {"the axes": ", ".join(case.sizes)} | right
+    )
+    numbers = torch.zeros(1 + len(lines), dtype=torch.int64)
+    if is_right:
+        numbers[0] = 1
+        names = [group.group_name for group in groups.values()]
+        numbers[1:] = torch.tensor([zlib.crc32(name.encode()) for name in names])
+    every = [torch.empty_like(numbers) for _ in range(place.n)]
+    dist.all_gather(every, numbers)  # a rank that is right alone would wait for the others
     if bad:
         raise bad
-    for axis, group in groups.items() if can_send else ():
-        number = torch.tensor(10**place.rank)
-        dist.all_reduce(number, group=group)
-        seen[f"the sum over the group of {axis!r}"] = number.item()
+    if not is_right:
+        return seen
+    can_send = all(one[0] for one in every)
+    for index, (axis, line) in enumerate(lines.items(), start=1):
+        total = sum(10**rank for rank in line)
+        is_one = len({every[rank][index].item() for rank in line}) == 1
+        seen[f"the ranks of a line along {axis!r} have one and the same group"] = (
+            is_one or not can_send
+        )
+        if can_send and is_one:
+            number = torch.tensor(10**place.rank)
+            dist.all_reduce(number, group=groups[axis])
+            total = number.item()
+        if is_one or not can_send:
+            seen[f"the sum over the group of {axis!r}"] = total
     return seen
 
 
@@ -215,7 +241,7 @@ make_groups = Spec(
     say=say_first,
     advice={
         "": "For each axis: all lines of ranks_along, a group for each, and keep the own one.",
-        "axes": "Return a dict with every axis of `sizes`, in that order.",
+        "the axes": "Return a dict with every axis of `sizes`, in that order.",
     },
     refusal=("The mesh has not as many places as there are ranks.", PLACES),
     reasons={
@@ -228,10 +254,10 @@ make_groups = Spec(
     hints=(
         "Along an axis every rank is in one line, and several ranks are in the same one. Collect "
         "all lines of the axis, each once, in an order that is the same on every rank.",
-        "tuple(ranks_along(axis, other, sizes)) for every other rank, in a set, sorted. For each of "
-        "these call dist.new_group(list(ranks)), whether this rank is in it or not.",
-        "Keep the group where dist.get_rank() is in its ranks. Before all that, raise ValueError if "
-        "prod(sizes.values()) is not dist.get_world_size().",
+        "tuple(ranks_along(axis, other, sizes)) for every other rank, in a set, sorted. For each "
+        "of these call dist.new_group(list(ranks)), whether this rank is in it or not.",
+        "Keep the group where dist.get_rank() is in its ranks. Before all that, raise ValueError "
+        "if prod(sizes.values()) is not dist.get_world_size().",
     ),
     mistakes=mistakes(
         r"""

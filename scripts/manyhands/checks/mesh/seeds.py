@@ -18,6 +18,7 @@ from manyhands.mesh import seeds as course
 from manyhands.mesh.grid import coordinates
 
 OTHERS = ("data", "dropout", "own dropout")
+MANY = 60_000  # ranks, with which random numbers of 32 bits meet by chance
 BITS = 1 << 32  # what PyTorch's generator on the CPU keeps of a seed
 
 
@@ -40,16 +41,15 @@ def trainings() -> list[Training]:
         Training(7, {"pp": 4, "dp": 150, "tp": 8}),
         Training(1023, {"pp": 16, "replicate": 32, "shard": 256, "tp": 8}),
         Training(0, {"pp": 3, "dp": 1 << 16, "tp": 4}),
+        Training(random.randrange(1024), {"dp": MANY}),
     ]
 
 
 def places_in(case: Training) -> list[dict[str, int]]:
     """All places of a small mesh; of a large one corners, lines along the axes, and some others."""
     sizes = case.sizes
-    if prod(sizes.values()) <= 100:
-        return [
-            dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))
-        ]
+    if prod(sizes.values()) <= 100 or sizes == {"dp": MANY}:
+        return [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
     draw = random.Random(case.seed)
     ends = [sorted({0, 1, size - 2, size - 1} & set(range(size))) for size in sizes.values()]
     found = [tuple(at) for at in product(*ends)]
@@ -98,7 +98,8 @@ def seeds_seen(answer: Callable, case: Training) -> dict:
 def seed_for(answer: Callable, what: str, seed: int, place: dict, sizes: dict) -> int:
     """One seed, which torch has to take."""
     found = whole(answer(what, seed, dict(place), dict(sizes)))
-    torch.Generator().manual_seed(found)
+    if not -(1 << 63) <= found < 1 << 64:
+        torch.Generator().manual_seed(found)  # raises
     return found
 
 
@@ -152,6 +153,14 @@ def has_text(value: object) -> bool:
     return isinstance(value, str | bytes)
 
 
+def facts_of(found: dict, wanted: dict, case: Training) -> str:
+    """Do a few of very many seeds meet?"""
+    counts = [found[name] / many for name, many in wanted.items() if name.startswith("different")]
+    if case.sizes == {"dp": MANY} and min(counts) > 0.99:
+        return "A few of very many seeds are equal, as hashes and random numbers are by chance."
+    return ""
+
+
 PLACES = "Count the places like digits, number = number * size + place[axis], and leave out axes "
 LEAVE_OUT = PLACES + "along which the seed is the same."
 APART = "Give every purpose room for all ranks: (4 * seed + number of the purpose) * 2**20 + ..."
@@ -159,6 +168,8 @@ TABLE = "Leave out the axes along which ranks have to draw the same numbers, and
 NUMBER = "(0 if is_same[what] else place[axis])"
 SCALED = "(len(PURPOSES) * seed + PURPOSES.index(what)) * MOST_RANKS + number"
 FOR_WEIGHTS = 'if what == "weights":\n        return seed\n'
+NEW = "Every seed but that of weights is made from `seed` as well."
+LIKE_PP = "An axis that nobody names counts like pp."
 seed_of = Spec(
     todo="14.6",
     truth=course.seed_of,
@@ -166,7 +177,14 @@ seed_of = Spec(
     observe=seeds_seen,
     tell=lambda case: f"with seed {case.seed} on a mesh of {case.sizes}, seed_of",
     independent=True,
-    advice={"": f"{LEAVE_OUT} {APART}", "the seeds of weights": "Return `seed` itself for weights."},
+    facts=facts_of,
+    advice={
+        "": f"{LEAVE_OUT} {APART}",
+        "the seeds of weights": "Return `seed` itself for weights.",
+        "the same call gives the same seed": "Compute it from nothing but the arguments.",
+        **{f"the seed of {what} changes with that of the training": NEW for what in OTHERS},
+        **{f"seeds of {what} along cp": LIKE_PP for what in OTHERS},
+    },
     reasons={
         "Overflow when unpacking long": (
             "torch.manual_seed takes no number that large.",
@@ -176,8 +194,8 @@ seed_of = Spec(
     hints=(
         "For each purpose, write down along which axes ranks have to draw the same numbers. Ranks "
         "that differ in other axes as well need different seeds: give each place a number.",
-        "Go through the axes as in a number with digits: number = number * size + the place in this "
-        "axis, or 0 where the purpose has the same numbers along it.",
+        "Go through the axes as in a number with digits: number = number * size + the place in "
+        "this axis, or 0 where the purpose has the same numbers along it.",
         "Purposes need seeds apart, also on 2**20 ranks and in the last 32 bits: with `seed` below "
         "1024 and four purposes, (4 * seed + number of the purpose) * 2**20 + number just fits.",
     ),
@@ -186,7 +204,7 @@ seed_of = Spec(
         {FOR_WEIGHTS} => if what == "weights":\n        return 1000 * seed\n
             The seed of weights is another one than in one process. | Return `seed` itself.
         {FOR_WEIGHTS} => if what == "weights":\n        return seed + sum(place.values())\n
-            Ranks build different weights. | Every rank builds the whole model: return `seed` itself.
+            Ranks build different weights. | Every rank builds the whole one: return `seed` itself.
         "data": axis not in DATA_AXES => "data": False
             Ranks that work on the same samples draw different ones. | {TABLE}
         "data": axis not in DATA_AXES => "data": axis != "dp"

@@ -464,7 +464,7 @@ def test_a_slurm_job_is_queued_watched_and_stopped_and_goes_on_from_another_job(
 
 def test_a_job_that_slurm_has_forgotten_is_known_by_its_folder(slurm, folder, monkeypatch):
     script = "from manyhands.jobs.submit import Job; from pathlib import Path; "
-    script += "print(Job(Path('a'), id='999').look().word, Job(Path('b'), id='999').look())"
+    script += "print(Job(Path('a'), id='4000000').look().word, Job(Path('b'), id='4000000').look())"
     (folder / "a").mkdir()
     (folder / "a" / "status.json").write_text('{"state": "finished"}')
     env = {"PYTHONPATH": str(ROOT / "scripts")}

@@ -31,5 +31,7 @@ def flags(num_ranks: int) -> dict[str, str]:
         "pipeline": stages,
         "pipeline torch": f"{stages} --impl torch",
         "tensor": train,
+        "mesh": train,
+        "mesh torch": f"{train} --impl torch",
         "compare": f"--steps 3 {sizes}",
     }

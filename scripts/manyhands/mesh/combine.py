@@ -47,8 +47,9 @@ from manyhands.tensor.model import TensorParallel
 def shard_and_cut(model: nn.Module, groups: Groups) -> FSDP:
     """FSDP x TP: cut a Transformer over groups["tp"], and shard what that leaves over groups["dp"].
 
-    Returns FSDP around TensorParallel, with the blocks as units: to be called with this rank's
-    (inputs, targets). Its replicas are groups["replicate"], where there is such a group.
+    Returns FSDP around TensorParallel, with the blocks as units and all else by default: to be
+    called with this rank's (inputs, targets). Its replicas are groups["replicate"], where there is
+    such a group. No message is needed beyond those of the two classes.
 
     The order matters. Tensor parallelism cuts matrices by heads, columns and rows, so it has to
     find them whole and in shape; FSDP makes one vector of whatever is there, and gives the memory

@@ -52,10 +52,11 @@ def ranks_along(axis: str, rank: int, sizes: Sizes) -> list[int]:
 def make_groups(sizes: Sizes) -> dict[str, dist.ProcessGroup]:
     """Make the groups of a mesh of all ranks; every rank calls it.
 
-    Along each axis, every rank is in one group: that of ranks_along. dist.new_group has to be
-    called by all ranks for all groups in the same order, also for those that a rank is not in. If a
-    rank leaves one out, the others wait in dist.new_group until the job's time limit. If each rank
-    makes its own groups only, nothing is said there, and the first message in a group waits.
+    Along each axis, every rank is in one group, that of ranks_along, and all its members keep one
+    and the same. dist.new_group has to be called by all ranks for all groups in the same order,
+    also for those that a rank is not in. If a rank leaves one out, the others wait in
+    dist.new_group until the job's time limit. If each rank makes its own groups only, nothing is
+    said there, and the first message in a group waits.
 
     Returns:
         An axis's name -> this rank's group along it, in the order of `sizes`.

@@ -8,8 +8,8 @@ Between rows only gradients travel, and of these each rank has only its shard. M
 before, and a little more between the rows. Longer rows: less memory, and more bytes on slow links
 as soon as a row is longer than a node.
 
-Price for P parameters on r x s ranks in fp32: 3 (s-1)/s x 4P bytes sent in the row and
-2 (r-1)/r x 4P/s in the column; 16 P/s bytes kept with AdamW, whatever r is.
+Price for P parameters, a multiple of s, on r x s ranks in fp32: 3 (s-1)/s x 4P bytes sent in the
+row and 2 (r-1)/r x 4P/s in the column; 16 P/s bytes kept with AdamW, whatever r is.
 Source: Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277, section 3.2.2.
 """
 

@@ -28,10 +28,16 @@ MOST_RANKS = 2**20
 def seed_of(what: str, seed: int, place: Mapping[str, int], sizes: Sizes) -> int:
     """The seed of a rank's random numbers for one purpose, from the seed of the training.
 
-    For "weights" it is `seed` itself, as in one process. For the others it is the same for two
-    ranks where the table above says so of every axis in which their places differ, and else another
-    one. Two purposes never have a seed in common. An axis that the table does not name counts like
-    pp. This holds in the last 32 bits, too, for `seed` below 1024 and up to 2**20 ranks.
+    For "weights" it is `seed` itself, as in one process. For the others, which depend on `seed` and
+    are at least 0, two ranks have the same seed if these words say so of every axis in which their
+    places differ, and else another one:
+
+        data          same along pp and tp; differs along DATA_AXES
+        dropout       same along tp; differs along all others
+        own dropout   differs along every axis
+
+    An axis with any other name counts like pp. Two purposes never have a seed in common. All this
+    holds in the last 32 bits, too, for `seed` below 1024 and up to 2**20 ranks.
 
     Args:
         what: weights, data, dropout or own dropout.

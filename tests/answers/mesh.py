@@ -139,7 +139,7 @@ def in_eval(model, groups):
     return KeptTogether(model, groups).eval()
 
 
-# ---- 14.4: hybrid sharding ----------------------------------------------------------------------
+# ---- 14.12: hybrid sharding ----------------------------------------------------------------------
 
 
 def bytes_by_rings(num_params, replicas, shards, bytes_per_number=4):
@@ -171,7 +171,7 @@ def bytes_as_a_tuple(num_params, replicas, shards, bytes_per_number=4):
     return tuple(bytes_by_ceil(num_params, replicas, shards, bytes_per_number).values())
 
 
-# ---- 14.5: one norm of all parts ----------------------------------------------------------------
+# ---- 14.4: one norm of all parts ----------------------------------------------------------------
 
 
 def norm_by_gathering(parts, group=None):
@@ -209,7 +209,7 @@ def norm_that_scales(parts, group=None):
     return 2 * norm_by_vector_norm(parts, group)
 
 
-# ---- 14.6: seeds for each purpose and place -----------------------------------------------------
+# ---- 14.5: seeds for each purpose and place -----------------------------------------------------
 
 
 def seed_by_table(what, seed, place, sizes):
@@ -258,9 +258,9 @@ RIGHT = {
     "14.1": [Pair(by_unravel, column_of_array), Pair(by_products, by_search)],
     "14.2": [by_device_mesh, by_enumeration, of_the_job_where_it_is_all],
     "14.3": [marked_by_hand, KeptTogether],
-    "14.4": [bytes_by_rings, bytes_by_ceil],
-    "14.5": [norm_by_gathering, norm_by_vector_norm],
-    "14.6": [seed_by_table, seed_reversed],
+    "14.12": [bytes_by_rings, bytes_by_ceil],
+    "14.4": [norm_by_gathering, norm_by_vector_norm],
+    "14.5": [seed_by_table, seed_reversed],
 }
 WRONG = {
     "14.1": [
@@ -276,20 +276,20 @@ WRONG = {
         (kept_whole, "not in shards"),
         (in_eval, "all modules are in train"),
     ],
-    "14.4": [(bytes_in_floats, "whole number"), (bytes_as_a_tuple, "a dict with 3 names")],
-    "14.5": [
+    "14.12": [(bytes_in_floats, "whole number"), (bytes_as_a_tuple, "a dict with 3 names")],
+    "14.4": [
         (norm_of_first_holder, "gives"),
         (norm_as_a_number, "a tensor without dimensions"),
         (norm_that_scales, "changes the gradients"),
     ],
-    "14.6": [
+    "14.5": [
         (seed_by_checksum, ""),
         (seed_by_hash, "hash() of a text"),
         (seed_as_text, "a whole number"),
     ],
 }
 
-# ---- 14.7: how equal is equal -------------------------------------------------------------------
+# ---- 14.6: how equal is equal -------------------------------------------------------------------
 
 
 def spread_by_levels(num_terms, dtype, in_pairs=False):
@@ -337,7 +337,7 @@ def spread_in_its_own_type(num_terms, dtype, in_pairs=False):
     return torch.tensor(spread_by_levels(num_terms, dtype, in_pairs), dtype=dtype)
 
 
-# ---- 14.8 and 14.9: C/W -------------------------------------------------------------------------
+# ---- 14.7 and 14.8: C/W -------------------------------------------------------------------------
 
 
 def tokens_in_one_line(flops_per_byte, num_ranks, bytes_per_number=2, sharded=False):
@@ -387,7 +387,7 @@ def degree_of_the_all_reduce(width, flops_per_byte, bytes_per_number=2):
     return 1 if limit >= 1 else int(1 / (1 - limit))
 
 
-# ---- 14.10 to 14.12: which technique when -------------------------------------------------------
+# ---- 14.9 to 14.11: which technique when -------------------------------------------------------
 
 
 def approach_by_need(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8):
@@ -484,36 +484,36 @@ def ranks_with_a_whole_state(num_parameters, unit_parameters, gpu_bytes):
 
 
 RIGHT |= {
-    "14.7": [spread_by_levels, spread_of_tensors, spread_by_machar],
-    "14.8": [tokens_in_one_line, tokens_of_a_whole_step],
-    "14.9": [degree_by_search, degree_of_numpy],
-    "14.10": [approach_by_need, approach_of_rules],
-    "14.11": [degree_by_gcd, degree_by_shares],
-    "14.12": [ranks_by_search, ranks_in_halves],
+    "14.6": [spread_by_levels, spread_of_tensors, spread_by_machar],
+    "14.7": [tokens_in_one_line, tokens_of_a_whole_step],
+    "14.8": [degree_by_search, degree_of_numpy],
+    "14.9": [approach_by_need, approach_of_rules],
+    "14.10": [degree_by_gcd, degree_by_shares],
+    "14.11": [ranks_by_search, ranks_in_halves],
 }
 WRONG |= {
-    "14.7": [
+    "14.6": [
         (spread_at_worst, "times the right one"),
         (spread_by_a_table, "KeyError: torch.float16"),
         (spread_in_its_own_type, "times the right one"),
     ],
-    "14.8": [
+    "14.7": [
         (tokens_rounded_up, "times the right one"),
         (tokens_with_a_gather_less, "hidden behind forward as well"),
     ],
-    "14.9": [
+    "14.8": [
         (degree_that_divides_the_width, "times as long as products with"),
         (degree_of_the_all_reduce, "times as long as products with"),
     ],
-    "14.10": [
+    "14.9": [
         (approach_by_gpus, "The state takes half the memory of"),
         (approach_in_small_letters, "none of the five classes"),
     ],
-    "14.11": [
+    "14.10": [
         (degree_in_a_node, "A number of tensor ranks does it"),
         (degree_or_the_largest, "raises nothing"),
     ],
-    "14.12": [
+    "14.11": [
         (ranks_that_raise, "None is asked for, and no error"),
         (ranks_with_a_whole_state, "times its memory"),
     ],

@@ -1,4 +1,4 @@
-"""14.10 and 14.11: which technique, and how many tensor ranks."""
+"""14.9 and 14.10: which technique, and how many tensor ranks."""
 
 import random
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from manyhands.checks.engine.values import show, text
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
 from manyhands.mesh import choosing as truth
 
-# ---- 14.10 ----------------------------------------------------------------------------------
+# ---- 14.9 ----------------------------------------------------------------------------------
 
 PER_N = truth.STATE_BYTES * 2  # bytes of a GPU for each parameter whose state may fit
 
@@ -89,7 +89,7 @@ ONE_EACH = "FSDP asks for sequences >= num_gpus, and for a state whose share fit
 NODE = "The third rule asks whether state / per_node fits."
 ORDER = "Go through the four rules in their order, and return at the first that holds."
 approach = Spec(
-    todo="14.10",
+    todo="14.9",
     truth=truth.approach,
     cases=models,
     observe=called,
@@ -148,7 +148,7 @@ approach = Spec(
     ),
 )
 
-# ---- 14.11 ----------------------------------------------------------------------------------
+# ---- 14.10 ----------------------------------------------------------------------------------
 
 
 class Fed(NamedTuple):
@@ -224,7 +224,7 @@ def in_whole_shares(sequences: int, num_gpus: int, per_node: int = 8) -> int:
 
 
 smallest_tensor_degree = Spec(
-    todo="14.11",
+    todo="14.10",
     truth=truth.smallest_tensor_degree,
     cases=feedings,
     observe=called,

@@ -1,4 +1,4 @@
-"""Spec of 14.5: one norm of a gradient whose parts are on many ranks, some on several."""
+"""Spec of 14.4: one norm of a gradient whose parts are on many ranks, some on several."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -153,7 +153,7 @@ WIDE = "Turn the gradient to float64 first, and square it then: grad.double().sq
 REDUCE = "dist.all_reduce(total, group=group)"
 ROOT = "First add up all squares over the ranks, and take the root last."
 mesh_norm = Spec(
-    todo="14.5",
+    todo="14.4",
     truth=clip.mesh_norm,
     layouts=cases.FOUR,
     cases=gradients,

@@ -1,4 +1,4 @@
-"""14.12: how many ranks FSDP needs."""
+"""14.11: how many ranks FSDP needs."""
 
 import math
 import random
@@ -80,7 +80,7 @@ LIMIT = "16 N / ranks + 4 * unit_parameters must be at most gpu_bytes."
 UP = "Round up: -(-a // b), or math.ceil(a / b)."
 NO_ROOM = "Where two units fill the GPU, no room is left for a share: return None."
 ranks_to_fit = Spec(
-    todo="14.12",
+    todo="14.11",
     truth=truth.ranks_to_fit,
     cases=fits,
     observe=ranks_or_none,
@@ -108,7 +108,7 @@ ranks_to_fit = Spec(
             The whole units have 16 bytes per parameter, but only their weights are gathered, in 16
             bits, which are 2 bytes. | {UNITS}
         {ROOM} => gpu_bytes / 2 - 2 * 2 * unit_parameters
-            Half of the GPU is kept free, as in 14.10. | Here the state may fill the GPU.
+            Half of the GPU is kept free, as in 14.9. | Here the state may fill the GPU.
         if room <= 0: => if room < 0:
             ! A room of 0 bytes is divided by. | {NO_ROOM}
         {ALL_STATE} => STATE_BYTES * num_parameters // room

@@ -1,4 +1,4 @@
-"""Spec of 14.4: what hybrid sharding sends and keeps."""
+"""Spec of 14.12: what hybrid sharding sends and keeps."""
 
 import random
 from typing import NamedTuple
@@ -54,7 +54,7 @@ AVERAGE = "The replicas average a shard: an all-reduce of r ranks sends 2 (r - 1
 PADDED = "Round up: -(-num_params // shards) numbers are a shard of the padded vector."
 OF_A_SHARD = "Weights, gradients and the two numbers of AdamW: 4 times a shard."
 hsdp_bytes = Spec(
-    todo="14.4",
+    todo="14.12",
     truth=hsdp.hsdp_bytes,
     cases=hybrids,
     observe=bytes_of,

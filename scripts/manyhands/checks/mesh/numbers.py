@@ -1,4 +1,4 @@
-"""14.7 to 14.9: the spread of a sum, and two numbers that follow from C/W."""
+"""14.6 to 14.8: the spread of a sum, and two numbers that follow from C/W."""
 
 import math
 import random
@@ -25,7 +25,7 @@ def times_too_large(of_one: str) -> Callable:
     return fact
 
 
-# ---- 14.7 -----------------------------------------------------------------------------------
+# ---- 14.6 -----------------------------------------------------------------------------------
 
 SCALE = 1e20  # spreads of float64 are as small as what passes for rounding elsewhere
 
@@ -73,7 +73,7 @@ ONE_BY_ONE = "One by one, the relative spread is eps sqrt(n / 24)."
 PAIRS = "In pairs, the relative spread is eps sqrt(log2(n) / 12)."
 BOTH = f"{ONE_BY_ONE} {PAIRS}"
 spread_of_sum = Spec(
-    todo="14.7",
+    todo="14.6",
     truth=spread.spread_of_sum,
     cases=sums,
     observe=called,
@@ -141,7 +141,7 @@ spread_of_sum = Spec(
     ),
 )
 
-# ---- 14.8 -----------------------------------------------------------------------------------
+# ---- 14.7 -----------------------------------------------------------------------------------
 
 
 class Hidden(NamedTuple):
@@ -192,7 +192,7 @@ OF_RING = (
     "A ring sends (n - 1) / n b bytes per parameter in a gather, and twice that in an all-reduce."
 )
 tokens_to_hide = Spec(
-    todo="14.8",
+    todo="14.7",
     truth=ratio.tokens_to_hide,
     cases=hidings,
     observe=called,
@@ -250,7 +250,7 @@ tokens_to_hide = Spec(
     ),
 )
 
-# ---- 14.9 -----------------------------------------------------------------------------------
+# ---- 14.8 -----------------------------------------------------------------------------------
 
 
 class Degree(NamedTuple):
@@ -305,7 +305,7 @@ FLOOR = f"1 + math.floor({QUOTIENT})"
 SOLVED = "(N - 1) b C/W / (9 D) = 1 holds for N = 1 + 9 D / (b C/W)."
 DOWN = "Round down: math.floor, or int."
 largest_tensor_degree = Spec(
-    todo="14.9",
+    todo="14.8",
     truth=ratio.largest_tensor_degree,
     cases=degrees,
     observe=called,

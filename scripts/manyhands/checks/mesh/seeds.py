@@ -1,4 +1,4 @@
-"""Spec of 14.6: which ranks draw the same random numbers, for what."""
+"""Spec of 14.5: which ranks draw the same random numbers, for what."""
 
 import builtins
 import random
@@ -171,7 +171,7 @@ FOR_WEIGHTS = 'if what == "weights":\n        return seed\n'
 NEW = "Every seed but that of weights is made from `seed` as well."
 LIKE_PP = "An axis that nobody names counts like pp."
 seed_of = Spec(
-    todo="14.6",
+    todo="14.5",
     truth=course.seed_of,
     cases=trainings,
     observe=seeds_seen,

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from manyhands.checks import mesh as check, score
 from manyhands.collectives.trees import Group
 from manyhands.compare import figures as compare_figures, measure, ways
+from manyhands.compare.planned import beside, training_of
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.fsdp.units import FSDP
 from manyhands.instruments import figures
@@ -75,7 +76,8 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo"
 # How do eight ranks share three techniques? Number them like the digits of a number. With two pipeline stages,
 # two data-parallel shares and two tensor ranks, rank = (pp · 2 + dp) · 2 + tp. The figure shows this mesh.
 # Ranks that are joined by a line form a group: they talk to each other, and each group knows nothing of the
-# others.
+# others. So do ranks at the same place of the two blocks, such as 0 and 4: they are a pipeline, a group along
+# `pp`.
 
 # %%
 SIZES = {"pp": 2, "dp": 2, "tp": 2}  # the outermost axis first
@@ -525,7 +527,7 @@ if check.ready("14.7", "14.8"):
 # %% [markdown]
 # These numbers come from data sheets, so they are bounds that no program reaches. Inside a node one or two
 # thousand tokens per GPU hide everything, while between nodes it takes about ten times as many or more. Tensor
-# parallelism pays for the eight GPUs of a node, and between nodes hardly for two. From generation to
+# parallelism pays for the eight GPUs of a node, and between nodes for three at most. From generation to
 # generation C has grown faster than W, so between nodes the ratio has become worse.
 #
 # ### Yours
@@ -537,12 +539,12 @@ if check.ready("14.7", "14.8"):
 
 # %%
 if check.ready("14.7"):
-    ratio = bench.measure_ratio()
-    print(f"C: {ratio.product_flops_per_s / 1e9:.0f} GFLOP/s in a product, ", end="")
+    here = bench.measure_ratio()
+    print(f"C: {here.product_flops_per_s / 1e9:.0f} GFLOP/s in a product, ", end="")
     print(
-        f"{ratio.step_flops_per_s / 1e9:.0f} in a training step; W: {ratio.bytes_per_s / 1e9:.2f} GB/s"
+        f"{here.step_flops_per_s / 1e9:.0f} in a training step; W: {here.bytes_per_s / 1e9:.2f} GB/s"
     )
-    print(f"C/W of this machine: {ratio.flops_per_byte:.0f} FLOPs per byte")
+    print(f"C/W of this machine: {here.flops_per_byte:.0f} FLOPs per byte")
     found = bench.crossing(batches=(8, 16, 24, 32, 48), num_rounds=3)
     figures.show(mesh_figures.crossing(found), "Two curves meet where messages are hidden.")
     print(
@@ -639,6 +641,9 @@ LLAMA = Training(MODELS["llama3-405b"], GPUS["H100-80GB"], 16384, 2048, kernels=
 found = plans(LLAMA)
 best = found[0]
 print(f"{len(found):,} layouts can run, {sum(plan.fits for plan in found):,} fit")
+for tp in (1, 2, 4, 8, 16):
+    fitting = [plan.step_s for plan in found if plan.fits and plan.layout.tp == tp]
+    print(f"tp {tp:2}: {len(fitting):3} fit, the fastest takes {min(fitting):4.1f} s a step")
 print(plan_words.why(found))
 print()
 print(plan_words.explain(best))
@@ -657,9 +662,9 @@ figures.show(
 # %% [markdown]
 # The planner finds tensor parallelism over the eight GPUs of a node, as the paper used it (Grattafiori et al.
 # 2024, table 4: tp 8, pp 16, dp 128), and a pipeline across nodes. "Tensor parallelism is no longer used", as
-# some slides say, can be tested here: the figure shows every layout, and those with tp 1 lie far above or do
-# not fit. The planner prefers 8 stages to the paper's 16, because fewer stages have a smaller bubble. That
-# needs more memory per GPU, and the paper's team kept more in reserve than the planner does.
+# some slides say, can be tested here: the fastest layout without it that fits takes six times as long. The
+# planner prefers 8 stages to the paper's 16, because fewer stages have a smaller bubble. That needs more memory
+# per GPU, and the paper's team kept more in reserve than the planner does.
 #
 # ### Is the planner right?
 #
@@ -746,7 +751,7 @@ figures.show_sliders(
 JOB = (*GRID, "14.4", "14.5")
 if check.ready(*JOB):
     check.keep()
-    flags = "--steps 30 --layers 2 --block 32 --micro-batches 2"
+    flags = "--steps 20 --layers 2 --block 32 --micro-batches 2"
     watch.run("../sbatch/mesh.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
@@ -836,8 +841,8 @@ def machine(gb_per_s, node_gb_per_s=10):
 programs = bench.record_step(SIZES, SMALL)
 larger = {"pp": 2, "dp": 128, "tp": 2}
 rows = {"as recorded": replay(programs, SIZES, machine(5))}
-rows["on 512 ranks"] = replay(programs, SIZES, machine(5), larger)
-rows["on 512 ranks, rank 4 half as fast"] = replay(programs, SIZES, machine(5), larger, {4: 2.0})
+rows["the same program"] = replay(programs, SIZES, machine(5), larger)
+rows["rank 4 half as fast"] = replay(programs, SIZES, machine(5), larger, {4: 2.0})
 figures.show(
     mesh_figures.replays(rows, [0, 2, 4]), "Time lines of three ranks; a straggler delays all."
 )
@@ -859,9 +864,12 @@ scaled = {
 figures.show(mesh_figures.against_ranks(counts, scaled), "Step time and exposed share by ranks.")
 
 # %% [markdown]
-# A ring's bytes hardly depend on the number of ranks, so on both networks the time grows only a little from 8
-# ranks on: (n − 1)/n of the bytes become all of them, and n − 1 latencies add up (lesson 04). The slow network
-# is expensive at any size.
+# The tokens per rank stay the same, so without messages the curves would be flat. Why do they rise? A ring of n
+# ranks sends (n − 1)/n of the bytes (lesson 04). From 8 ranks to 32, `dp` grows from 2 to 8 and this share from
+# 1/2 to 7/8, which is the steep beginning of the slow network's curve. Afterwards the bytes hardly grow, but
+# n − 1 latencies add up for each message, on both networks alike. At 512 ranks `dp` is 128, and every gather
+# begins with 127 µs of them. The messages of a large model are long enough to hide that; those of this small
+# one are not.
 #
 # ### Planner and clock
 #
@@ -899,10 +907,10 @@ for sizes, m in (({"dp": 2, "tp": 2}, 1), ({"pp": 4, "dp": 1, "tp": 1}, 8), (SIZ
 
 # %% [markdown]
 # While the network is fast they agree within a few per cent, bubble included, and within 15 % at 10 GB/s. At 1
-# GB/s the planner is far too fast for meshes with `dp`: it assumes that gradients are reduced once per step,
-# beside backward, as PyTorch does, but our FSDP waits for each of its reductions and makes them for every
-# micro-batch. The clock replays what the code really did. So a formula holds as far as its assumptions do, and
-# a recording of your own code tells where that is.
+# GB/s the planner is too fast for meshes with `dp`, by almost half where there are several micro-batches. It
+# assumes that gradients are reduced once per step, beside backward, as PyTorch does, but our FSDP waits for
+# each of its reductions and makes them for every micro-batch. The clock replays what the code really did. So a
+# formula holds as far as its assumptions do, and a recording of your own code tells where that is.
 #
 # ## 13. All techniques on four ranks (optional)
 #
@@ -912,15 +920,48 @@ for sizes, m in (({"dp": 2, "tp": 2}, 1), ({"pp": 4, "dp": 1, "tp": 1}, 8), (SIZ
 if check.ready(*GRID):
     names = ("one process", "ZeRO-3", "tensor", "FSDP x TP", "PP x DP")
     chosen = {name: way for name, way in ways.ways_for(4).items() if name in names}
-    setting = ways.Setting(vocab=128, block=16)
+    setting = ways.Setting(vocab=128, block=16, micro_batches=2)
     found = run_ranks(measure.compare, 4, setting, ways=chosen, steps=1, timeout_s=120)[0]
     print(compare_figures.table(found))
     figures.show(compare_figures.draw(found), compare_figures.in_words(found))
 
 # %% [markdown]
-# The combinations lie between their parts. FSDP x TP keeps as little state as ZeRO-3 or tensor parallelism
-# alone, and sends fewer bytes than either: its gathers are half as large, and only pairs share an activation.
-# PP x DP keeps half of the model per rank, since its two pipelines are copies of each other, and sends least.
+# FSDP x TP keeps as little state as ZeRO-3 or tensor parallelism alone. It sends half of what ZeRO-3 sends,
+# since it gathers half as much, and about as much as tensor parallelism, whose activations now travel between
+# two ranks instead of four. PP x DP keeps half of the model per rank, because its two pipelines are copies of
+# each other, and sends least.
+#
+# ### Your own runs in the plane
+#
+# Can the planner also say what *your* machine takes? Tell it the C and W that you measured in section 7, and
+# that nothing else costs time. The next cell measures four ways on two ranks and puts them into the plane of
+# all plans for the same model. Before you run it: on which side of its plan should each of your points lie?
+
+# %%
+if check.ready("14.7"):
+    names = ("one process", "DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
+    chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
+    setting = ways.Setting(block=64)
+    found = run_ranks(measure.compare, 2, setting, ways=chosen, steps=3, timeout_s=120)[0]
+    training = training_of(setting, 2, here.step_flops_per_s, here.bytes_per_s)
+    stars = {}
+    for name, (plan, nbytes, seconds) in beside(found, training).items():
+        stars[f"{name}, yours"] = nbytes / GIB, seconds
+        print(
+            f"{name:16} planned {plan.memory_bytes / 1e6:5.1f} MB, {1e3 * plan.step_s:5.1f} ms; ",
+            end="",
+        )
+        print(f"yours {nbytes / 1e6:5.1f} MB, {1e3 * seconds:5.1f} ms")
+    figures.show(
+        pictures.plane(plans(training), stars), "Four points of yours above a cloud of plans."
+    )
+
+# %% [markdown]
+# Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and these
+# ranks keep 32. They also take longer, since the planner leaves out all that Python and the operating system
+# do between two products. Tensor parallelism is the furthest from its plan, because it waits for several
+# messages in each block and the planner took them to begin at once. (If the machine was busy in section 7 or
+# here, the times say little.)
 #
 # ## Recap
 #

@@ -9,7 +9,7 @@ import torch
 
 import train_compare
 from jobs import make_clone, run
-from manyhands.compare import figures
+from manyhands.compare import figures, planned
 from manyhands.compare.measure import PARTS, compare
 from manyhands.compare.ways import (
     ON_A_MESH,
@@ -165,6 +165,19 @@ def test_a_mesh_keeps_and_sends_as_its_two_techniques_do(found):
     tied = 4 * setting.vocab * shape[-1]
     assert pipeline["sent"]["send"] in {activations, activations + tied}
     assert whole / 2 < pipeline["parts"]["weights"] < 0.6 * whole
+
+
+def test_the_planner_knows_the_states_of_every_way_that_cuts_them_alike(found):
+    _, setting, n = sizes(found)
+    plans = planned.beside(found, planned.training_of(setting, n, 1e9, 1e9))
+    assert set(found["ways"]) - set(plans) == {"one process", "ZeRO-1", "ZeRO-2"}
+    for name, (plan, peak, step_s) in plans.items():
+        one = found["ways"][name]
+        assert (peak, step_s) == (one["peak"], one["median_s"])
+        states = sum(plan.memory[part] for part in ("weights", "gradients", "optimizer"))
+        # 16 bytes a parameter, of which 4 are the weight; the planner leaves positions out
+        assert states / 4 == pytest.approx(one["parts"]["weights"], rel=0.12), name
+        assert plan.memory["activations"] < one["parts"]["activations"], name
 
 
 def no_averaging(model, setting):

@@ -61,3 +61,16 @@ def test_the_plane_holds_every_plan_and_the_limit_of_memory():
     limits = [line.get_xdata()[0] for line in ax.lines if line.get_label().startswith("memory")]
     assert limits == [GPUS["H100-80GB"].memory_bytes / GIB]
     assert "mine" in [line.get_label() for line in ax.lines]
+    many = {f"run {number}": (30.0, 5.0 + number) for number in range(6)}
+    (ax,) = pictures.plane(found[:3], many).axes
+    own = [line for line in ax.lines if line.get_label() in many]
+    assert len({line.get_marker() for line in own}) == 6  # each is told from the others
+
+
+def test_the_plane_leaves_out_a_limit_that_is_far_away():
+    found = [plan for plan in plans(Training(MODELS["gpt2-124m"], GPUS["B200"], 8, 8)) if plan.fits]
+    (ax,) = pictures.plane(found[:2]).axes
+    needs = [plan.memory_bytes / GIB for plan in found[:2]]
+    assert 10 * max(needs) < GPUS["B200"].memory_bytes / GIB
+    assert "memory of the GPU" not in [line.get_label() for line in ax.lines]
+    assert ax.get_xlim()[0] < min(needs) < max(needs) < ax.get_xlim()[1] < 3 * max(needs)

@@ -66,7 +66,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # torch's own signature
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            self._see(tensor)
+            self._see(_storage(tensor))
         self._count()
         return result
 
@@ -85,12 +85,14 @@ class Live(TorchDispatchMode):
         found: dict[str, int] = {}
         seen: set[int] = set()
         for name, tensors in self.parts().items():
-            watched = filter(self._is_watched, map(_storage, tensors))
-            storages = {storage._cdata: storage.nbytes() for storage in watched}
-            found[name] = sum(storages[key] for key in storages.keys() - seen)
-            seen |= storages.keys()
-        alive = {key: ref() for key, ref in list(self.storages.items()) if key not in seen}
-        found[OTHER] = sum(storage.nbytes() for storage in alive.values() if storage is not None)
+            found[name] = 0
+            for tensor in tensors:
+                storage = _storage(tensor)
+                if storage._cdata not in seen and self._see(storage):
+                    seen.add(storage._cdata)
+                    found[name] += storage.nbytes()
+        others = [ref() for key, ref in list(self.storages.items()) if key not in seen]
+        found[OTHER] = sum(storage.nbytes() for storage in others if storage is not None)
         return found
 
     def in_words(self) -> str:
@@ -98,30 +100,25 @@ class Live(TorchDispatchMode):
         parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.peak.items())
         return f"memory: at most {self.total:,} bytes of tensors at a time ({parts})"
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = _storage(tensor)
-        key = storage._cdata
-        if key not in self.storages and self._is_watched(
-            storage
-        ):  # the key may come again when this storage is gone
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
-
-    def _is_watched(self, storage: torch.UntypedStorage) -> bool:
+    def _see(self, storage: torch.UntypedStorage) -> bool:
+        """Note a storage until it is gone; False if it lies on a device that does not count."""
         # A rank has one GPU at most, so the kind of the device says which one.
-        return self.kind is None or storage.device.type == self.kind
+        if self.kind is not None and storage.device.type != self.kind:
+            return False
+        key = storage._cdata  # the key may come again when this storage is gone
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+        return True
 
     def _count(self) -> None:
-        for tensors in self.parts().values():
-            for tensor in tensors:
-                self._see(tensor)
-        alive = [ref() for ref in list(self.storages.values())]
-        total = sum(storage.nbytes() for storage in alive if storage is not None)
+        found = self.now()
+        total = sum(found.values())
         if self.keep:
-            self.history.append(self.now())
+            self.history.append(found)
         if total <= self.total:
             return
         self.total = total
-        self.peak = self.now()
+        self.peak = found
         if self.limit is not None and total > self.limit:
             parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.peak.items())
             raise OverLimit(
@@ -137,11 +134,14 @@ def parts_of(model: nn.Module, optimizer: object = None) -> Callable[[], Parts]:
     """
     inner = getattr(model, "module", model)
     first = [_local(param) for param in [*model.parameters(), *inner.parameters()]]
+    # Parameters may be exchanged for others at any time, modules not; walking these takes longest.
+    modules = list(dict.fromkeys([*model.modules(), *inner.modules()]))
 
     def parts() -> Parts:
         groups = optimizer.param_groups if optimizer is not None else ()
         shards = [param for group in groups for param in group["params"]]
-        params = [*model.parameters(), *inner.parameters(), *shards]
+        own = [param for module in modules for param in module.parameters(recurse=False)]
+        params = list({id(param): param for param in [*own, *shards]}.values())
         states = optimizer.state.values() if optimizer is not None else ()
         return {
             "weights": [*first, *params, *inner.buffers()],

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from manyhands.instruments import figures
-from manyhands.instruments.benchmark import plain
 from manyhands.mesh.bench import Crossing
 from manyhands.mesh.clock import Replay, Summary
 from manyhands.mesh.traffic import Span
@@ -36,7 +35,7 @@ def replays(rows: Mapping[str, Replay], ranks: Sequence[int]) -> Figure:
         ax.set_xlim(0, 1e3 * longest_s)
         for bar in ax.patches:
             bar.set_linewidth(0.3)  # an edge would cover a short span
-        words = f"{title}: {len(one.spans)} ranks, {plain(1e3 * max(one.stop_s))} ms a step"
+        words = f"{title}: {len(one.spans)} ranks, {1e3 * max(one.stop_s):.1f} ms a step"
         ax.set_title(words, fontsize=10, color=figures.BLACK)
         ax.label_outer()
     figures.legend_below(figure, figure.axes[0])

@@ -6,6 +6,7 @@ from math import prod
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Entry
@@ -21,6 +22,8 @@ AXIS = {  # colour and hatch of a mesh's axes, as of messages on them
     "tp": (figures.BLUE, "xx"),
 }
 RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of (n-1)/n of the whole
+OVERLAY = "*XDPvh"  # what is laid over the plans, up to six points
+NEAR = 10  # times the largest need: a GPU with more memory is not in the picture
 RECOMPUTE = {"none": "o", "selective": "s", "full": "^"}
 
 
@@ -139,6 +142,7 @@ def spreads(
         {name: (counts, values) for name, values in many.items()} for many in (measured, predicted)
     ]
     figures.measured_and_predicted(ax, *series, "terms of the sum", "spread / size of the sum")
+    ax.yaxis.set_major_locator(LogLocator())  # seven decades: a label for each will do
     ax.set_xscale("log", base=2)
     ax.set_xticks(counts, [str(count) for count in counts])
     return figure
@@ -165,21 +169,27 @@ def plane(
     for way, marker in RECOMPUTE.items():
         if any(plan.layout.recompute == way for plan in plans):
             ax.scatter([], [], color=figures.GREY, marker=marker, s=26, label=f"recompute {way}")
-    for name, (gib, step_s) in (overlay or {}).items():
-        ax.plot(gib, step_s, "*", color=figures.BLACK, ms=13, label=name)
     ax.set(xscale="log", yscale="log")
-    limit(ax, plans)
+    limit(ax, plans, [gib for gib, _ in (overlay or {}).values()])
+    for (name, point), marker in zip((overlay or {}).items(), OVERLAY, strict=False):
+        look = {"ls": "none", "color": figures.BLACK, "mec": "white", "mew": 0.6, "ms": 13}
+        ax.plot(*point, marker=marker, label=name, **look)
     figures.label(ax, "memory of a GPU (GiB)", "time of a step (s)")
     for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     figure.legend(fontsize=8.5, frameon=False, loc="outside right upper")
     return figure
 
 
-def limit(ax: Axes, plans: Sequence[Plan]) -> None:
-    """Shade what does not fit on the GPU."""
+def limit(ax: Axes, plans: Sequence[Plan], others: Sequence[float]) -> None:
+    """Shade what does not fit on the GPU, where this is near to what the plans or `others` need."""
     gib = plans[0].training.gpu.memory_bytes / GIB
-    needs = [plan.memory_bytes / GIB for plan in plans]
+    needs = [*(plan.memory_bytes / GIB for plan in plans), *others]
+    if gib > NEAR * max(needs):
+        ax.set_xlim(0.8 * min(needs), 2 * max(needs))
+        return
     ax.set_xlim(0.8 * min(*needs, gib), 1.2 * max(*needs, gib))
     ax.axvspan(gib, ax.get_xlim()[1], color=figures.ORANGE, alpha=0.12, lw=0)
     ax.axvline(gib, color=figures.BLACK, lw=1, label="memory of the GPU")

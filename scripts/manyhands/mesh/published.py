@@ -16,6 +16,7 @@ BLOOM's machine had one 100 Gb/s card for two GPUs, half of what an A100 node ha
 """
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,10 +145,11 @@ def table() -> str:
     ]
     for source in [*dict.fromkeys(run.source for run in found), "all"]:
         one = compare([run for run in found if source in (run.source, "all")])
+        memory = "-" if math.isnan(one.median_memory) else f"{one.median_memory:.2f}"
         lines.append(
             f"{source:16} {one.timed:6} {one.near:5} {one.median_error:+6.0%}"
-            f" {one.rank_correlation:6.2f} {one.ran:5} {one.ran_right:6} {one.out_of_memory:4}"
-            f" {one.out_right:6} {one.median_memory:7.2f}"
+            f" {one.rank_correlation:6.3f} {one.ran:5} {one.ran_right:6} {one.out_of_memory:4}"
+            f" {one.out_right:6} {memory:>7}"
         )
     return "\n".join(lines)
 

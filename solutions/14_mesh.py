@@ -751,7 +751,7 @@ figures.show_sliders(
 JOB = (*GRID, "14.4", "14.5")
 if check.ready(*JOB):
     check.keep()
-    flags = "--steps 20 --layers 2 --block 32 --micro-batches 2"
+    flags = "--steps 20 --layers 2 --block 32 --micro-batches 2 --valid-tokens 8192"
     watch.run("../sbatch/mesh.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
@@ -939,7 +939,7 @@ if check.ready(*GRID):
 
 # %%
 if check.ready("14.7"):
-    names = ("one process", "DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
+    names = ("DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
     chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
     setting = ways.Setting(block=64)
     found = run_ranks(measure.compare, 2, setting, ways=chosen, steps=3, timeout_s=120)[0]

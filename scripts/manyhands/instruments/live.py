@@ -134,17 +134,19 @@ def parts_of(model: nn.Module, optimizer: object = None) -> Callable[[], Parts]:
     """
     inner = getattr(model, "module", model)
     first = [_local(param) for param in [*model.parameters(), *inner.parameters()]]
-    # Parameters may be exchanged for others at any time, modules not; walking these takes longest.
+    # Parameters may be exchanged for others at any time, modules not. Asked after each operator,
+    # model.parameters(), which walks all modules anew, would take most of the time.
     modules = list(dict.fromkeys([*model.modules(), *inner.modules()]))
 
     def parts() -> Parts:
         groups = optimizer.param_groups if optimizer is not None else ()
         shards = [param for group in groups for param in group["params"]]
-        own = [param for module in modules for param in module.parameters(recurse=False)]
-        params = list({id(param): param for param in [*own, *shards]}.values())
+        own = [param for module in modules for param in module._parameters.values()]
+        params = {id(param): param for param in [*own, *shards] if param is not None}.values()
+        buffers = [buffer for module in modules for buffer in module._buffers.values()]
         states = optimizer.state.values() if optimizer is not None else ()
         return {
-            "weights": [*first, *params, *inner.buffers()],
+            "weights": [*first, *params, *(one for one in buffers if one is not None)],
             "gradients": [param.grad for param in params if param.grad is not None],
             "optimizer": [value for state in states for value in _tensors(state.values())],
         }

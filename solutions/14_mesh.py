@@ -545,7 +545,7 @@ if check.ready("14.7"):
         f"{here.step_flops_per_s / 1e9:.0f} in a training step; W: {here.bytes_per_s / 1e9:.2f} GB/s"
     )
     print(f"C/W of this machine: {here.flops_per_byte:.0f} FLOPs per byte")
-    found = bench.crossing(batches=(8, 16, 24, 32, 48), num_rounds=3)
+    found = bench.crossing(batches=(8, 16, 24, 40), num_rounds=3)
     figures.show(mesh_figures.crossing(found), "Two curves meet where messages are hidden.")
     print(
         f"slow network, C/W {found.flops_per_byte:,.0f}: predicted {found.predicted_tokens:.0f} ",
@@ -942,7 +942,7 @@ if check.ready("14.7"):
     names = ("DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
     chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
     setting = ways.Setting(block=64)
-    found = run_ranks(measure.compare, 2, setting, ways=chosen, steps=3, timeout_s=120)[0]
+    found = run_ranks(measure.compare, 2, setting, ways=chosen, steps=2, timeout_s=120)[0]
     training = training_of(setting, 2, here.step_flops_per_s, here.bytes_per_s)
     stars = {}
     for name, (plan, nbytes, seconds) in beside(found, training).items():

@@ -10,14 +10,14 @@
 # the job has run, how much memory it needs and how long a step takes?
 #
 # This lesson answers both questions. First you put the ranks into a **mesh**, a grid in which each axis stands
-# for one technique, and train a Transformer on it by hand, with the same losses, gradients and weights as one
-# process. Then you plan: the formulas of lessons 09 to 13, added up, predict memory and time of every layout,
-# and you hold the predictions against runs that others have published.
+# for one technique, and train a Transformer on it by hand, with the losses and weights of one process, up to
+# rounding. Then you plan: the formulas of lessons 09 to 13, added up, predict memory and time of every layout,
+# and you compare the predictions with runs that others have published.
 #
 # The sections without "optional" in their heading, up to the job in section 10, are the core. Section 6 asks
 # how a difference is recognised as rounding, and section 8 turns a guideline into a function. The sections
-# after the job treat hybrid sharding, a time machine that replays your own run on 512 GPUs, and a comparison
-# of all techniques on four ranks.
+# after the job treat hybrid sharding, a time machine that replays a recorded step on 512 virtual ranks, and a
+# comparison of all techniques on four ranks.
 
 # %% jupyter={"source_hidden": true}
 import math
@@ -73,11 +73,11 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo"
 # %% [markdown]
 # ## 1. A mesh and its groups
 #
-# How do eight ranks share three techniques? Number them like the digits of a number. With two pipeline stages,
-# two data-parallel shares and two tensor ranks, rank = (pp · 2 + dp) · 2 + tp. The figure shows this mesh.
-# Ranks that are joined by a line form a group: they talk to each other, and each group knows nothing of the
-# others. So do ranks at the same place of the two blocks, such as 0 and 4: they are a pipeline, a group along
-# `pp`.
+# How do eight ranks share three techniques? Treat the three coordinates of a rank as the digits of its number.
+# With two pipeline stages, two data-parallel shares and two tensor ranks, rank = (pp · 2 + dp) · 2 + tp. The
+# figure shows this mesh. Ranks that are joined by a line form a group: they talk to each other, and each group
+# knows nothing of the others. Ranks at the same place in the two blocks, such as 0 and 4, also form a group: a
+# pipeline, along `pp`.
 
 # %%
 SIZES = {"pp": 2, "dp": 2, "tp": 2}  # the outermost axis first
@@ -134,9 +134,9 @@ except Exception as error:
     print(error)
 
 # %% [markdown]
-# Ranks 0 and 1 mean the same group and wait for each other, because each knows it under another number. Under
-# NCCL the result can be worse, since the groups of two ranks may be paired although their members differ. So
-# the rule is simple: make all groups on all ranks, in the same order.
+# Ranks 0 and 1 mean the same group, but each knows it under another number, so they wait for each other. Which
+# lines hang can differ from run to run. Under NCCL the result can be worse, since groups of two ranks may be
+# paired although their members differ. So the rule is simple: make all groups on all ranks, in the same order.
 
 # %% exercise="make_groups" todo="14.2" minutes=10 difficulty=2 points=2
 from manyhands.mesh.grid import make_groups
@@ -166,12 +166,13 @@ if check.ready("14.1", "14.2"):
 #
 # Let four ranks be 2 x 2: tensor parallelism along `tp`, FSDP along `dp`. Each rank then holds a quarter of
 # every matrix. The classes of lessons 10 and 13 can be put one inside the other, but the order matters.
-# Tensor parallelism cuts matrices by heads and columns, so it has to find them whole. FSDP makes one long
-# vector of whatever it is given, and gives the rest of the memory away. Which of the two must come first?
+# Tensor parallelism cuts matrices by heads and columns, so it has to find them whole. FSDP flattens whatever
+# parameters it is given into one long vector, keeps its shard and frees the rest. Which of the two must come
+# first?
 #
 # `mark_holders(model, n)` notes on each parameter that n ranks hold it. What tensor parallelism cuts becomes a
 # new parameter without that mark, so afterwards the mark is left on exactly those parameters that are whole on
-# every tensor rank, the norms and positions. Section 4 needs it.
+# every tensor rank, the normalization weights and positions. Section 4 needs it.
 
 # %% exercise="shard_and_cut" todo="14.3" minutes=15 difficulty=2 points=2
 from manyhands.mesh.combine import shard_and_cut
@@ -253,16 +254,15 @@ if check.ready(*GRID):
     compare_training({"dp": 2, "tp": 2})
 
 # %% [markdown]
-# It is the same training, and a rank holds little more than a quarter of the model. (It is more because norms
-# and positions are not cut by tensor parallelism, only sharded.)
+# It is the same training, and a rank holds about a quarter of the model.
 #
 # ## 3. Three techniques on eight ranks
 #
 # Now add the pipeline. Each stage is a tensor-parallel piece of the model, and inside its stage FSDP shards
 # what is left. One detail takes care: embedding and head are one matrix, which lives on the first *and* on
 # the last stage, so both find a part of its gradient, and the parts have to be added (lesson 12). With FSDP
-# each rank has only a shard of either part. The shards can be added if both stages cut the matrix alike, so
-# the matrix is made a unit of its own on both. `take_stage`, which is given, does all this.
+# each rank has only a shard of either part. Shards can be added only if both stages shard the matrix in the
+# same way, so it becomes an FSDP unit of its own on both. `take_stage`, which is given, does all this.
 
 # %% show="true"
 from manyhands.mesh.combine import finish_gradients, take_stage
@@ -276,7 +276,7 @@ if check.ready(*GRID):
 # Pipeline and FSDP on four ranks, and all three on eight, give the losses and weights of one process. What
 # does a gradient mean here? A loss is the mean over the samples of a micro-batch. So micro-batches *add*
 # gradients divided by their number, data-parallel ranks take the *mean*, and tensor ranks, which hold parts of
-# one sum, *add* inside their layers. A sum of means is the mean of the sums, which is why each technique can
+# one sum, *add* inside their layers. Sums and means can be taken in any order, which is why each technique can
 # do its own and need not know of the others.
 #
 # PyTorch combines its own classes in the same order. (The course's `TorchMeshTraining`, in
@@ -327,8 +327,8 @@ if check.ready(*GRID):
 # Gradient clipping scales all gradients so that their common norm is at most c. On a mesh no rank knows that
 # norm: each has shards of parts of a stage. Lesson 10 added up squares over one group. Here two more things
 # matter. The parts lie on all three axes, so the sum goes over *all* ranks. And some numbers exist more than
-# once: norms and positions are equal on all tensor ranks, a tied matrix is on two stages. Each number has to
-# count once.
+# once: normalization weights and positions are equal on all tensor ranks, and a tied matrix is on two stages.
+# Each number has to count once.
 #
 # So every gradient comes with its number of *holders*, the ranks that hold the very same numbers. If h ranks
 # hold a number and each adds 1/h of its square, it counts once.
@@ -373,17 +373,19 @@ if check.ready(*GRID, "14.4"):
 #
 # ## 5. Which random numbers, and which means?
 #
-# Random numbers appear in three places, and each wants another kind of agreement.
+# Random numbers appear in three places, and each needs a different kind of agreement.
 #
 # - **Weights**: every rank builds the whole model and then cuts it, so all ranks must draw the same numbers.
-# - **Data** (shuffling within a share, augmentation): ranks with different samples must draw different
-#   numbers, and the ranks of one model the same ones.
-# - **Dropout**: along `tp` every rank has a copy of the same activation, so all must drop the same elements;
-#   along `dp` and `pp` the activations are different, and the masks should be too. Where each tensor rank has
-#   a part of its own (sequence parallelism), its masks must differ as well: "own dropout".
+# - **Data** (shuffling within a share, random changes of a sample): ranks with different samples must draw
+#   different numbers, and the ranks of one model the same ones.
+# - **Dropout**: between the cut layers every tensor rank has a copy of the same activation, so all must drop
+#   the same elements; along `dp` and `pp` the activations are different, and the masks should be too. Where
+#   each tensor rank has a part of its own, as with the attention of its own heads or with sequence
+#   parallelism, its masks must differ as well: "own dropout".
 #
-# Write one function that gives the seed for a purpose and a place. `PURPOSES` is the tuple of the four names,
-# `DATA_AXES` names the axes along which samples differ, and `MOST_RANKS` is a number larger than any mesh.
+# Write one function that gives the seed for a purpose and a place. `PURPOSES` is the tuple of the four names
+# "weights", "data", "dropout" and "own dropout", `DATA_AXES` names the axes along which samples differ, and
+# `MOST_RANKS` is a number larger than any mesh.
 
 # %% exercise="seed_of" todo="14.5" minutes=15 difficulty=2 points=2
 from manyhands.mesh.seeds import seed_of
@@ -406,8 +408,8 @@ if check.ready("14.5"):
         print(f"{what:12} {words[0]:8} {words[1]:8} {words[2]}")
 
 # %% [markdown]
-# **Metrics** have the same question. Suppose each of the eight ranks reports a loss sum and a token count for
-# its samples. Over which group should they be added? Only along `dp` are the samples different; the other
+# The same question arises for **metrics**. Suppose each of the eight ranks reports a loss sum and a token count
+# for its samples. Over which group should they be added? Only along `dp` are the samples different; the other
 # ranks repeat the same numbers. The mean survives a sum over all ranks, since numerator and denominator are
 # both four times too large, and that is why the mistake is easy to miss. Anything that is a *count* does not
 # survive: tokens per second would be four times the truth.
@@ -419,16 +421,17 @@ print("tokens over all ranks:", sum(tokens), "- along dp:", tokens[0] + tokens[2
 # %% [markdown]
 # ## 6. How equal is equal? (optional)
 #
-# "Off by 2e-8" was called rounding above. How do you know? A parallel program adds the same numbers in another
-# order, and floating-point sums depend on the order. The question is by how much they may, so that a tolerance
-# can let every reordering pass and still catch a bug.
+# Differences of a few 1e-7 were called rounding above. How do you know? A parallel program adds the same
+# numbers in another order, and floating-point sums depend on the order. The question is by how much they may
+# differ, so that a tolerance can let every reordering pass and still catch a bug.
 #
 # Take n numbers of random sign and of size r. Their sum has a size of about r√n. When numbers are added **one
 # by one**, the k-th partial sum has size r√k, and rounding changes it by a random amount, whose standard
 # deviation is at most its size times eps/√12. (eps is the distance from 1 to the next number, 1.2e-7 in
 # float32; a rounding error is uniform within half of it on both sides.) Random errors add up by their squares:
 # r² eps² (1 + 2 + ... + n)/12 ≈ r² eps² n²/24. When numbers are added **in pairs**, pairs of pairs and so on,
-# there are log2(n) levels, and each contributes r² eps² n/12. Divide by the size of the result, r√n.
+# there are log2(n) levels, and each contributes r² eps² n/12. The **spread** of the sum is the root of that,
+# divided by the size of the result, r√n.
 
 # %% exercise="spread_of_sum" todo="14.6" minutes=15 difficulty=2 points=2
 from manyhands.mesh.spread import spread_of_sum
@@ -455,10 +458,10 @@ if check.ready("14.6"):
     assert 0.6 < min(shares) and max(shares) < 1.0
 
 # %% [markdown]
-# The prediction follows the measurements over four orders of magnitude, for both types and both depths. It is
-# about a third too large, because "eps times the size" is the worst case: numbers lie between one power of two
-# and the next, and only at the power itself is the gap eps times the number. On average the gap is 0.74 of
-# that.
+# The prediction follows the measurements for both types and both orders of addition, over six orders of
+# magnitude. It is about a third too large, because "eps times the size" is the worst case: numbers lie between
+# one power of two and the next, and only at the power itself is the gap eps times the number. The root mean
+# square of the gap, which is what counts for a standard deviation, is about 0.74 of that.
 #
 # Now choose a tolerance: six spreads of a difference of two such sums are practically never exceeded by
 # chance. Does it catch a bug? Below a gradient, the sum over 1,024 samples, is computed in a thousand other
@@ -525,10 +528,12 @@ if check.ready("14.7", "14.8"):
             )
 
 # %% [markdown]
-# These numbers come from data sheets, so they are bounds that no program reaches. Inside a node one or two
-# thousand tokens per GPU hide everything, while between nodes it takes about ten times as many or more. Tensor
-# parallelism pays for the eight GPUs of a node, and between nodes for three at most. From generation to
-# generation C has grown faster than W, so between nodes the ratio has become worse.
+# These numbers come from data sheets, so they are bounds that no program reaches. Inside a node one to two and a
+# half thousand tokens per GPU suffice to hide gradients, while between nodes it takes 9 to 18 times as many.
+# (With gradient accumulation the tokens of the last micro-batch count, since the messages travel beside it
+# only.) Tensor parallelism keeps above half of its ideal speed over the eight GPUs of a node, and between nodes
+# over three at most. From generation to generation C has grown faster than W, so the ratio has become worse on
+# both links, and most between nodes.
 #
 # ### Yours
 #
@@ -546,7 +551,9 @@ if check.ready("14.7"):
     )
     print(f"C/W of this machine: {here.flops_per_byte:.0f} FLOPs per byte")
     found = bench.crossing(batches=(8, 16, 24, 40), num_rounds=3)
-    figures.show(mesh_figures.crossing(found), "Two curves meet where messages are hidden.")
+    figures.show(
+        mesh_figures.crossing(found), "Two curves approach each other where messages become hidden."
+    )
     print(
         f"slow network, C/W {found.flops_per_byte:,.0f}: predicted {found.predicted_tokens:.0f} ",
         end="",
@@ -554,9 +561,9 @@ if check.ready("14.7"):
     print(f"tokens per rank, seen at {found.measured_tokens:.0f}")
 
 # %% [markdown]
-# Left of the crossing the step takes as long as the messages, whatever the batch; right of it the slow network
-# hardly shows. (The curves do not quite meet, because the last bucket of a step has nothing to hide behind.
-# On a machine that is busy with other work the measured crossing moves.)
+# Left of the crossing the messages take longer than backward, so a step lasts longer than without the slow
+# network; right of it the slow network hardly shows. (The curves do not quite meet, because the last bucket of
+# a step has nothing to hide behind. On a machine that is busy with other work the measured crossing moves.)
 #
 # ## 8. Which technique when? (optional)
 #
@@ -575,8 +582,8 @@ from manyhands.mesh.choosing import approach
 check.approach(approach)
 
 # %% [markdown]
-# **1,024 sequences on 2,048 GPUs.** Data parallelism gives each rank at least one sequence. With more GPUs
-# than sequences, half of them would have nothing to do. Tensor parallelism is the way out, since its ranks
+# **1,024 sequences on 2,048 GPUs.** Data parallelism gives each rank at least one sequence, so with twice as
+# many GPUs as sequences half of the GPUs would be idle. Tensor parallelism is one way out, since its ranks
 # share their samples. How many tensor ranks are needed?
 
 # %% exercise="smallest_tensor_degree" todo="14.10" minutes=10 difficulty=1 points=1
@@ -586,9 +593,9 @@ from manyhands.mesh.choosing import smallest_tensor_degree
 check.smallest_tensor_degree(smallest_tensor_degree)
 
 # %% [markdown]
-# **A unit that does not fit.** FSDP makes everything smaller with more ranks, but for one thing: a unit is
-# whole while it computes. So there are models that FSDP cannot train on *any* number of GPUs. Write how many
-# ranks a model needs, or None if no number will do.
+# **A unit that does not fit.** With more ranks FSDP makes each rank's share of the state smaller, but not the
+# units, because a unit is whole while it computes. So there are models that FSDP cannot train on *any* number
+# of GPUs. Write how many ranks a model needs, or None if no number of ranks is enough.
 
 # %% exercise="ranks_to_fit" todo="14.11" minutes=10 difficulty=2 points=1
 from manyhands.mesh.choosing import ranks_to_fit
@@ -609,21 +616,29 @@ if check.ready("14.10", "14.11"):
         print(f"FSDP of 405 billion parameters in {name}: {words}")
 
 # %% [markdown]
-# Tensor parallelism has a second benefit here: with tp = 2 each GPU also holds half of the state and half of
-# most activations, and gathers half as many bytes. And where a unit does not fit, cutting it is the only way,
-# because each of its parts is then a smaller unit.
+# (97 GPUs hold the state and the units, but no activations yet.) Tensor parallelism has a second benefit here:
+# with tp = 2 each GPU keeps half of most activations of its sequences, and gathers half as many bytes for each
+# unit. And where a unit does not fit, it has to be wrapped as several smaller units, or its matrices have to be
+# cut, which makes each part a smaller unit.
 #
 # ## 9. Plan it
 #
 # Which layout is best for a given model on given GPUs? All formulas are there: bytes of state and
 # activations (09), what FSDP gathers (10), bubble and micro-batches in flight (12), a ring's time (04), the
 # messages of tensor parallelism (13). The **planner** adds them up for every layout, with the data sheet of a
-# GPU and a dozen constants, such as the share of the data sheet that a large matrix product reaches. Each
-# constant was measured by others with a program that does nothing else (`scripts/manyhands/mesh/hardware.py`
-# names the sources), and none is fitted to a training run.
+# GPU and a dozen constants, such as the share of the data sheet that a large matrix product reaches. Others
+# have measured most of them with programs that do nothing else, and a few are estimates, such as the 5 % that
+# the allocator adds (`scripts/manyhands/mesh/hardware.py` names the sources and says which is which). None is
+# fitted to a training run.
 #
-# Let us plan Llama 3 405B on 16,384 H100 with 16 million tokens per step. Before you run it, write down your
-# own layout: how many tensor ranks, how many stages?
+# Let us plan Llama 3 405B on 16,384 H100 with 16 million tokens per step, and gradients kept in float32, as its
+# authors did. Before you run it, write down your own layout: how many tensor ranks, how many stages?
+#
+# The planner's words: **exposed** communication is what no computation hides; **utilisation** is the share of
+# the data sheet's FLOP/s that the model's own FLOPs use; `x 16` are micro-batches of a step on each replica;
+# `sp` is sequence parallelism among the tensor ranks (lesson 13); **interleave** 4 gives each rank four short
+# stages instead of a long one (lesson 12); **selective** recomputation repeats only norms and activation
+# functions in backward, which need much memory and little time.
 
 # %%
 from manyhands.mesh import plan_words, published
@@ -637,7 +652,9 @@ your_tp, your_pp = None, None  # your numbers
 your_tp, your_pp = 8, 16
 
 # %% tags=["nbval-check-output"]
-LLAMA = Training(MODELS["llama3-405b"], GPUS["H100-80GB"], 16384, 2048, kernels="fused")
+LLAMA = Training(
+    MODELS["llama3-405b"], GPUS["H100-80GB"], 16384, 2048, gradients="float32", kernels="fused"
+)
 found = plans(LLAMA)
 best = found[0]
 print(f"{len(found):,} layouts can run, {sum(plan.fits for plan in found):,} fit")
@@ -650,41 +667,52 @@ print(plan_words.explain(best))
 
 # %%
 paper = price(LLAMA, Layout(128, 16, 8, True, 1, 1, "selective", 4))
+smaller = plans(LLAMA._replace(gradients="bfloat16"))[0]
 for what, yours in (("tp", your_tp), ("pp", your_pp)):
     theirs, planned = getattr(paper.layout, what), getattr(best.layout, what)
     print(f"{what}: you said {yours}, the paper has {theirs}, the planner {planned}")
 print(f"the published layout by the planner: utilisation {paper.mfu:.0%}; the paper reports 41 %")
+print("with 16-bit gradients the planner would take", plan_words.layout_words(smaller))
 figures.show(
     pictures.plane(found, {"best plan": (best.memory_bytes / GIB, best.step_s)}),
     "A cloud of plans over memory and time; about a third of them fits.",
 )
 
 # %% [markdown]
-# The planner finds tensor parallelism over the eight GPUs of a node, as the paper used it (Grattafiori et al.
-# 2024, table 4: tp 8, pp 16, dp 128), and a pipeline across nodes. "Tensor parallelism is no longer used", as
-# some slides say, can be tested here: the fastest layout without it that fits takes six times as long. The
-# planner prefers 8 stages to the paper's 16, because fewer stages have a smaller bubble. That needs more memory
-# per GPU, and the paper's team kept more in reserve than the planner does.
+# The planner finds the published mesh (Grattafiori et al. 2024, table 4: tp 8, pp 16, dp 128) and almost its
+# utilisation. Is tensor parallelism needed for that? For this batch the planner says yes: without it the
+# fastest layout that fits takes seven times as long, also because 2,048 sequences are too few for 16,384 GPUs
+# with one sequence each.
+#
+# How close was the decision? With gradients in 16 bits, 8 stages win: the bubble is smaller, and the memory that
+# the gradients leave is just enough for more layers per GPU. So the type of the gradients decides how many
+# stages are best. There is a difference, too. The paper's authors could do without any recomputation, since they
+# gave back memory early that the planner counts to the end of a step. (Their network is an Ethernet with the
+# 400 Gb/s of the InfiniBand in the table.)
 #
 # ### Is the planner right?
 #
-# The next cell holds it against runs that others have published: 433 of them, from seven sources. "near"
+# The next cell compares it with runs that others have published: 433 of them, from seven sources. "near"
 # counts those whose step time is predicted within 20 %, "bias" is the median error (negative: the planner is
-# too fast), "order" is the rank correlation of model FLOPs utilisation. Then come memory: of the runs that
-# ran, how many fit by the planner; of those that were reported to run out of memory, how many do not.
+# too fast), "order" tells how far the planner puts runs into the same order of utilisation as they had (1: the
+# same order, 0: no relation). The other columns are about memory: how many of the runs that ran fit by the
+# planner, how many of those that ran out of memory (OOM) do not, and the predicted memory over the reported
+# one, where a source reports it.
 
 # %% tags=["nbval-check-output"]
 print(published.table())
 
 # %% [markdown]
-# Four in five step times are within 20 %, and the planner is too fast by about a tenth. It is a lower bound by
-# construction: it knows no stragglers, no pauses between kernels, no reading of data, no messages that slow
-# the computation down beside which they travel. Its bias is largest for PyTorch's own kernels on H100, where
-# the host can hardly launch small kernels as fast as the GPU finishes them. Memory is right for nearly all
-# runs that ran. Of the eight that ran out of memory it sees six; both others are BLOOM runs near the limit,
-# whose software needed more than the planner counts. Within one source the order is often weak, because the
-# runs there differ by less than the planner's error. The table and all rows can be remade by
-# `python scripts/plan.py --published`.
+# Four in five step times are within 20 %. (Half of them are llm-foundry's, with which the planner agrees best;
+# of the others it is 140 of 204.) The planner is too fast for three runs in four, by 9 % in the median, since it
+# leaves out stragglers, pauses between kernels, the reading of data, and messages that slow down the
+# computation beside them. In two of the seven sources it does not know at all which run uses its GPUs better.
+#
+# Whether a training fits is right for 422 of the 425 runs that ran, and for six of the eight that ran out of
+# memory. The other two are BLOOM runs. One is 3 GiB below the limit by the planner. The other, with 206 billion
+# parameters, is far below it, but a count that refused it would also refuse a run of 195 billion with twice the
+# micro-batch, and that one ran in the same layout. Something is different there that the table does not tell.
+# All rows can be remade by `python scripts/plan.py --published`.
 #
 # ### What if the network were slower?
 #
@@ -717,7 +745,8 @@ else:
     print(verdict)
 
 # %% [markdown]
-# On a slow network the plan that sends least over it wins. If your notebook has widgets, you can now turn the
+# On a slow network, a mesh that sends fewer bytes between nodes can win although it is slower inside a node. If
+# your notebook has widgets, you can now turn the
 # knobs yourself: number of GPUs, bandwidth between nodes, global batch. The static figure above shows the same
 # plane for the 405B model.
 
@@ -743,8 +772,8 @@ figures.show_sliders(
 # %% [markdown]
 # ## 10. Run it as a job
 #
-# The job trains on a mesh of all its ranks with your functions. Here two ranks form the smallest mesh; on a
-# cluster it takes two nodes of four GPUs, `sbatch sbatch/mesh.sbatch --pp 2 --dp 2 --tp 2`, with the stages on
+# The job trains on a mesh of all its ranks with your functions. Here two ranks form the smallest mesh, tp 2; on
+# a cluster it takes two nodes of four GPUs, `sbatch sbatch/mesh.sbatch --pp 2 --dp 2 --tp 2`, with the stages on
 # different nodes. Its log draws the mesh, and validation loss is averaged along `dp` only.
 
 # %%
@@ -755,14 +784,15 @@ if check.ready(*JOB):
     watch.run("../sbatch/mesh.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
-# This is the end of the core.
+# The log names your functions, draws the mesh, and ends with the loss on the test split, which has fallen from
+# 3.6, the loss of a guess among 36 characters. This is the end of the core.
 #
 # ## 11. Hybrid sharding (optional)
 #
-# FSDP over hundreds of ranks gathers every unit across nodes, several times per step. **Hybrid sharding**
-# (HSDP) shards inside a node only and keeps a replica on each node, or a few: two to eight replicas of a model
-# that is sharded over many GPUs each. Gathers then stay inside a replica, and only gradients cross, of which
-# each rank has just its shard. Write what a rank sends and keeps.
+# FSDP over hundreds of ranks gathers every unit across nodes, at least twice per step. **Hybrid sharding** (HSDP)
+# shards the model within a group of ranks, often a node, and keeps a replica in each such group; two to eight
+# replicas are common. Gathers stay inside a replica. Only gradients travel between replicas, and each rank
+# sends just those of its own shard. Write what a rank sends and keeps.
 
 # %% exercise="hsdp_bytes" todo="14.12" minutes=10 difficulty=2 points=1
 from manyhands.mesh.hsdp import hsdp_bytes
@@ -818,8 +848,8 @@ if check.ready("14.12"):
 #
 # ## 12. A time machine (optional)
 #
-# The planner is a formula. Is there an independent witness? Record what your own code *did* on eight ranks:
-# how many FLOPs between two messages, and which message to whom. None of that depends on the machine. A
+# The planner is a formula. Is there an independent witness? Record what the training by hand *did* on eight
+# ranks: how many FLOPs between two messages, and which message to whom. None of that depends on the machine. A
 # virtual clock can then replay the same programs for any C and any network, and on more data-parallel ranks
 # than you have: each of 512 virtual ranks runs the program of the recorded rank at its place.
 
@@ -848,9 +878,10 @@ figures.show(
 )
 
 # %% [markdown]
-# One slow rank of 512 delays everybody, because each step ends with a meeting of all. Now let the network
-# change. The figure shows the time of a step and the share of exposed communication, on up to 512 ranks with
-# the same number of tokens each, on a fast and on a slow network.
+# One slow rank of 512 delays everybody, although no message is sent to all: its data-parallel group, its tensor
+# partner and its pipeline wait for it, and through them all others do. Now let the network change. The figure
+# shows the time of a step and the share of exposed communication, on up to 512 ranks with the same number of
+# tokens each, on a fast and on a slow network.
 
 # %%
 counts = [8, 32, 128, 512]
@@ -873,8 +904,9 @@ figures.show(mesh_figures.against_ranks(counts, scaled), "Step time and exposed 
 #
 # ### Planner and clock
 #
-# The planner knows nothing of the recording, and the clock nothing of the formulas. Do they agree? Give the
-# planner the same C and the same links, and no other cost.
+# Both take the time of one collective from lesson 04. All else, which messages there are and who waits for
+# whom, the clock takes from the recording and the planner from its formulas. Do they agree? Give the planner
+# the same C and the same links, and no other cost.
 
 
 # %% tags=["nbval-check-output"]
@@ -910,7 +942,7 @@ for sizes, m in (({"dp": 2, "tp": 2}, 1), ({"pp": 4, "dp": 1, "tp": 1}, 8), (SIZ
 # GB/s the planner is too fast for meshes with `dp`, by almost half where there are several micro-batches. It
 # assumes that gradients are reduced once per step, beside backward, as PyTorch does, but our FSDP waits for
 # each of its reductions and makes them for every micro-batch. The clock replays what the code really did. So a
-# formula holds as far as its assumptions do, and a recording of your own code tells where that is.
+# formula holds as far as its assumptions do, and a recording of the real code tells where that is.
 #
 # ## 13. All techniques on four ranks (optional)
 #
@@ -926,19 +958,23 @@ if check.ready(*GRID):
     figures.show(compare_figures.draw(found), compare_figures.in_words(found))
 
 # %% [markdown]
-# FSDP x TP keeps as little state as ZeRO-3 or tensor parallelism alone. It sends half of what ZeRO-3 sends,
-# since it gathers half as much, and about as much as tensor parallelism, whose activations now travel between
-# two ranks instead of four. PP x DP keeps half of the model per rank, because its two pipelines are copies of
-# each other, and sends least.
+# FSDP x TP keeps as little state as ZeRO-3 or tensor parallelism alone, and sends half of what ZeRO-3 sends. Its
+# gathers and reductions are a third of ZeRO-3's, because half of the model is shared by two ranks instead of
+# the whole by four; the rest are tensor messages, between two ranks and of half of the samples. PP x DP keeps
+# half of the model per rank, because its two pipelines are copies of each other, and sends least. On a machine
+# with fewer cores than ranks every way can be slower than one process: what the techniques save there is
+# memory.
 #
 # ### Your own runs in the plane
 #
-# Can the planner also say what *your* machine takes? Tell it the C and W that you measured in section 7, and
-# that nothing else costs time. The next cell measures four ways on two ranks and puts them into the plane of
-# all plans for the same model. Before you run it: on which side of its plan should each of your points lie?
+# Can the planner also say what *your* machine takes? Tell it C and W, measured once more, and that nothing else
+# costs time. The next cell measures four ways on two ranks and puts them into the plane of all plans for the
+# same model. Before you run it: should your runs need more or less than planned, of time and
+# of memory?
 
 # %%
 if check.ready("14.7"):
+    here = bench.measure_ratio(num_rounds=3)
     names = ("DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
     chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
     setting = ways.Setting(block=64)
@@ -953,15 +989,15 @@ if check.ready("14.7"):
         )
         print(f"yours {nbytes / 1e6:5.1f} MB, {1e3 * seconds:5.1f} ms")
     figures.show(
-        pictures.plane(plans(training), stars), "Four points of yours above a cloud of plans."
+        pictures.plane(plans(training), stars), "Your four runs beside the cloud of plans."
     )
 
 # %% [markdown]
 # Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and these
 # ranks keep 32. They also take longer, since the planner leaves out all that Python and the operating system
 # do between two products. Tensor parallelism is the furthest from its plan, because it waits for several
-# messages in each block and the planner took them to begin at once. (If the machine was busy in section 7 or
-# here, the times say little.)
+# messages in each block, and the planner was told that messages have no latency. (If the machine was busy with
+# other work for a part of the cell, the times say little.)
 #
 # ## Recap
 #
@@ -969,29 +1005,31 @@ if check.ready("14.7"):
 #
 # - number the ranks of a mesh, make its groups, and say which technique belongs on which axis and why,
 # - combine FSDP, tensor parallelism and a pipeline, equal to one process, with one norm for all gradients,
-# - say which random numbers agree on which axis, and choose a tolerance that separates rounding from bugs,
+# - say which random numbers agree on which axis,
+# - (optional) choose a tolerance that separates rounding from bugs,
 # - tell from C/W when messages are hidden, and plan a training on any number of GPUs.
 #
 # **Questions**
 #
-# <details><summary>A mesh has pp 4, dp 8 and tp 8. A colleague places tp outermost "because it needs the most ranks". What happens?</summary>
+# <details><summary>A mesh of nodes with 8 GPUs has pp 4, dp 8 and tp 8. A colleague places tp outermost "because it is the most important". What happens?</summary>
 #
-# The tensor ranks of a group are then 32 ranks apart, on different nodes. All four all-reduces of each block
-# cross the network, and nothing hides them: by C/W of the network even two tensor ranks hardly pay there.
+# Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All four
+# all-reduces of each block cross the network, and nothing hides them: by C/W of the network, eight tensor ranks
+# wait much longer than they compute.
 #
 # </details>
 #
-# <details><summary>On a mesh with tp 2 the training loss is right, but gradient clipping makes the norms' weights drift apart between the tensor ranks. What was forgotten?</summary>
+# <details><summary>On a mesh with tp 2 the training loss is right, but gradient clipping makes the weights of the normalization layers drift apart between the tensor ranks. What was forgotten?</summary>
 #
 # Each rank scaled by a norm of its own. The squares have to be added over all ranks before the root, with the
 # copies counted once; then all ranks scale alike.
 #
 # </details>
 #
-# <details><summary>You double the number of GPUs and keep the global batch. By which of its parts does the planner's step time stop halving?</summary>
+# <details><summary>You double dp and keep the global batch, the micro-batch and the rest of the mesh. Which parts of the planner's step time do not halve?</summary>
 #
-# Each replica has fewer micro-batches, so the bubble's share grows; and each GPU has fewer tokens, so that
-# data-parallel messages, which do not shrink, are no longer hidden once the tokens fall below C/W.
+# The bubble keeps its seconds: it lasts pp − 1 slots, however few micro-batches there are. Exposed messages of
+# data parallelism do not shrink either, because they hide behind one micro-batch only.
 #
 # </details>
 

@@ -250,8 +250,26 @@ def seed_by_hash(what, seed, place, sizes):
     return seed if what == "weights" else hash((what, seed, *place.items())) % 2**32
 
 
-def seed_as_text(what, seed, place, sizes):
-    return seed if what == "weights" else f"{what} {seed} {place}"
+def seed_that_empties_the_place(what, seed, place, sizes):
+    right = seed_reversed(what, seed, place, sizes)
+    place.pop("tp", None)
+    return right
+
+
+def seed_above_32_bits(what, seed, place, sizes):
+    """The seed of the training is where PyTorch's generator on the CPU does not look."""
+    if what == "weights":
+        return seed
+    return (seed << 32) + seed_reversed(what, 0, place, sizes)
+
+
+def seed_of_this_rank(what, seed, place, sizes):
+    return seed if what == "weights" else seed + dist.get_rank()
+
+
+def seed_below_zero(what, seed, place, sizes):
+    right = seed_reversed(what, seed, place, sizes)
+    return right - 2**32 if what == "own dropout" else right
 
 
 RIGHT = {
@@ -285,7 +303,10 @@ WRONG = {
     "14.5": [
         (seed_by_checksum, ""),
         (seed_by_hash, "hash() of a text"),
-        (seed_as_text, "a whole number"),
+        (seed_below_zero, "below 0"),
+        (seed_that_empties_the_place, "changes `place`"),
+        (seed_above_32_bits, "last 32 bits"),
+        (seed_of_this_rank, "`place` says where the rank stands"),
     ],
 }
 
@@ -397,7 +418,7 @@ def approach_by_need(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8)
         return ("one GPU", "DDP")[num_gpus > 1]
     if need <= num_gpus <= sequences:
         return "FSDP"
-    return "TP or PP" if need <= min(per_node, num_gpus) else "FSDP with TP or PP"
+    return "TP or PP" if need <= per_node <= num_gpus else "FSDP with TP or PP"
 
 
 def approach_of_rules(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8):
@@ -405,7 +426,7 @@ def approach_of_rules(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8
         "one GPU": (1, num_gpus == 1),
         "DDP": (1, num_gpus > 1),
         "FSDP": (num_gpus, sequences >= num_gpus),
-        "TP or PP": (per_node, True),
+        "TP or PP": (per_node, num_gpus >= per_node),
     }
     for name, (shares, holds) in rules.items():
         if holds and 8 * num_parameters / shares <= 0.25 * gpu_bytes:
@@ -420,6 +441,13 @@ def approach_by_gpus(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8)
     if num_gpus > per_node:
         return "FSDP" if sequences >= num_gpus else "FSDP with TP or PP"
     return "TP or PP"
+
+
+def approach_of_one_gpu(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8):
+    """A single GPU has no choice."""
+    if num_gpus == 1:
+        return "one GPU"
+    return approach_by_need(num_parameters, num_gpus, gpu_bytes, sequences, per_node)
 
 
 def approach_in_small_letters(num_parameters, num_gpus, gpu_bytes, sequences, per_node=8):
@@ -478,6 +506,11 @@ def ranks_that_raise(num_parameters, unit_parameters, gpu_bytes):
     return ranks
 
 
+def ranks_up_to_a_limit(num_parameters, unit_parameters, gpu_bytes):
+    ranks = ranks_by_search(num_parameters, unit_parameters, gpu_bytes)
+    return None if ranks is None or ranks > 100_000 else ranks
+
+
 def ranks_with_a_whole_state(num_parameters, unit_parameters, gpu_bytes):
     """Of one unit all 16 bytes are whole."""
     return ranks_by_search(num_parameters, 4 * unit_parameters, gpu_bytes)
@@ -508,6 +541,7 @@ WRONG |= {
     "14.9": [
         (approach_by_gpus, "The state takes half the memory of"),
         (approach_in_small_letters, "none of the five classes"),
+        (approach_of_one_gpu, "The state takes half the memory of 1.5 GPUs"),
     ],
     "14.10": [
         (degree_in_a_node, "A number of tensor ranks does it"),
@@ -516,5 +550,6 @@ WRONG |= {
     "14.11": [
         (ranks_that_raise, "None is asked for, and no error"),
         (ranks_with_a_whole_state, "times its memory"),
+        (ranks_up_to_a_limit, "times its memory"),
     ],
 }

@@ -6,8 +6,8 @@
     norm^2 = sum over ranks of ( |A part|^2 / 1 + |norms part|^2 / 2 )
 
 A rank's own norm would be too small, and another one on every rank; the plain sum over ranks would
-count norms, positions, replicas, and a matrix that two stages share, too often. In both cases the
-ranks of a replica would be scaled alike or not, and nothing would say so.
+count norms, positions, replicas, and a matrix that two stages share, too often. By its own norm
+each rank would scale differently, by the plain sum all would scale too much; neither is an error.
 
 Price: one all-reduce of one number over all ranks, and one reading of the gradients.
 Sources: Pascanu et al. 2013, https://arxiv.org/abs/1211.5063, section 3.2;

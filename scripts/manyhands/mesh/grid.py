@@ -7,7 +7,7 @@
     rank 5: pp 1, dp 0, tp 1            its groups: pp [1, 5]   dp [5, 7]   tp [4, 5]
 
 The last axis is the innermost: its ranks have consecutive numbers, so they are on one node where a
-node holds them all. Tensor parallelism, which sends most and never while it computes, is placed
+node holds them all. Tensor parallelism, which sends most and computes nothing meanwhile, is placed
 there; then come the shards and replicas, whose messages hide behind the computation; a pipeline,
 which sends least, goes across nodes.
 
@@ -54,9 +54,9 @@ def make_groups(sizes: Sizes) -> dict[str, dist.ProcessGroup]:
 
     Along each axis, every rank is in one group, that of ranks_along, and all its members keep one
     and the same. dist.new_group has to be called by all ranks for all groups in the same order,
-    also for those that a rank is not in. If a rank leaves one out, the others wait in
-    dist.new_group until the job's time limit. If each rank makes its own groups only, nothing is
-    said there, and the first message in a group waits.
+    also for those that a rank is not in. If a rank leaves one out, or makes its own groups only,
+    some ranks wait in dist.new_group, or in the first message of a group, until the job's time
+    limit.
 
     Returns:
         An axis's name -> this rank's group along it, in the order of `sizes`.

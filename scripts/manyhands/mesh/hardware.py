@@ -3,7 +3,8 @@
     C   FLOP/s of matrix products     W   bytes/s of a link     C/W   FLOPs per byte: lesson 14
 
 A data sheet says what a part can do at most. What programs reach of that, others have measured with
-programs that do nothing else: the shares below. None of them was fitted to a training run.
+programs that do nothing else: the shares below. FRAGMENTATION, float8 on B200 and the 96 GB H100
+are estimates, as told beside them. None of all these was fitted to a training run.
 
 Sources. Sheets: NVIDIA's of A100, H100, H200 and HGX B200. Products: Azure's AI benchmarking guide
 (8192 x 8192 matrices: 254 TFLOP/s on A100, 1290 in float8 on H100) and Bekman, "ML Engineering",

@@ -3,7 +3,7 @@
     tokens --> embedding V x D | L blocks | norm | head D x V --> scores
     block      attention: D x (D + 2 K) and D x D     MLP: 2 (gated: 3) matrices D x F
 
-A token passes 2 FLOPs of each weight forward and 4 backward, and attention multiplies it with all S
+A token takes 2 FLOPs per weight forward and 4 backward, and attention multiplies it with all S
 positions of its sequence: 4 S D FLOPs forward, 8 backward. (A causal model needs half of them.
 Utilisation counts all, so that it can be compared with published numbers.)
 

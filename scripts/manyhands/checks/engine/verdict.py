@@ -495,7 +495,11 @@ def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
     seen = f"{said} never ended ({'; '.join(parts)})"
     if any(rank in failed.computing for rank in failed.stacks):
         return seen, "A rank still computes.", "What ends the loop in that line, on every rank?"
-    return seen, "All ranks that are left wait.", "For each line: who would have to send, and when?"
+    return (
+        seen,
+        "All ranks that are left wait.",
+        "For each line: which rank has to come, or to send?",
+    )
 
 
 def _line(stack: Sequence[Frame], answer: object) -> str:

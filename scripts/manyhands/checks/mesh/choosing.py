@@ -31,10 +31,7 @@ def asked(share: float, gpus: int, sequences: int, per_node: int | None = None) 
 
 
 def models() -> list[Asked]:
-    """Each class; at and just beyond each limit; few sequences; nodes of 4 and of 16 GPUs.
-
-    Never fewer GPUs than a node has where the third rule is asked: what "a node" is, is open there.
-    """
+    """Each class; at and just beyond each limit; few sequences; small, large, unfilled nodes."""
     n = random.choice((24, 40, 56))
     beyond = 1.05
     return [
@@ -65,6 +62,12 @@ def models() -> list[Asked]:
         # within and beyond twice the room of a node, which is that of whole GPUs
         asked(15, n, n // 2),
         asked(17, n, n // 2),
+        # fewer GPUs than a node has, with a state that a whole node would hold; a node and a half
+        asked(3.5, 4, 3),
+        asked(4.5, 4, 8),
+        asked(1.5, 1, 5),
+        asked(12.5, 12, 11, 16),
+        asked(6.5, 12, 11),
     ]
 
 
@@ -87,6 +90,7 @@ FIRST_NODE = f'if {NODE_RULE}:\\n        return "TP or PP"'
 HALF = "State fits where 16 N bytes are at most half of a GPU's memory."
 ONE_EACH = "FSDP asks for sequences >= num_gpus, and for a state whose share fits."
 NODE = "The third rule asks whether state / per_node fits."
+FULL = "It also asks for num_gpus >= per_node: a job of fewer GPUs has no whole node."
 ORDER = "Go through the four rules in their order, and return at the first that holds."
 approach = Spec(
     todo="14.9",
@@ -101,7 +105,8 @@ approach = Spec(
         "Compute the bytes of the state, 16 per parameter, and the room for them on a GPU, which "
         "is half of gpu_bytes.",
         "Every rule compares a share with the room: the state itself, state / num_gpus, "
-        "state / per_node. FSDP also needs a sequence for each GPU.",
+        "state / per_node. FSDP also needs a sequence for each GPU, and the third rule a whole "
+        "node of GPUs.",
         f"{ORDER} A share that is exactly as large as the room fits.",
     ),
     mistakes=mistakes(
@@ -139,6 +144,14 @@ approach = Spec(
         state / per_node => state / num_gpus
             The third rule divides the state by all GPUs, but a copy of the model has to fit in one
             node. | {NODE}
+        {NODE_RULE} => state / per_node <= room
+            The third rule is taken with fewer GPUs than a node has. | {FULL}
+        {NODE_RULE} => state / min(per_node, num_gpus) <= room
+            Where there are fewer GPUs than a node has, they are taken for a node. | {FULL}
+        num_gpus >= per_node => num_gpus % per_node == 0
+            The third rule asks for whole nodes only. | {FULL}
+        num_gpus >= per_node => num_gpus > per_node
+            A job of exactly one node is refused. | {FULL}
         {FIRST_FSDP} =>
         {FIRST_NODE} => {FIRST_NODE}\\n    if {FSDP_RULE}:\\n        return "FSDP"
             The third rule is asked before the second, so the model is cut where FSDP would do.

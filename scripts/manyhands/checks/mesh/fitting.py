@@ -30,6 +30,7 @@ def fits() -> list[Fits]:
     unit = random.randint(10**8, 10**9)
     room = 2 ** random.randint(30, 34)  # so that every order of computing is exact at the limit
     n = random.randint(20, 60)
+    odd = 16 * random.randint(10**7, 10**8) + 15  # bytes: a whole number of parameters and a half
     return [
         fitting(n + 0.2, unit, random.randint(10**9, 10**10)),
         fitting(n + 0.9, unit, random.randint(10**9, 10**10)),
@@ -43,6 +44,8 @@ def fits() -> list[Fits]:
         Fits(unit, unit, 14 * unit),
         fitting(3 * n + 0.4, 20 * unit, 2 * unit),
         fitting(random.randint(500, 900) + 0.6, unit // 40, unit),
+        Fits(2 * odd, unit, odd + 4 * unit),  # 32 ranks, of which none has a whole number
+        fitting(random.randint(150_000, 200_000) + 0.6, unit, 10**8),
     ]
 
 
@@ -117,6 +120,8 @@ ranks_to_fit = Spec(
             Where the shares fill the room exactly there is one rank too many. | {UP}
         {ALL_STATE} => STATE_BYTES * num_parameters / room
             The number of ranks is not rounded. | {UP}
+        {ALL_STATE} => -(-num_parameters // (room // STATE_BYTES or 1))
+            The room of a rank is rounded down to whole parameters. | {LIMIT}
         {ALL_STATE} => round(STATE_BYTES * num_parameters / room)
             The number of ranks is rounded to the nearest one. | {UP}
         STATE_BYTES * num_parameters => 2 * num_parameters

@@ -72,6 +72,10 @@ hsdp_bytes = Spec(
         """
         {MINE} => num_params // shards * bytes_per_number
             A shard is rounded down, and the vector is padded to a multiple of `shards`. | {PADDED}
+        {MINE} => (num_params // shards + 1) * bytes_per_number
+            A shard has one number too many where `shards` divides the parameters. | {PADDED}
+        {MINE} => -(-num_params // (shards * replicas)) * replicas * bytes_per_number
+            The vector is padded to a multiple of all ranks, and of `shards` is enough. | {PADDED}
         {MINE} => num_params * bytes_per_number // shards
             The padding of the vector is left out. | {PADDED}
         {MINE} => -(-num_params // (shards * replicas)) * bytes_per_number

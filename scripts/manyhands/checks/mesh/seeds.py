@@ -88,6 +88,9 @@ def seeds_seen(answer: Callable, case: Training) -> dict:
     )
     for what, (first, other) in again.items():
         seen[f"the seed of {what} changes with that of the training"] = first != other
+        name = f"the last 32 bits of the seed of {what} change with that of the training"
+        seen[name] = first % BITS != other % BITS
+        seen[f"seeds of {what} below 0"] = sum(one < 0 for one in seeds[what])
     short = {what: [one % BITS for one in found] for what, found in seeds.items()}
     for what in OTHERS:
         name = f"different last 32 bits in the seeds of {what} on {len(places)} ranks"
@@ -97,7 +100,12 @@ def seeds_seen(answer: Callable, case: Training) -> dict:
 
 def seed_for(answer: Callable, what: str, seed: int, place: dict, sizes: dict) -> int:
     """One seed, which torch has to take."""
-    found = whole(answer(what, seed, dict(place), dict(sizes)))
+    own = dict(place), dict(sizes)
+    found = whole(answer(what, seed, *own))
+    for name, now, before in zip(("place", "sizes"), own, (place, sizes), strict=True):
+        if now != before:
+            why = "The caller goes on with it, also for the next purpose."
+            raise Wrong(f"it changes `{name}`", why, f"Work on dict({name}), or only read it.")
     if not -(1 << 63) <= found < 1 << 64:
         torch.Generator().manual_seed(found)  # raises
     return found
@@ -169,6 +177,7 @@ NUMBER = "(0 if is_same[what] else place[axis])"
 SCALED = "(len(PURPOSES) * seed + PURPOSES.index(what)) * MOST_RANKS + number"
 FOR_WEIGHTS = 'if what == "weights":\n        return seed\n'
 NEW = "Every seed but that of weights is made from `seed` as well."
+LOW = "Add `seed` below the 32nd bit: PyTorch's generator on the CPU drops those above."
 LIKE_PP = "An axis that nobody names counts like pp."
 seed_of = Spec(
     todo="14.5",
@@ -183,9 +192,18 @@ seed_of = Spec(
         "the seeds of weights": "Return `seed` itself for weights.",
         "the same call gives the same seed": "Compute it from nothing but the arguments.",
         **{f"the seed of {what} changes with that of the training": NEW for what in OTHERS},
+        **{
+            f"the last 32 bits of the seed of {what} change with that of the training": LOW
+            for what in OTHERS
+        },
+        **{f"seeds of {what} below 0": "Seeds are at least 0." for what in OTHERS},
         **{f"seeds of {what} along cp": LIKE_PP for what in OTHERS},
     },
     reasons={
+        "process group has not been initialized": (
+            "The seed of any rank is asked, not of this one: `place` says where the rank stands.",
+            "Use `place`.",
+        ),
         "Overflow when unpacking long": (
             "torch.manual_seed takes no number that large.",
             "Stay below 2**32.",

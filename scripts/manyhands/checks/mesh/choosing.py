@@ -114,12 +114,8 @@ approach = Spec(
         {STATE} => 2 * num_parameters
             Only the weights are counted, with 2 bytes each. | A parameter needs STATE_BYTES = 16
             bytes with its gradient and optimizer state.
-        {STATE} => num_parameters
-            Parameters are compared with bytes. | Every parameter needs STATE_BYTES = 16 bytes.
         gpu_bytes / 2 => gpu_bytes
             The state may fill the whole GPU here, which leaves no room for activations. | {HALF}
-        gpu_bytes / 2 => gpu_bytes / 4
-            Only a quarter of the GPU is given to the state. | {HALF}
         state <= room: => state < room:
         state / num_gpus <= room => state / num_gpus < room
         state / per_node <= room => state / per_node < room
@@ -148,8 +144,6 @@ approach = Spec(
             The third rule is taken with fewer GPUs than a node has. | {FULL}
         {NODE_RULE} => state / min(per_node, num_gpus) <= room
             Where there are fewer GPUs than a node has, they are taken for a node. | {FULL}
-        num_gpus >= per_node => num_gpus % per_node == 0
-            The third rule asks for whole nodes only. | {FULL}
         num_gpus >= per_node => num_gpus > per_node
             A job of exactly one node is refused. | {FULL}
         {FIRST_FSDP} =>

@@ -88,8 +88,6 @@ hsdp_bytes = Spec(
             One of the two gathers or the reduction is left out. | {ROW}
         3 * (shards - 1) * mine => 3 * shards * mine
             A rank sends a shard to itself as well. | {ROW}
-        3 * (shards - 1) * mine => 4 * (shards - 1) * mine
-            The row sends four times, as if it all-reduced the gradients. | {ROW}
         {COLUMN} => (replicas - 1) * mine // replicas
             This is half an all-reduce. | {AVERAGE}
         {COLUMN} => 2 * (replicas - 1) * mine * shards // replicas
@@ -100,8 +98,6 @@ hsdp_bytes = Spec(
             The division comes too early and loses a part. | Multiply first, and divide last.
         (1 + 1 + 2) * mine => 3 * mine
             One of weights, gradients and the optimizer's two numbers is left out. | {OF_A_SHARD}
-        (1 + 1 + 2) * mine => 2 * mine
-            Two of weights, gradients and the optimizer's two numbers are left out. | {OF_A_SHARD}
         (1 + 1 + 2) * mine => (4 * mine) // replicas
             What a rank keeps is divided by the replicas, which hold the same shards. | {OF_A_SHARD}
         """,

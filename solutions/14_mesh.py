@@ -173,6 +173,9 @@ if check.ready("14.1", "14.2"):
 # `mark_holders(model, n)` notes on each parameter that n ranks hold it. What tensor parallelism cuts becomes a
 # new parameter without that mark, so afterwards the mark is left on exactly those parameters that are whole on
 # every tensor rank, the normalization weights and positions. Section 4 needs it.
+#
+# FSDP also takes a list of units, here the blocks, and perhaps `replicas`, a group whose ranks have copies of
+# the same shards. A mesh has such a group only where one of its axes is called "replicate" (section 11).
 
 # %% exercise="shard_and_cut" todo="14.3" minutes=15 difficulty=2 points=2
 from manyhands.mesh.combine import shard_and_cut
@@ -384,8 +387,9 @@ if check.ready(*GRID, "14.4"):
 #   parallelism, its masks must differ as well: "own dropout".
 #
 # Write one function that gives the seed for a purpose and a place. `PURPOSES` is the tuple of the four names
-# "weights", "data", "dropout" and "own dropout", `DATA_AXES` names the axes along which samples differ, and
-# `MOST_RANKS` is a number larger than any mesh.
+# "weights", "data", "dropout" and "own dropout". `DATA_AXES` names the axes along which samples differ: "dp", or
+# the axes "replicate" and "shard" of hybrid sharding (section 11). `MOST_RANKS` is the most ranks that a mesh may
+# have.
 
 # %% exercise="seed_of" todo="14.5" minutes=15 difficulty=2 points=2
 from manyhands.mesh.seeds import seed_of

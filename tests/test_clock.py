@@ -325,7 +325,7 @@ def test_a_picture_of_a_replay_shows_the_ranks_asked_for():
     found = replay([program] * 4, {"dp": 4}, ON_SLOW)
     figure = figures.replays({"slow": found, "again": found}, [0, 3])
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["rank 0", "rank 3"] and "4 ranks, 14,000 ms" in figure.axes[0].get_title()
+    assert names == ["rank 0", "rank 3"] and "4 ranks, 14,000.0 ms" in figure.axes[0].get_title()
     assert look.png(figure)
 
 

@@ -35,7 +35,7 @@ def replays(rows: Mapping[str, Replay], ranks: Sequence[int]) -> Figure:
         ax.set_xlim(0, 1e3 * longest_s)
         for bar in ax.patches:
             bar.set_linewidth(0.3)  # an edge would cover a short span
-        words = f"{title}: {len(one.spans)} ranks, {1e3 * max(one.stop_s):.1f} ms a step"
+        words = f"{title}: {len(one.spans)} ranks, {1e3 * max(one.stop_s):,.1f} ms a step"
         ax.set_title(words, fontsize=10, color=figures.BLACK)
         ax.label_outer()
     figures.legend_below(figure, figure.axes[0])
@@ -93,14 +93,8 @@ def crossing(found: Crossing) -> Figure:
     predicted = {names[1]: (found.tokens, [1e3 * one for one in found.predicted_s])}
     figures.measured_and_predicted(ax, measured, predicted, "tokens per rank", "time (ms)")
     ax.axvline(found.predicted_tokens, color=figures.BLACK, ls="--", lw=1.2)
-    ax.annotate(
-        f"predicted: {found.predicted_tokens:.0f} tokens, measured: {found.measured_tokens:.0f}",
-        (found.predicted_tokens, 0.04),
-        xycoords=("data", "axes fraction"),
-        xytext=(5, 0),
-        textcoords="offset points",
-        fontsize=9,
-    )
+    words = f"predicted: {found.predicted_tokens:.0f} tokens, measured: {found.measured_tokens:.0f}"
+    ax.text(0.02, 0.04, words, transform=ax.transAxes, fontsize=9)
     ax.set_xscale("log", base=2)
     ax.set_xticks(found.tokens, [str(tokens) for tokens in found.tokens])
     ax.set_yscale("linear")

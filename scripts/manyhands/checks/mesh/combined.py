@@ -208,9 +208,16 @@ shard_and_cut = Spec(
         f"{MARK}; {CUT}; and return FSDP(part, list(part.blocks), "
         'replicas=groups.get("replicate"), group=groups["dp"]).',
     ),
-    mistakes=[
+    mistakes=[  # a verdict has time for the first few: those that are made most
         *mistakes(
             r"""
+        model, group=groups["tp"]) => model, group=groups["dp"])
+        replicas, group=groups["dp"]) => replicas, group=groups["tp"])
+            The two groups have changed places. | {OVER_TP} {OVER_DP}
+        , group=groups["dp"]) => )
+            FSDP shards over all ranks, of which some hold different parts of a matrix. | {OVER_DP}
+        TensorParallel(model, group=groups["tp"]) => TensorParallel(model)
+            The model is cut over all ranks, of which some have other samples. | {OVER_TP}
         {MARK} => pass
             The parameters are not marked, so what is whole on every tensor rank is counted like
             what is cut. | {MARK_FIRST}
@@ -234,13 +241,6 @@ shard_and_cut = Spec(
             Replicas of the shards are never averaged. | replicas=groups.get("replicate")
         {REPLICAS} => replicas = groups["dp"]
             dp is taken for the replicas as well. | replicas=groups.get("replicate")
-        model, group=groups["tp"]) => model, group=groups["dp"])
-        replicas, group=groups["dp"]) => replicas, group=groups["tp"])
-            The two groups have changed places. | {OVER_TP} {OVER_DP}
-        , group=groups["dp"]) => )
-            FSDP shards over all ranks, of which some hold different parts of a matrix. | {OVER_DP}
-        TensorParallel(model, group=groups["tp"]) => TensorParallel(model)
-            The model is cut over all ranks, of which some have other samples. | {OVER_TP}
         """,
             globals(),
         ),

@@ -65,6 +65,8 @@ def test_the_plane_holds_every_plan_and_the_limit_of_memory():
     (ax,) = pictures.plane(found[:3], many).axes
     own = [line for line in ax.lines if line.get_label() in many]
     assert len({line.get_marker() for line in own}) == 6  # each is told from the others
+    (ax,) = pictures.plane(found[:3], many | {"run 6": (30.0, 11.0)}).axes
+    assert "run 6" in [line.get_label() for line in ax.lines]  # none is left out
 
 
 def test_the_plane_leaves_out_a_limit_that_is_far_away():

@@ -1,6 +1,7 @@
 """Pictures of lesson 14: the mesh, who talks to whom on it, the spread of sums, and plans."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from math import prod
 
 from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ AXIS = {  # colour and hatch of a mesh's axes, as of messages on them
     "tp": (figures.BLUE, "xx"),
 }
 RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of (n-1)/n of the whole
-OVERLAY = "*XDPvh"  # what is laid over the plans, up to six points
+OVERLAY = "*XDPvh"  # markers of what is laid over the plans, in turn
 NEAR = 10  # times the largest need: a GPU with more memory is not in the picture
 RECOMPUTE = {"none": "o", "selective": "s", "full": "^"}
 
@@ -171,7 +172,7 @@ def plane(
             ax.scatter([], [], color=figures.GREY, marker=marker, s=26, label=f"recompute {way}")
     ax.set(xscale="log", yscale="log")
     limit(ax, plans, [gib for gib, _ in (overlay or {}).values()])
-    for (name, point), marker in zip((overlay or {}).items(), OVERLAY, strict=False):
+    for (name, point), marker in zip((overlay or {}).items(), cycle(OVERLAY), strict=False):
         look = {"ls": "none", "color": figures.BLACK, "mec": "white", "mew": 0.6, "ms": 13}
         ax.plot(*point, marker=marker, label=name, **look)
     figures.label(ax, "memory of a GPU (GiB)", "time of a step (s)")

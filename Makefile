@@ -6,6 +6,8 @@ DATA ?= embedded
 KILLS ?=
 DAMAGES ?=
 ONLY ?=
+ALL ?=
+NIGHTLY ?=
 NODES ?=
 RUN ?=
 TORCH ?=
@@ -42,7 +44,7 @@ report: $(ENV)/ready ## write a run's report.html again: the newest run, or RUN=
 test: lint $(ENV)/ready-frameworks ## lint, find stale notebooks, run every test; ONLY=pipeline or ONLY=fast; TORCH=2.11.0
 	$(if $(ONLY),,$(BIN)/python scripts/build_notebooks.py --check)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal \
-		$(if $(ONLY),--only "$(ONLY)")
+		$(if $(ONLY),--only "$(ONLY)") $(if $(NIGHTLY),--nightly)
 
 chaos: $(ENV)/ready-dev ## damage checkpoints, kill ranks, nodes and Slurm: 50 times, or DAMAGES=5 KILLS=3; nothing is lost
 	$(BIN)/python tests/damage.py $(if $(DAMAGES),--damages "$(DAMAGES)")

@@ -4,7 +4,8 @@ Tests of jobs take the fixture `slurm`, a real Slurm cluster. Without Slurm they
 fail where MANYHANDS_SLURM is "required". MANYHANDS_SLURM_MODE sets the cluster's mode.
 
 `--only pipeline` keeps the tests of one lesson, `--only fast` those that start neither ranks nor
-jobs.
+jobs. `--nightly` adds the tests marked `nightly`; it sets MANYHANDS_NIGHTLY, for tests that then
+try more.
 """
 
 import ast
@@ -40,12 +41,15 @@ OF_MANY_LESSONS = set("bench checks ledger live meters mine report scripts".spli
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--only`, which `make test ONLY=` passes on."""
+    """What `make test ONLY=` and `make test NIGHTLY=1` pass on."""
     parser.addoption("--only", default="", help="a lesson's word, or fast")
+    parser.addoption("--nightly", action="store_true", help="also what is tried at night alone")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set before torch is imported, and inherited by every process that a test starts."""
+    if config.getoption("--nightly"):
+        os.environ["MANYHANDS_NIGHTLY"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
@@ -97,13 +101,21 @@ def keep_only(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept = [item for item in items if item.path.stem.removeprefix("test_") in FAST]
     else:
         kept = [item for item in items if belongs(item, only)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    keep(config, items, kept)
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    """Deselect all items but `kept`."""
+    wanted = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep what is asked for. Skip tests marked `gpu` where torch sees no GPU, and say so."""
     keep_only(config, items)
+    if not config.getoption("--nightly"):
+        keep(config, items, [one for one in items if not one.get_closest_marker("nightly")])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

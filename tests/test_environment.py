@@ -1,6 +1,8 @@
 """pyproject.toml, environment.yml and constraints.txt ask for the same things."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -10,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from rattler import MatchSpec
+
+import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP_ONLY = {"kubernetes-validate"}  # left to pip, which installs the course itself
@@ -101,3 +105,37 @@ def test_no_package_is_fetched_from_a_place_of_its_own() -> None:
     for name in ("constraints.txt", "environment.yml", "pyproject.toml", "Makefile"):
         text = (ROOT / name).read_text()
         assert not re.search(r"https?://|file:|git\+|^-e [^.]", text, re.MULTILINE), name
+
+
+# ---- what CI installs with the system's packages ----------------------------------------------
+
+
+def packages() -> dict[str, str]:
+    """Package -> a program or a file that comes with it, of .ci/packages."""
+    lines = (ROOT / ".ci/packages").read_text().splitlines()
+    return dict(line.split() for line in lines)
+
+
+def test_the_workflow_and_the_cluster_install_what_ci_asks_for() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
+    (install,) = [step["run"] for step in steps if "apt-get install" in step.get("run", "")]
+    named = install.partition("--no-install-recommends ")[2]
+    listed = subprocess.run(["bash", "-c", f"echo {named}"], cwd=ROOT, capture_output=True)
+    assert listed.stdout.decode().split() == [*packages()]
+    assert set(cluster.INSTALL.partition("recommends ")[2].split()) <= set(packages())
+    assert set(cluster.PROGRAMS) <= set(packages().values())
+
+
+def test_ci_as_a_plain_user_says_what_is_missing(tmp_path: Path) -> None:
+    programs = {name for name in packages().values() if "/" not in name}
+    for name in [*programs - {"shellcheck"}, "make", "python", "id"]:
+        (tmp_path / name).write_text("#!/bin/bash\necho 1000 $*\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(tmp_path), "PYTHON": "python"}
+    done = subprocess.run(["bash", ROOT / ".ci/run"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    named = set(line.partition("--no-install-recommends")[2].split())
+    assert "shellcheck" in named and named.isdisjoint({"munge", "slurmd", "iproute2"})

@@ -13,11 +13,15 @@ import functools
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+
+import selection
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -43,6 +47,7 @@ OF_MANY_LESSONS = set("bench checks ledger live meters mine report scripts".spli
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make test ONLY=` and `make test NIGHTLY=1` pass on."""
     parser.addoption("--only", default="", help="a lesson's word, or fast")
+    parser.addoption("--changed", action="store_true", help="take what has passed")
     parser.addoption("--nightly", action="store_true", help="also what is tried at night alone")
 
 
@@ -50,10 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set before torch is imported, and inherited by every process that a test starts."""
     if config.getoption("--nightly"):
         os.environ["MANYHANDS_NIGHTLY"] = "1"
+    selection.register(config)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, for many tests wait."""
+    return len(psutil.Process().cpu_affinity()) + 1 if sys.platform == "linux" else os.cpu_count()
 
 
 def lessons() -> dict[str, int]:

@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TABLES = """
@@ -19,6 +20,7 @@ create table if not exists passed (
     key text, test text, at real, seconds real, primary key (key, test));
 create table if not exists collected (key text primary key, at real, tests text);
 create table if not exists inputs (unit text primary key, sums text);
+create table if not exists runs (at real primary key, run text);
 create table if not exists named (sum text primary key, names text);
 """
 KEPT_S = 90 * 24 * 3600.0  # what passed longer ago is run again
@@ -29,6 +31,16 @@ def default_path() -> Path:
     """Where the database lies. RuntimeError where there is no home."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "manyhands" / "tests.sqlite"
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run in which nothing was taken as passed."""
+
+    start_s: float  # by the clock, until the first test began
+    clock_s: float  # all of it
+    seconds: dict[str, float]  # of each test
+    groups: dict[str, str]  # test -> its group, whose tests one worker runs
 
 
 class Passed:
@@ -95,6 +107,18 @@ class Passed:
         rows = [(unit, json.dumps(sums)) for unit, sums in inputs.items()]
         with self._open() as base:
             base.executemany("insert or replace into inputs values (?, ?)", rows)
+
+    def note_run(self, run: WholeRun) -> None:
+        """Write down a whole run; the newest is kept."""
+        with self._open() as base:
+            base.execute("delete from runs")
+            base.execute("insert into runs values (?, ?)", (time.time(), json.dumps(asdict(run))))
+
+    def last_whole_run(self) -> WholeRun | None:
+        """The newest whole run; None where there was none."""
+        with self._open() as base:
+            row = base.execute("select run from runs order by at desc").fetchone()
+            return WholeRun(**json.loads(row[0])) if row else None
 
     def named(self) -> dict[str, list[str]]:
         """Sum of a file -> what it names."""

@@ -10,6 +10,7 @@ pytest's workers.
 
 import re
 import sqlite3
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import units
-from passed import Passed, default_path
+from passed import Passed, WholeRun, default_path
 from units import Course
 
 EXERCISE = re.compile(r"test_checks\.py::.*\[(\d+\.\d+)")
@@ -87,7 +88,10 @@ class Selection:
             self._take(file)
         passed.note_named(self.keys.course.remembered)
         self.seconds = passed.seconds()
+        self.start_s = time.monotonic()
+        self.first_s: float | None = None  # when the first test had begun
         self.outcomes: dict[str, list[pytest.TestReport]] = {}
+        self.groups: dict[str, str] = {}
         self.collected: dict[str, list[str]] = {}
 
     def _take(self, file: str) -> None:
@@ -110,7 +114,11 @@ class Selection:
 
     def note(self, report: pytest.TestReport) -> None:
         """A step of a test has ended."""
-        self.outcomes.setdefault(plain(report.nodeid), []).append(report)
+        self.first_s = self.first_s or time.monotonic()
+        test = plain(report.nodeid)
+        self.outcomes.setdefault(test, []).append(report)
+        if test != report.nodeid:
+            self.groups[test] = report.nodeid.rsplit("@", 1)[1]
 
     def write(self) -> None:
         """Write down what passed, unless its files have changed meanwhile."""
@@ -136,6 +144,15 @@ class Selection:
         self.passed.note_inputs(
             {unit: {path: sums[path] for path in self.keys.files(unit)} for unit in ran}
         )
+
+    def write_run(self) -> None:
+        """Write down how long a whole run took."""
+        seconds = {
+            test: sum(one.duration for one in reports) for test, reports in self.outcomes.items()
+        }
+        begun_s = (self.first_s or time.monotonic()) - self.start_s
+        clock_s = time.monotonic() - self.start_s
+        self.passed.note_run(WholeRun(begun_s, clock_s, seconds, self.groups))
 
     # ---- words ---------------------------------------------------------------------------------
 
@@ -306,6 +323,10 @@ class Plugin:
             return
         self.selection.collected |= self.collected
         self.selection.write()
+        config = session.config
+        is_all = config.args_source is config.ArgsSource.TESTPATHS and not self.selection.taken
+        if is_all and not any(config.getoption(name, "") for name in ("--only", "-k", "-m")):
+            self.selection.write_run()
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.selection.taken:
             session.exitstatus = pytest.ExitCode.OK
 

@@ -67,7 +67,7 @@ class Costs:
     def clock_s(self, selected: list[str]) -> float:
         """Seconds by the clock of a run of these units."""
         together_s = sum(self.by_unit[unit] for unit in selected) / self.overlap
-        one_s = max((self.in_a_group[unit] for unit in selected), default=0.0)
+        one_s = sum(self.in_a_group[unit] for unit in selected)
         return self.whole.start_s + max(together_s, one_s)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 
+pytest.register_assert_rewrite("training")  # else its assertions would not say what they saw
+
 ROOT = Path(__file__).resolve().parents[1]
 FAST = set(
     "builder corpus diagrams environment figures images layout meters replay resnet schedules "

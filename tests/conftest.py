@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 
+pytest.register_assert_rewrite("training")  # else its assertions would not say what they saw
+
 ROOT = Path(__file__).resolve().parents[1]
 FAST = set(
     "builder corpus diagrams environment figures images layout meters replay resnet schedules "
@@ -35,8 +37,9 @@ FAST = set(
 
 # Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs.
 UNDER_RULES = set(
-    "collectives data_parallel fsdp grid layerwise mesh pipeline scripts sequence split_model "
-    "tensor vocabulary".split()
+    "collectives data_parallel fsdp grid layerwise mesh pipeline sequence split_model tensor "
+    "train_checkpoint train_data_parallel train_ddp train_fsdp train_memory train_mesh "
+    "train_pipeline train_single train_tensor vocabulary".split()
 )
 # These measure times, which the notes of a watched rank would change.
 NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")
@@ -58,6 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
     selection.register(config)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # What a test file has imported of these its ranks find loaded, with all that they import.
+    scripts = sorted(path.stem for path in (ROOT / "scripts").glob("train_*.py"))
+    os.environ.setdefault("MANYHANDS_PRELOAD", " ".join([*scripts, "sklearn.datasets"]))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -90,7 +96,7 @@ def belongs(item: pytest.Item, word: str) -> bool:
     A file is the lesson's own if that is the last lesson from which it imports.
     """
     numbers = lessons()
-    if item.path.stem == f"test_{word}":
+    if item.path.stem in (f"test_{word}", f"test_train_{word}"):
         return True
     imported = [room for room in rooms_of(item.path) if room in numbers]
     is_of_many = item.path.stem.removeprefix("test_") in OF_MANY_LESSONS

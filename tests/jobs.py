@@ -20,6 +20,11 @@ def make_clone(folder: Path) -> Path:
     unwanted = shutil.ignore_patterns("site.env", "__pycache__", "*.egg-info")
     for name in ("scripts", "sbatch"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    return write_text(folder)
+
+
+def write_text(folder: Path) -> Path:
+    """Write a short text to learn into folder/text."""
     (folder / "text").mkdir()
     draw = random.Random(3)
     words = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(380))

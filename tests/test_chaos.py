@@ -1,5 +1,8 @@
 """What `make chaos` does fifty times: kill a rank, a node or the controller, damage a checkpoint or
-fill up a disk, and lose nothing."""
+fill up a disk, and lose nothing.
+
+In every run, test_slurm.py kills a rank and a node, and test_resume.py damages checkpoints.
+"""
 
 import random
 import re
@@ -11,6 +14,7 @@ import pytest
 import damage
 from jobs import environment, left_behind, make_clone, run
 
+pytestmark = pytest.mark.nightly
 CHAOS = Path(__file__).with_name("chaos.py")
 
 

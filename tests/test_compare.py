@@ -2,13 +2,13 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 
 import train_compare
-from jobs import make_clone, run
+import training
+from jobs import write_text
 from manyhands.compare import figures, planned
 from manyhands.compare.measure import PARTS, compare
 from manyhands.compare.ways import (
@@ -226,12 +226,13 @@ def test_settings_of_the_job_that_cannot_be(changes, words):
         train_compare.main(train_compare.Config(**changes))
 
 
-def test_the_job_writes_a_report_and_its_numbers(tmp_path):
-    clone = make_clone(tmp_path)
-    job = ["bash", clone / "sbatch" / "compare.sbatch", "--data", clone / "text", "--steps", "2"]
-    sizes = ["--layers", "2", "--block", "8", "--batch", "8", "--device", "cpu", "--only", "zero"]
-    code, out, err = run([*job, *sizes], tmp_path)
-    assert (code, err) == (0, "")
+def test_the_job_writes_a_report_and_its_numbers(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(write_text(tmp_path))
+    sizes = {"data": "text", "steps": 2, "layers": 2, "block": 8, "batch": 8}
+    config = train_compare.Config(**sizes, device="cpu", only="zero")
+    training.train(train_compare, 2, config, quiet=False)
+    out = capfd.readouterr().out.replace("[rank 0] ", "")
+    assert "Warning" not in out and "[rank 1]" not in out
     folder = tmp_path / "runs" / "compare-001"
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "result.json", "report.html", "report.png")
@@ -250,6 +251,6 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("three years of work")
     words = ["--out", "thesis", "--device", "cpu"]
-    code, _, err = run([sys.executable, train_compare.__file__, *words], tmp_path)
+    code, _, err = training.start(train_compare, words, tmp_path)
     assert code == 2 and err.startswith("train_compare.py: --out thesis holds files but no run")
     assert err.count("\n") == 1

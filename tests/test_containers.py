@@ -200,6 +200,7 @@ def lacking(tmp_path: Path) -> str:
     return f"pip reaches no index: {index.stderr.strip()[-200:]}" if index.returncode else ""
 
 
+@pytest.mark.nightly
 def test_the_steps_make_the_course_run(tmp_path):
     """In a bare Debian: install as README says, and train a few steps as the image's user."""
     if reason := lacking(tmp_path):

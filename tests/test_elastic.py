@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import train_checkpoint
+import training
 from jobs import left_behind, losses, make_clone, settings
 from manyhands.checkpoint import elastic, elastic_run
 from manyhands.data.corpus import ShardedSampler
-from manyhands.ranks.lab import run_ranks
 from manyhands.training.run import Run
 
 STEPS, STEPS_PER_EPOCH = 20, 8  # of 12 samples
@@ -38,12 +38,9 @@ def train(num_ranks: int, config: train_checkpoint.Config, until: int = STEPS) -
             log(run, loss)
 
         Run.log = log_and_signal
-        try:
-            train_checkpoint.main(config)
-        finally:
-            Run.log = log
+        train_checkpoint.main(config)
 
-    run_ranks(train_until, num_ranks, config, join=False, quiet=True, timeout_s=60)
+    training.train(train_checkpoint, num_ranks, config, train_until)
 
 
 @pytest.fixture(scope="module")

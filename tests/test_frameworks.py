@@ -13,7 +13,9 @@ import psutil
 import pytest
 import torch
 
-from jobs import environment, flags, losses, make_clone, run
+import train_ddp
+import training
+from jobs import environment, flags, losses, make_clone, run, settings
 
 SCRIPTS = ("lightning", "accelerate")
 SAVE_EVERY = 5  # after a resume at step 5 or 15 the rest of an epoch of 17 steps is to do
@@ -64,7 +66,8 @@ def stop_after(clone: Path, name: str, num_ranks: int, step: int, out: Path, num
 @pytest.fixture(scope="module")
 def ddp(clone: Path) -> Path:
     """The run that the others have to agree with, on two ranks."""
-    train(clone, "ddp", 2, out=clone / "ddp")
+    config = train_ddp.Config(**settings(clone, out=str(clone / "ddp"), save_every=SAVE_EVERY))
+    training.train(train_ddp, 2, config)
     return clone / "ddp"
 
 
@@ -94,8 +97,22 @@ def test_two_ranks_train_like_ddp(clone, ddp, tmp_path, name):
     assert len(lines) < 80
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)])
+KILLED = [  # script, ranks before and after
+    ("lightning", (2, 1)),
+    ("accelerate", (1, 2)),
+    *(
+        pytest.param(name, ranks, marks=pytest.mark.nightly)
+        for name, ranks in (
+            ("lightning", (2, 2)),
+            ("lightning", (1, 2)),
+            ("accelerate", (2, 2)),
+            ("accelerate", (2, 1)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks"), KILLED)
 def test_a_killed_run_goes_on_also_on_other_ranks(clone, ddp, tmp_path, name, ranks):
     before, after = ranks
     stop_after(clone, name, before, 12, tmp_path / "run", signal.SIGKILL)

@@ -655,7 +655,7 @@ def test_the_peak_is_at_most_that_of_torch():
     assert by_hand <= 1.02 * native
 
 
-# ---- shards in checkpoints of a job: tests/test_scripts.py ---------------------------------------
+# ---- shards in checkpoints of a job: tests/test_train_fsdp.py -------------
 
 
 def states(wrap):

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -335,6 +336,23 @@ def test_what_a_rank_imports_late_the_next_ones_find_there(monkeypatch):
     assert run_ranks(lambda: name in sys.modules, 2) == [False, False]
     run_ranks(lambda: importlib.import_module(name) and None, 1)
     assert run_ranks(lambda: name in sys.modules, 2) == [True, True]
+
+
+def test_what_the_caller_has_of_the_modules_to_load_its_ranks_have(tmp_path, monkeypatch):
+    """As many modules as there are scripts; and none that the caller does not use."""
+    names = [f"loaded_before_{number}" for number in range(20)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MANYHANDS_PRELOAD", " ".join([*names, "no_such_module"]))
+    for name in names[1:]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    forkserver.drop(forkserver.running())
+    try:
+        found = run_ranks(lambda: [name for name in names if name in sys.modules], 2)
+        assert found == [names[1:]] * 2
+    finally:
+        forkserver.drop(forkserver.running())
 
 
 def test_a_machine_that_starts_no_ranks_is_no_fault_of_the_code(monkeypatch):

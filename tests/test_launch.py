@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import train_ddp
+import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, torchrun_arguments
-from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput, refuse_copies
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
@@ -36,7 +36,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(clone: Path, out: Path, world_size: int = 2, **changes: object) -> Path:
     """The run that nothing happens to, on the ranks of a fork server: a second, not ten."""
     config = train_ddp.Config(**settings(clone, **{"out": str(out), **LONG, **changes}))
-    run_ranks(train_ddp.main, world_size, config, join=False, quiet=True, timeout_s=60)
+    training.train(train_ddp, world_size, config)
     return out
 
 
@@ -263,14 +263,18 @@ def test_each_rank_keeps_what_it_prints(clone, tmp_path):
     script = clone / "scripts" / "talk.py"
     script.write_text(TALKER)
     words = [sys.executable, clone / "scripts" / "launch.py", script, "--out", tmp_path / "logs"]
-    for life in (1, 2):
-        code, out, err = run(words, tmp_path)
-        logs = [(tmp_path / "logs" / f"rank-0000{rank}.log").read_text() for rank in (0, 1)]
-        assert code == 1 and "early 0\n" in out and "early 1\n" in out
-        assert err.count("no end") == 2 and "ValueError: fault of 1" in err
-        assert logs[0].count("early 0\nno end") == life and "early 1" not in logs[0]
-        assert logs[1].count("early 1\nno end") == life
-        assert logs[1].count("\nValueError: fault of 1\n") == life and "device: " in logs[0]
+    paths = [tmp_path / "logs" / f"rank-0000{rank}.log" for rank in (0, 1)]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_text("of an earlier life\n")
+    code, out, err = run(words, tmp_path)
+    assert code == 1 and "early 0\n" in out and "early 1\n" in out
+    assert err.count("no end") == 2 and "ValueError: fault of 1" in err
+    first, second = (path.read_text() for path in paths)
+    assert first.startswith("of an earlier life\n") and second.startswith("of an earlier life\n")
+    assert first.count("early 0\nno end") == 1 and "early 1" not in first
+    assert second.count("early 1\nno end") == 1 and "device: " in first
+    assert second.count("\nValueError: fault of 1\n") == 1
 
 
 # ---- bad input, on two ranks: exit code 2, one line, and nothing touched -----------------------
@@ -295,14 +299,20 @@ def test_mine_without_a_file(clone, tmp_path):
     assert "mine/ddp.py is not there: run check.keep()" in refuse(clone, tmp_path, impl="mine")
 
 
+@pytest.mark.nightly
 def test_checkpoint_of_another_number_of_ranks(clone, tmp_path):
+    """In one process: test_resume.py."""
     undisturbed(clone, tmp_path / "run", world_size=1, steps=3)
     (tmp_path / "run" / "status.json").unlink()
     assert "holds a run with ranks=1, not 2" in refuse(clone, tmp_path, steps=3)
 
 
+@pytest.mark.nightly
 def test_full_disk(clone, tmp_path):
-    """The limit on a file's size is the kernel's "no" that needs no root; both ranks meet it."""
+    """The limit on a file's size is the kernel's "no" that needs no root; both ranks meet it.
+
+    In every run test_run.py has ranks meet it, and test_train_single.py a command.
+    """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limit[1]))  # inherited by the job
     try:

@@ -376,7 +376,7 @@ def test_more_replicas_send_a_little_more_and_more_shards_keep_less():
     assert hsdp_bytes(8000, 2, 8, 2) == {"shard": 42_000, "replicate": 2000, "kept": 8000}
 
 
-# ---- the job's settings; its runs are in tests/test_scripts.py ---------------------------------
+# ---- the job's settings; its runs are in tests/test_train_mesh.py ---------
 
 CHOSEN = {
     1: {"dp": 1},

@@ -16,13 +16,13 @@ import train_batch_size
 import train_large_batch
 import train_layerwise
 import train_loss_surface
+import training
 from jobs import ROOT
 from jobs import run as run_command
 from manyhands.batch_size import sweep
 from manyhands.batch_size.problem import of_images
 from manyhands.data import images
 from manyhands.ranks.failures import RankFailed
-from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import storage, tasks
 from manyhands.training.storage import read_json, read_lines
@@ -76,11 +76,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(data: str):
     """Run a job's main on the ranks of a fork server; returns the numbers of result.json."""
 
-    def run(word: str, out: Path, world_size: int, main=None, quiet=True, **changes) -> dict:
+    def run(
+        word: str, out: Path, world_size: int, main=None, quiet=True, draws=False, **changes
+    ) -> dict:
         given = {"data": data, "device": "cpu", "out": str(out), **SMALL[word], **changes}
         config = SCRIPTS[word].Config(**given)
-        fn = main or SCRIPTS[word].main
-        run_ranks(fn, world_size, config, join=False, quiet=quiet, timeout_s=60)
+        training.train(SCRIPTS[word], world_size, config, main, draws, quiet)
         return numbers(out) if (out / "result.json").exists() else {}
 
     return run
@@ -97,7 +98,7 @@ def numbers(out: Path) -> dict:
 def whole(request, run, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict]:
     """One of the jobs, on one rank, and what it found."""
     out = tmp_path_factory.mktemp("one") / "run"
-    return request.param, out, run(request.param, out, 1)
+    return request.param, out, run(request.param, out, 1, draws=True)
 
 
 def test_the_folder_of_a_finished_job(whole):
@@ -112,7 +113,7 @@ def test_the_folder_of_a_finished_job(whole):
     page = (out / "report.html").read_text()
     assert f"{NUM_TASKS[word]} of {NUM_TASKS[word]}" in page
     assert SCRIPTS[word].KIND.noun in page and SCRIPTS[word].KIND.result_name in page
-    assert "validation" not in page and "not a finite" not in page
+    assert "validation" not in page and "not a finite" not in page and "<img" in page
     result = read_json(out / "result.json")
     assert result["remake"].startswith(f"RANKS=1 bash sbatch/{word}.sbatch --")
     assert result["device"] == "CPU" and result["ranks"] == 1
@@ -142,7 +143,23 @@ def test_any_number_of_ranks_finds_the_same(whole, run, tmp_path):
     assert own == SHARES[word]
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGKILL, 1), (signal.SIGTERM, 3)])
+KILLED, STOPPED = (signal.SIGKILL, 1), (signal.SIGTERM, 3)
+
+
+@pytest.mark.parametrize(
+    ("whole", "number", "at"),
+    [
+        ("batch_size", *KILLED),
+        pytest.param("batch_size", *STOPPED, marks=pytest.mark.nightly),
+        ("loss_surface", *KILLED),
+        ("loss_surface", *STOPPED),
+        pytest.param("large_batch", *KILLED, marks=pytest.mark.nightly),
+        ("large_batch", *STOPPED),
+        ("layerwise", *KILLED),
+        pytest.param("layerwise", *STOPPED, marks=pytest.mark.nightly),
+    ],
+    indirect=["whole"],
+)
 def test_a_job_goes_on_after_a_stop_or_a_kill(whole, run, tmp_path, number, at):
     """Rank 0 gets the signal when it sees so many results; that of a surface is the third."""
     word, _, found = whole

@@ -1,29 +1,32 @@
 """The job of lesson 00: the same results on any number of ranks, also after a stop or a kill."""
 
 import json
+import os
 import signal
-import subprocess
-import time
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import train_first_job
-from jobs import ROOT, environment, left_behind, make_clone
+import training
+from jobs import ROOT
+from jobs import run as run_command
 from manyhands.first_job import planning
 from manyhands.jobs import mine
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from manyhands.training import tasks
 from manyhands.training.storage import read_json, read_lines
 
 SMALL = {"smallest": 160, "networks": 2, "device": "cpu"}  # 4 sizes, 8 trainings
 
 
-def run(out: Path, world_size: int, **changes: object) -> float:
+def run(out: Path, world_size: int, main=None, draws: bool = False, **changes: object) -> float:
     """Run the job's main on the ranks of a fork server; returns the exponent."""
     config = train_first_job.Config(out=str(out), **{**SMALL, **changes})
-    return run_ranks(train_first_job.main, world_size, config, join=False, timeout_s=60)[0]
+    return training.train(train_first_job, world_size, config, main, draws, quiet=False)[0]
 
 
 def results(folder: Path) -> list[tuple]:
@@ -41,7 +44,7 @@ def test_any_number_of_ranks_finds_the_same(whole, tmp_path, capfd):
     folder, exponent = whole
     assert [size for size, *_ in results(folder)] == [160, 160, 320, 320, 640, 640, 1280, 1280]
     assert exponent > 0.2 and results(folder)[0][2] > results(folder)[-1][2]
-    assert run(tmp_path / "run", 3) == exponent
+    assert run(tmp_path / "run", 3, draws=True) == exponent
     assert results(tmp_path / "run") == results(folder)
     shares = [len(read_lines(file)) for file in sorted((tmp_path / "run/results").iterdir())]
     assert shares == [3, 3, 2]
@@ -51,7 +54,7 @@ def test_any_number_of_ranks_finds_the_same(whole, tmp_path, capfd):
     assert status["valid_loss"] == pytest.approx(sum(last) / 2)
     assert (tmp_path / "run/power_law.png").stat().st_size > 5000
     page = (tmp_path / "run/report.html").read_text()
-    assert "share of images" in page and "8 of 8" in page
+    assert "share of images" in page and "8 of 8" in page and page.count("<img") > 2
     said = capfd.readouterr().out
     assert f"** -{exponent:.3f}" in said and "data: embedded digits, 1,297 images" in said
 
@@ -71,24 +74,34 @@ def test_what_is_there_is_not_trained_again(whole, tmp_path):
     assert files[0].read_bytes().splitlines()[:3] == kept
 
 
-def test_a_stopped_job_goes_on(whole, tmp_path):
-    clone, out = make_clone(tmp_path / "clone"), tmp_path / "run"
-    flags = ["--out", str(out), "--device", "cpu", "--smallest", "160", "--networks", "40"]
-    command = ["bash", str(clone / "sbatch/first_job.sbatch"), *flags]
-    job = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists():
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and "Traceback" not in said, said
+def test_a_stopped_job_goes_on(whole, tmp_path, capfd):
+    """Rank 0 is told to stop when it has seen three results."""
+    folder, exponent = whole
+    out = tmp_path / "run"
+
+    def train_until_told(config: train_first_job.Config) -> float:
+        add = tasks.Curve.add
+
+        def add_and_signal(curve: tasks.Curve, *result: object) -> None:
+            add(curve, *result)
+            if curve.count >= 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        tasks.Curve.add = add_and_signal
+        return train_first_job.main(config)
+
+    run(out, 2, main=train_until_told)
     stopped = read_json(out / "status.json")
-    assert stopped["state"] == "stopped" and 0 < stopped["step"] < 160
-    assert f"stopped after {stopped['step']} of 160 networks" in said
-    assert len(results(out)) == stopped["step"] and not left_behind(out)
+    assert stopped["state"] == "stopped" and 3 <= stopped["step"] < 8
+    said = capfd.readouterr().out
+    assert f"stopped after {stopped['step']} of 8 networks" in said and "Traceback" not in said
+    assert len(results(out)) == stopped["step"]
+    assert run(out, 2) == exponent and results(out) == results(folder)
+
+
+def test_the_script_starts_by_itself(tmp_path):
+    code, said, err = run_command([sys.executable, train_first_job.__file__, "--help"], tmp_path)
+    assert (code, err) == (0, "") and "--networks" in said
 
 
 def share_without_the_rest(tasks, rank, world_size):

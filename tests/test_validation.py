@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import train_ddp
+import training
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checkpoint.index import sealed
 from manyhands.ranks.lab import RankFailed, run_ranks
@@ -261,7 +262,7 @@ def test_one_two_and_four_ranks_choose_and_test_the_same_weights(tmp_path):
         out = tmp_path / f"run-{ranks}"
         small = {"block": 8, "layers": 1, "batch": 8, "steps": 4, "save_every": 2}
         config = train_ddp.Config(data=str(tmp_path / "text.txt"), out=str(out), **small)
-        run_ranks(train_ddp.main, ranks, config, join=False, quiet=True)
+        training.train(train_ddp, ranks, config)
         ends.append(status(out))
         rates.append([line["valid_loss"] for line in read_lines(out / "valid.jsonl")])
     for end, rate in zip(ends, rates, strict=True):

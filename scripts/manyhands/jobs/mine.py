@@ -22,12 +22,14 @@ from pathlib import Path
 
 from manyhands.ranks.runtime import BadInput, distributed, first_line
 
-# The tests put theirs elsewhere, so that they never touch a learner's.
-FOLDER = Path(os.environ.get("MANYHANDS_MINE") or Path(__file__).resolve().parents[3] / "mine")
+
+def folder_of_answers() -> Path:
+    """mine/ of the course. The tests put theirs elsewhere, so that they never touch a learner's."""
+    return Path(os.environ.get("MANYHANDS_MINE") or Path(__file__).resolve().parents[3] / "mine")
 
 
-def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> Path:
-    """Write the answers' source to `folder`/<lesson>.py and return the path.
+def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None) -> Path:
+    """Write the answers' source to `folder`/<lesson>.py, by default in mine/; returns the path.
 
     Raises:
         ValueError: an answer uses a value of the notebook that cannot be written down.
@@ -41,6 +43,7 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> 
         "\n\n\n".join([title + "\n\n" + "\n".join(sorted(imports)), *definitions.values()]) + "\n"
     )
     compile(text, f"mine/{lesson}.py", "exec")
+    folder = folder or folder_of_answers()
     folder.mkdir(exist_ok=True)
     path = folder / f"{lesson}.py"
     path.write_text(text, encoding="utf-8")
@@ -48,13 +51,14 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path = FOLDER) -> 
 
 
 def load(
-    lesson: str, names: Iterable[str], folder: Path = FOLDER, needed: bool = True
+    lesson: str, names: Iterable[str], folder: Path | None = None, needed: bool = True
 ) -> dict[str, Callable]:
-    """Import `folder`/<lesson>.py and return those of `names` that it defines.
+    """Import <lesson>.py of `folder`, by default mine/; returns those of `names` that it defines.
 
     Raises:
         BadInput: the file does not run; or, where one is `needed`, it is absent or defines none.
     """
+    folder = folder or folder_of_answers()
     path = folder / f"{lesson}.py"
     shown = f"{folder.name}/{path.name}"
     if not path.is_file():

@@ -1,6 +1,6 @@
 """A clean process with torch imported, which forks a rank for each request of its caller.
 
-    caller --- socket: a byte and four descriptors for each rank ---> server --fork--> rank
+    caller --- socket: a number and four descriptors for each rank -> server --fork--> rank
        ^------ pipe of each rank: its process id, later its exit code ---'
 
 A server of our own, because multiprocessing's shares the terminal's process group: Ctrl-C, or Stop
@@ -41,10 +41,18 @@ LATER = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.pipelining",
 )
+# More modules, by name, that the server imports as soon as its caller has them: up to 50 of them.
+# Unlike those above they are not imported in idle time, so whoever does not use them pays nothing.
+PRELOAD = "MANYHANDS_PRELOAD"
 IDLE_S = 0.5  # without a request or a rank, after which one of the second list is imported
 READY_S = 120.0  # a busy machine needs a minute to import torch
 NUMBER = struct.Struct("q")
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def wanted_modules() -> tuple[str, ...]:
+    """What a server that starts now is ready to import, beside `FIRST`; a request counts in it."""
+    return (*LATER, *os.environ.get(PRELOAD, "").split()[:50])
 
 
 def surroundings(name: str) -> dict:
@@ -78,6 +86,7 @@ class Server:
                 start_new_session=True,
             )
         self.socket = ours
+        self.wanted = wanted_modules()
         self.owner = os.getpid()
         self.is_ready = False
 
@@ -106,11 +115,11 @@ class Server:
 
     def fork(self, status: Connection, control: Connection, *outputs: Connection) -> None:
         """Ask for a rank that gets `control` and `outputs`; `status` gets its process id."""
-        # What this process has imported its ranks are about to need: a bit for each of LATER.
-        known = sum((name in sys.modules) << bit for bit, name in enumerate(LATER))
+        # What this process has imported its ranks are about to need: a bit for each module.
+        known = sum((name in sys.modules) << bit for bit, name in enumerate(self.wanted))
         descriptors = [one.fileno() for one in (status, control, *outputs)]
         try:
-            socket.send_fds(self.socket, [bytes([known])], descriptors)
+            socket.send_fds(self.socket, [NUMBER.pack(known)], descriptors)
         except OSError as problem:
             raise ServerGone(str(problem)) from None
 
@@ -229,18 +238,18 @@ def serve(descriptor: int) -> NoReturn:
 
 
 class _Needed:
-    """Notes in a rank what it imports of LATER, so that the next ranks find it there.
+    """Notes in a rank what it imports of `wanted`, so that the next ranks find it there.
 
     Where call follows call, as when a notebook runs all its cells, the server is never idle.
     """
 
-    def __init__(self, needed: mmap.mmap) -> None:
-        self.needed = needed
+    def __init__(self, wanted: tuple[str, ...], needed: mmap.mmap) -> None:
+        self.wanted, self.needed = wanted, needed
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Finds nothing; the finders after it do."""
-        if name in LATER:
-            self.needed[LATER.index(name)] = 1
+        if name in self.wanted:
+            self.needed[self.wanted.index(name)] = 1
 
 
 class _Serving:
@@ -249,8 +258,9 @@ class _Serving:
     def __init__(self, caller: socket.socket) -> None:
         self.caller = caller
         self.ranks: dict[int, int] = {}  # process id -> descriptor for its exit code
-        self.missing = list(LATER)
-        self.needed = mmap.mmap(-1, len(LATER))  # shared with the ranks: a byte for each of LATER
+        self.wanted = wanted_modules()
+        self.missing = list(self.wanted)
+        self.needed = mmap.mmap(-1, len(self.wanted))  # shared with the ranks: a byte for each
         self.wake, self.woken = os.pipe()
         os.set_blocking(self.wake, False)
         os.set_blocking(self.woken, False)
@@ -261,7 +271,7 @@ class _Serving:
 
     def turn(self) -> None:
         """Wait for a request, for the end of a rank, or for time to load the rest."""
-        is_idle = self.missing and not self.ranks
+        is_idle = self.missing[:1] and self.missing[0] in LATER and not self.ranks
         ready = select.select([self.caller, self.wake], [], [], IDLE_S if is_idle else None)[0]
         if self.wake in ready:
             with suppress(BlockingIOError):
@@ -274,13 +284,14 @@ class _Serving:
 
     def _answer(self) -> None:
         try:
-            request, descriptors, _, _ = socket.recv_fds(self.caller, 1, 4)
+            request, descriptors, _, _ = socket.recv_fds(self.caller, NUMBER.size, 4)
         except OSError:
             request, descriptors = b"", []
         if not request:
             self._leave()
-        for bit, name in enumerate(LATER):
-            if request[0] >> bit & 1 or self.needed[bit]:
+        (known,) = NUMBER.unpack(request)
+        for bit, name in enumerate(self.wanted):
+            if known >> bit & 1 or self.needed[bit]:
                 self._load(name)
         status, *others = descriptors
         try:
@@ -308,7 +319,7 @@ class _Serving:
             for one in (self.wake, self.woken, *unused):
                 os.close(one)
             adopt_orphans()  # what a rank's child leaves behind stays below the rank
-            sys.meta_path.insert(0, _Needed(self.needed))
+            sys.meta_path.insert(0, _Needed(self.wanted, self.needed))
             control, output, stack = descriptors
             sys.modules["manyhands.ranks.lab"].live(
                 Connection(control),
@@ -323,7 +334,7 @@ class _Serving:
     def _load(self, name: str) -> None:
         if name in self.missing:
             self.missing.remove(name)
-            with suppress(ImportError):  # an older torch may lack it
+            with suppress(ImportError):  # an older torch may lack it, or there is no such module
                 importlib.import_module(name)
             gc.freeze()
 

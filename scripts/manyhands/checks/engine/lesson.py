@@ -118,7 +118,7 @@ class Lesson:
         if exercise.hints_shown == len(exercise.hints):
             print("That was the last hint. The solution notebook is in the folder solutions/.")
 
-    def keep(self, folder: Path = mine.FOLDER) -> None:
+    def keep(self, folder: Path | None = None) -> None:
         """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
         done = [exercise for todo, exercise in self.exercises.items() if self.done(todo)]
         passed = {name: part for e in done for name, part in named_parts(e).items()}

@@ -1,0 +1,79 @@
+"""The job of lesson 13: matrices cut in every way train like one process."""
+
+import pytest
+
+import train_tensor
+from training import (
+    SAVING,
+    TWO,
+    Runs,
+    assert_a_signal_in_the_validation_stops_all_ranks,
+    assert_every_impl_is_tried,
+    assert_goes_on_after_a_kill,
+    assert_like_one_process,
+    assert_nearly_same_training,
+    assert_starts_by_itself,
+    assert_yours_train_like_one_process,
+    refusal,
+)
+
+MINE = {"impl": "mine", **TWO}
+WAYS = [  # settings, ranks
+    (changes | {"impl": impl, **TWO}, world_size)
+    for changes, world_size in (({}, 2), ({"sequence": True}, 2), ({"tensor": 2}, 4))
+    for impl in ("scratch", "torch")
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(train_tensor, tmp_path_factory.mktemp("runs"))
+
+
+def test_your_functions_train_like_one_process(runs, tmp_path, capfd, monkeypatch):
+    yours = "TensorParallel, TensorSequenceParallel, data_place"
+    said, _ = assert_yours_train_like_one_process(runs, tmp_path, capfd, monkeypatch, yours, **MINE)
+    assert "memory: at most " in said
+    assert_every_impl_is_tried(train_tensor, [MINE, *(changes for changes, _ in WAYS)])
+
+
+@pytest.mark.parametrize(("changes", "world_size"), WAYS)
+def test_every_way_trains_like_one_process(runs, changes, world_size):
+    assert_like_one_process(runs, changes, world_size)
+
+
+@pytest.mark.parametrize("impl", ["scratch", "torch"])
+def test_bfloat16_trains_nearly_like_float32(runs, impl):
+    changes = {"impl": impl, "dtype": "bfloat16", **TWO}
+    assert_nearly_same_training(runs.calm(2, **changes), runs.single(**changes))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("changes", "world_size", "victim"),
+    [({}, 2, 0), ({"impl": "torch", "tensor": 2, "sequence": True}, 4, 2)],
+)
+def test_a_killed_rank_goes_on_bit_for_bit(runs, tmp_path, changes, world_size, victim):
+    changes = changes | TWO | SAVING
+    assert_goes_on_after_a_kill(runs, tmp_path / "run", changes, world_size, victim)
+
+
+@pytest.mark.nightly
+def test_a_signal_in_the_validation_stops_all_ranks(runs, tmp_path):
+    assert_a_signal_in_the_validation_stops_all_ranks(runs, tmp_path, TWO, 2)
+
+
+def test_the_script_starts_by_itself(tmp_path):
+    assert_starts_by_itself(train_tensor, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"impl": "mine"}, "mine/tensor.py is not there: run check.keep()"),
+        ({"device": "cuda"}, "--device cuda, but this node has 0 GPU(s) for 1 process(es)"),
+        ({"tensor": 2}, "--tensor 2 does not fit 1 rank(s)"),
+    ],
+)
+def test_settings_that_cannot_be(runs, tmp_path, changes, words):
+    assert words in refusal(train_tensor, runs, tmp_path, **changes)

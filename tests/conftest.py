@@ -128,8 +128,15 @@ def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item
     items[:] = kept
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest's workers look at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what is asked for. Skip tests marked `gpu` where torch sees no GPU, and say so."""
+    """Keep what is asked for. Skip tests marked `gpu` where torch sees no GPU, and say so.
+
+    What uses the cluster runs in one of pytest's workers (--dist loadgroup), so that there is one.
+    """
+    for item in items:
+        if "slurm" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("slurm"))
     keep_only(config, items)
     if not config.getoption("--nightly"):
         keep(config, items, [one for one in items if not one.get_closest_marker("nightly")])
@@ -170,7 +177,7 @@ def slurm_installed() -> None:
 
 @pytest.fixture(scope="session")
 def slurm(slurm_installed: None) -> Iterator["Cluster"]:
-    """A Slurm cluster of 3 nodes with 4 GPUs each, for all tests of one of pytest's workers."""
+    """A Slurm cluster of 3 nodes with 4 GPUs each, for all tests of a session."""
     from cluster import Cluster
 
     mode = os.environ.get("MANYHANDS_SLURM_MODE", "auto")

@@ -1,84 +1,125 @@
 """The test of an exercise: its mistakes are named, right answers accepted, wrong ones told.
 
 The mistakes that a check knows are at the same time its wrong answers, so they stand nowhere else.
-All answers of an exercise are tried on the same cases in one set of ranks, and so are all mistakes;
-only what ends the ranks is tried by itself.
+The cases are drawn once for an exercise, and what the truth and the mistakes show in them is shared
+by all answers. These are tried in one set of ranks, and so are the mistakes; only what hangs or
+ends the ranks is tried by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
 
 from manyhands.checks.engine import trial, verdict
 from manyhands.checks.engine.answer import parts_of
-from manyhands.checks.engine.card import NotJudged, Verdict, Wrong
+from manyhands.checks.engine.card import Verdict, Wrong
 from manyhands.checks.engine.lesson import Exercise, judge
-from manyhands.checks.engine.mistakes import Mistake
+from manyhands.checks.engine.mistakes import TOGETHER, Mistake
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Faces, Trial
+from manyhands.ranks.failures import RankFailed, RanksHung
 
-LIMIT_S = 180
-NAMING_S = 30  # more than in a verdict: a busy machine finds every mistake
+CHECKS = Path(__file__).resolve().parents[1] / "scripts/manyhands/checks"
+LIMIT_S = 180  # for naming; far more than in a verdict: a busy machine tries every mistake
 HANG_S = 2.0  # after which a mistake that ends the ranks is said to hang
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
 
 
-class Audit:
-    """An exercise, tried on one draw of its cases."""
+Shown = tuple[list[trial.Row], RankFailed | None]  # by an answer, and the failure that it ended in
 
-    def __init__(self, exercise: Exercise) -> None:
+
+class Audit:
+    """An exercise and answers to it, tried on one draw of its cases."""
+
+    def __init__(self, exercise: Exercise, answers: Sequence[object] = ()) -> None:
         self.exercise = exercise
         self.spec = exercise.spec
+        self.answers = answers
         self.cases = self.spec.draw()
         self.steps = self.spec.steps(self.cases)
+        patient = replace(self.spec, mistake_s=max(MISTAKE_S, self.spec.mistake_s))
+        self.faces = Faces(patient, self.cases, LIMIT_S)
+        runnable = [one for one in answers if all(map(callable, parts_of(one)))]
+        (self.wanted, _), *shown = self._all_shown([self.spec.truth, *runnable])
+        self.shown = dict(zip(map(id, runnable), shown, strict=True))
 
     def of_mistakes(self) -> list[str]:
         """What is wrong with the exercise's own list of mistakes."""
-        patient = replace(self.spec, mistake_s=max(MISTAKE_S, self.spec.mistake_s))
         complaints = [words for m in self.spec.mistakes if (words := unwritable(self.spec, m))]
         if complaints:
             return complaints
-        faces = Faces(patient, self.cases, LIMIT_S)
-        rows, _ = trial.look(self.spec, [self.spec.truth], self.steps, self.cases, LIMIT_S)
-        if len(rows) < len(self.steps):
+        if len(self.wanted) < len(self.steps):
             return ["the truth does not end"]
-        if all(sight.kind == "raised" for row in rows for sight in row):
-            return [f"the truth raises in every case: {rows[0][0].data}"]
-        listed = faces.listed
-        shown = faces.of(listed, range(len(self.steps)))
-        for mistake, face in zip(listed, shown, strict=True):
-            tried = Trial(self.spec, None, faces, rows, face, None)
-            if words := _complaint(tried, mistake, listed, shown):
+        if all(sight.kind == "raised" for row in self.wanted for sight in row):
+            return [f"the truth raises in every case: {self.wanted[0][0].data}"]
+        self.faces.begin()
+        listed = self.faces.listed
+        faces = self.faces.of(listed, range(len(self.steps)))
+        for mistake, face in zip(listed, faces, strict=True):
+            tried = self._trial(None, (face, None), slips=False)
+            if words := _complaint(tried, mistake, listed, faces):
                 complaints.append(f"{mistake.why!r} {words}")
         ending = [mistake for mistake in self.spec.mistakes if mistake.ends]
-        quick = replace(self.spec, limit_s=min(HANG_S, self.spec.limit_s))
-        return complaints + [words for m in ending if (words := _unseen(quick, m))]
+        return complaints + [words for mistake in ending if (words := self._unseen(mistake))]
 
-    def verdicts(self, answers: list) -> Iterator[Verdict]:
-        """The verdicts on all these answers, as a learner gets them."""
-        faces = Faces(self.spec, self.cases, NAMING_S)
-        runnable = [one for one in answers if all(map(callable, parts_of(one)))]
-        wanted, *found = self._rows([self.spec.truth, *runnable])
-        rows = {id(one): face for one, face in zip(runnable, found, strict=True)}
-        for answer in answers:
-            if wanted and rows.get(id(answer)):
-                tried = Trial(self.spec, answer, faces, wanted, rows[id(answer)], None)
-                yield judge(
-                    replace(self.exercise, check=lambda _, t=tried: verdict.tell(t)), answer
-                )
-            else:
+    def verdicts(self, slips: Sequence[bool] | None = None) -> Iterator[Verdict]:
+        """The verdicts on all answers, as a learner gets them.
+
+        Args:
+            slips: of each answer, whether slips are tried on it as well; by default on all.
+        """
+        for answer, with_slips in zip(self.answers, slips or repeat(True), strict=False):
+            shown = self.shown.get(id(answer))
+            if shown is None or len(self.wanted) < len(self.steps) or verdict.is_a_fault(shown[1]):
                 yield judge(self.exercise, answer)
+                continue
+            tried = self._trial(answer, shown, with_slips)
+            yield judge(replace(self.exercise, check=lambda _, t=tried: verdict.tell(t)), answer)
 
-    def _rows(self, answers: list) -> list[list[trial.Row]]:
-        """What each answer shows in all steps; [] for those that end the ranks."""
+    def is_of_slips(self, words: str) -> bool:
+        """Can a verdict hold these words only after slips have been tried?"""
+        said = [verdict.NO_CAUSE, TOGETHER]
+        said += [text for slip in self.faces.slips for text in (slip.why, slip.hint)]
+        return bool(words) and any(words in text for text in said)
+
+    def _trial(self, answer: object, shown: Shown, slips: bool) -> Trial:
+        return Trial(self.spec, answer, self.faces, self.wanted, *shown, slips=slips)
+
+    def _all_shown(self, answers: list) -> list[Shown]:
+        """What each answer shows; one that hangs or ends the ranks leaves the others their turn."""
         n = len(self.steps)
-        limit_s = self.spec.limit_s / 2  # a hang is tried again by itself
-        found: list[list[trial.Row]] = []
+        found: list[Shown] = []
         while len(found) < len(answers):
-            left = answers[len(found) :]
-            rows, _ = trial.look(self.spec, left, self.steps, self.cases, limit_s)
-            found += [rows[at : at + n] for at in range(0, len(rows) - n + 1, n)]
-            found += [[]] if len(found) < len(answers) else []
+            rows, failed = self._look(answers[len(found) :], self.spec.limit_s / 2)
+            found += [(rows[at : at + n], None) for at in range(0, len(rows) - n + 1, n)]
+            if len(found) < len(answers):
+                own = rows[len(rows) // n * n :]
+                # All of them had the limit together, or the one before may have ended the ranks.
+                is_open = isinstance(failed, RanksHung) or verdict.is_a_fault(failed)
+                if is_open or not (own or failed):
+                    limit_s = self.spec.limit_s if found else LIMIT_S  # the truth ends at last
+                    own, failed = self._look([answers[len(found)]], limit_s)
+                found.append((own, failed))
         return found
+
+    def _look(self, answers: list, limit_s: float) -> Shown:
+        return trial.look(self.spec, answers, self.steps, self.cases, limit_s)
+
+    def _unseen(self, mistake: Mistake) -> str:
+        """What is wrong with a mistake that ends the ranks, or ""."""
+        answer = mistake.change.make(self.spec.truth)
+        for _ in range(2):  # once more where the machine was at fault
+            shown = self._look([answer], min(HANG_S, self.spec.limit_s))
+            if not verdict.is_a_fault(shown[1]):
+                break
+        else:
+            return f"{mistake.why!r} is not judged: {shown[1]}"
+        try:
+            verdict.tell(self._trial(answer, shown, slips=False))
+        except Wrong:
+            return ""
+        return f"{mistake.why!r} is not seen"
 
 
 def unwritable(spec: Spec, mistake: Mistake) -> str:
@@ -106,13 +147,3 @@ def _complaint(tried: Trial, mistake: Mistake, listed: list[Mistake], shown: lis
         if verdict.matches(tried, other, face, indexes)
     ]
     return "" if named[:1] == [mistake.why] else f"is named {named[:1]}"
-
-
-def _unseen(spec: Spec, mistake: Mistake) -> str:
-    try:
-        verdict.check(spec, mistake.change.make(spec.truth))
-    except Wrong:
-        return ""
-    except NotJudged as fault:
-        return f"{mistake.why!r} is not judged: {fault}"
-    return f"{mistake.why!r} is not seen"

@@ -25,7 +25,8 @@ def main(todo: str) -> int:
     named |= {f"right: {getattr(one, '__name__', one)}": one for one in tables.RIGHT[todo]}
     wrongs = tables.WRONG.get(todo, ())
     named |= {f"wrong: {getattr(one, '__name__', one)}": one for one, _ in wrongs}
-    for name, verdict in zip(named, Audit(exercise).verdicts(list(named.values())), strict=True):
+    audit = Audit(exercise, list(named.values()))
+    for name, verdict in zip(named, audit.verdicts(), strict=True):
         print(f"{name}\n    {verdict!r}\n")
     return 0
 

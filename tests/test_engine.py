@@ -123,6 +123,12 @@ LESSON.add(MEAN)
 LESSON.add(TOTAL)
 
 
+@pytest.fixture(autouse=True)
+def time_to_name(monkeypatch):
+    """A busy machine tries every mistake, too."""
+    monkeypatch.setattr(verdict, "NAMING_S", 120.0)
+
+
 def told(spec: Spec, answer: object) -> str:
     random.seed(7)
     try:
@@ -132,8 +138,8 @@ def told(spec: Spec, answer: object) -> str:
     return "done"
 
 
-def audit(spec: Spec) -> Audit:
-    return Audit(Lesson("demo").add(spec).exercise)
+def audit(spec: Spec, *answers: object) -> Audit:
+    return Audit(Lesson("demo").add(spec).exercise, answers)
 
 
 @pytest.mark.parametrize("spec", (MEAN, TOTAL), ids=lambda spec: spec.todo)
@@ -164,9 +170,10 @@ def never_ends(numbers, skip=0):
 
 def test_answers_that_are_tried_together_get_verdicts_of_their_own():
     answers = [mean, mean_of_all, never_ends, 5, median, mean]
-    told = list(audit(MEAN).verdicts(answers))
+    tried = audit(replace(MEAN, limit_s=2.0), *answers)
+    told = list(tried.verdicts())
     assert [one.state for one in told] == ["done", *["not yet"] * 4, "done"]
-    alone = [judge(LESSON.exercises["90.1"], answer) for answer in answers]
+    alone = [judge(tried.exercise, answer) for answer in answers]
     assert [one.why for one in told] == [one.why for one in alone]
     assert told[1].why and "never ended" in told[2].seen and "is 5, not a function" in told[3].seen
 
@@ -435,6 +442,16 @@ def test_slips_that_any_function_can_have_are_named():
     assert "reciprocal" in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
     found = [mistake.why for mistake in mistakes.generic(total, talks=True)]
     assert found.count(mistakes.NO_GROUP) >= 2
+
+
+def test_an_audit_tries_slips_only_where_it_is_told_to():
+    tried = audit(MEAN, lambda n, skip=0: 2 * mean(n, skip), two_mistakes)
+    slip = "The result is twice the right one."
+    assert [one.why for one in tried.verdicts([False, False])] == [verdict.NO_CAUSE] * 2
+    once, both = [one.why for one in tried.verdicts()]
+    assert once == slip and both.startswith(mistakes.TOGETHER)
+    assert all(map(tried.is_of_slips, (slip, "twice", verdict.NO_CAUSE, mistakes.TOGETHER)))
+    assert not any(map(tried.is_of_slips, ("", "`skip` is ignored.", "raised ValueError")))
 
 
 def test_a_group_is_dropped_in_all_calls_or_in_one():

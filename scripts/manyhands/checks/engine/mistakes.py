@@ -54,6 +54,9 @@ class Change:
         return sources
 
 
+TOGETHER = "Two mistakes together show this."
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A wrong way, the sentence that names it, and what to try.
@@ -71,7 +74,7 @@ class Mistake:
     ends: bool = False
 
     def __add__(self, other: "Mistake") -> "Mistake":
-        why = f"Two mistakes together show this. {self.why} And: {other.why}"
+        why = f"{TOGETHER} {self.why} And: {other.why}"
         return Mistake(self.change + other.change, why, self.hint)
 
 

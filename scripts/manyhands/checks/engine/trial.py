@@ -255,7 +255,8 @@ class Meeting:
         self.me = dist.get_rank()
         self.num_steps = 0
         shape = (self.n, 2 + 2 * self.n * self.n)
-        self.rows = np.memmap(Path(folder, "meeting"), np.int64, "r+", shape=shape)
+        # As a plain array: each look at a memmap takes several times as long.
+        self.rows = np.asarray(np.memmap(Path(folder, "meeting"), np.int64, "r+", shape=shape))
         self.rows[self.me, 0] = os.getpid()
 
     @staticmethod

@@ -76,10 +76,11 @@ class Faces:
         slips = generic(self.spec.truth, talks=bool(self.spec.layouts))
         return [mistake for mistake in slips if not mistake.ends]
 
-    def rounds(self) -> Iterator[list[Mistake]]:
-        """A few mistakes at a time, those of any function last and not made before."""
+    def rounds(self, slips: bool) -> Iterator[list[Mistake]]:
+        """A few mistakes at a time, those of any function last, if at all, and not made before."""
         yield from self._few(self.listed)
-        yield from self._few(self.slips)
+        if slips:
+            yield from self._few(self.slips)
 
     def _few(self, mistakes: list[Mistake]) -> Iterator[list[Mistake]]:
         for first in range(0, len(mistakes), self.spec.at_once):
@@ -129,7 +130,12 @@ class Faces:
 
 @dataclass
 class Trial:
-    """An answer tried beside the truth. `found` ends early where the ranks did."""
+    """An answer tried beside the truth. `found` ends early where the ranks did.
+
+    Args:
+        slips: may slips of any function, and two mistakes at once, be named as well? A test of
+            answers that are none of these saves their time.
+    """
 
     spec: Spec
     answer: object
@@ -137,6 +143,7 @@ class Trial:
     wanted: list[Row]
     found: list[Row]
     failed: RankFailed | None
+    slips: bool = True
 
     @property
     def steps(self) -> list[Step]:
@@ -213,7 +220,7 @@ def attempt(spec: Spec, answer: object) -> Trial:
         steps = spec.steps(cases)
         rows, failed = look(spec, [spec.truth, answer], steps, cases, spec.limit_s, quiet=False)
         wanted = rows[: len(steps)]
-        if len(wanted) == len(steps) and not _is_a_fault(failed):
+        if len(wanted) == len(steps) and not is_a_fault(failed):
             found = rows[len(steps) :]
             left_s = VERDICT_S - (time.monotonic() - begin_s)
             faces = Faces(spec, cases, max(NAMING_S, left_s))
@@ -222,7 +229,7 @@ def attempt(spec: Spec, answer: object) -> Trial:
     raise NotJudged(f"the machine did not let the check finish ({' '.join(str(reason).split())})")
 
 
-def _is_a_fault(failed: RankFailed | None) -> bool:
+def is_a_fault(failed: RankFailed | None) -> bool:
     """Did the machine end the ranks, so that nothing is known about the answer?"""
     return isinstance(failed, MachineFault) or "SIGKILL" in str(failed and failed.failure.message)
 
@@ -238,13 +245,13 @@ def name(trial: Trial, index: int) -> Mistake | None:
     faces = trial.faces
     faces.begin()
     seen: list[bool | None] = []
-    for tried in faces.rounds():
+    for tried in faces.rounds(trial.slips):
         heads = faces.of(tried, [index])
         if named := best(trial, _near(trial, tried, heads, index)):
             return named
         seen += [_is_seen(trial, face, index) for face in heads]
     is_value = all(sight.kind == "value" for sight in trial.found[index])
-    if not is_value or trial.spec.layouts:
+    if not is_value or trial.spec.layouts or not trial.slips:
         return None
     pairs = faces.pairs(index, seen)
     return best(trial, _near(trial, pairs, faces.of(pairs, [index]), index))

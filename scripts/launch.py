@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from manyhands.instruments.meters import machine
+from manyhands.ranks import private
 from manyhands.ranks.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
@@ -47,7 +47,7 @@ def torchrun_arguments(environ: Mapping[str, str], num_gpus: int, num_cores: int
         raise BadInput(f"RANKS is {ranks!r}: give the number of ranks a node, 1 or more")
     num_nodes = int(environ.get("NODES", 1))
     if num_nodes == 1:
-        return ["--standalone", f"--nproc-per-node={ranks}"]
+        return ["--nnodes=1", f"--nproc-per-node={ranks}"]
     return rendezvous_arguments(
         num_nodes=num_nodes,
         processes_per_node=int(ranks),
@@ -55,6 +55,18 @@ def torchrun_arguments(environ: Mapping[str, str], num_gpus: int, num_cores: int
         job_id=int(environ["SLURM_JOB_ID"]),
         is_head=environ.get("SLURM_NODEID", "0") == "0",
     )
+
+
+def room_arguments(room: Path, one_node: bool) -> list[str]:
+    """The arguments that keep what the agent writes in the job's room; on one node also its store.
+
+    With --standalone the agent would open a port that all users can join, and read a pickle there.
+    """
+    logs = [f"--log-dir={room / 'logs'}"]
+    if not one_node:
+        return logs
+    meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+    return [*meeting, f"--rdzv-endpoint={room / 'agents'}", f"--rdzv-id={room.name}", *logs]
 
 
 def node_of_pod(environ: Mapping[str, str]) -> dict[str, str]:
@@ -123,21 +135,21 @@ def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
     return status.is_file() and json.loads(status.read_text())["state"] != "finished"
 
 
-def prepare_environment(num_threads: int, one_node: bool) -> None:
-    """Set what the ranks inherit: threads, the network's interface, and folders for caches."""
+def prepare_environment(num_threads: int, one_node: bool, room: Path) -> None:
+    """Set what the ranks inherit: threads, where they meet, and folders for caches."""
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ.pop(private.ROOM, None)
     if one_node:
+        os.environ[private.ROOM] = str(room)
+        # The agent's own store would be a port; this variable is torch's, and keeps it closed.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # The interface between the nodes, as site.env names it, may not be there on a login node.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = private.LOOPBACK
         os.environ.pop("NCCL_SOCKET_IFNAME", None)
     if "MANYHANDS_BATCH" in os.environ:
         # A node's own disk: home folders on a cluster are slow, and shared by all nodes.
-        folder = Path(tempfile.gettempdir()) / f"manyhands-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            folder = Path(tempfile.mkdtemp(prefix="manyhands-"))  # code from the cache will be run
         for name in CACHES:
-            os.environ.setdefault(name, str(folder / name.lower()))
+            os.environ.setdefault(name, str(room / name.lower()))
 
 
 def launch(command: list[str]) -> int:
@@ -148,17 +160,25 @@ def launch(command: list[str]) -> int:
     num_gpus = torch.cuda.device_count()
     arguments = torchrun_arguments(os.environ, num_gpus, granted["num_cores"])
     ranks = int(arguments[1].split("=")[1])
-    prepare_environment(max(1, granted["num_cores"] // ranks), "--standalone" in arguments)
-    if granted["num_gpus"] and not num_gpus and os.environ.get("SLURM_NODEID", "0") == "0":
-        print(
-            f"launch.py: {granted['num_gpus']} GPU(s) were granted on {granted['host']}, but torch "
-            f"{torch.__version__} sees none: the ranks use the CPU. Is this torch made for CUDA?",
-            flush=True,
-        )
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
-    end_with_caller()
+    one_node = arguments[0] == "--nnodes=1"
+    with private.made_room() as room:
+        prepare_environment(max(1, granted["num_cores"] // ranks), one_node, room)
+        if granted["num_gpus"] and not num_gpus and os.environ.get("SLURM_NODEID", "0") == "0":
+            print(
+                f"launch.py: {granted['num_gpus']} GPU(s) were granted on {granted['host']}, but "
+                f"torch {torch.__version__} sees none: the ranks use the CPU. Is this torch made "
+                "for CUDA?",
+                flush=True,
+            )
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.distributed"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
+        end_with_caller(str(room))
+        return run_agent([*arguments, *room_arguments(room, one_node)], command)
+
+
+def run_agent(arguments: list[str], command: list[str]) -> int:
+    """Be torchrun's agent until the ranks have ended, and return the exit code."""
     # An agent without this option passes on all of them but SIGUSR1.
     knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
     handled = STOPS
@@ -166,7 +186,7 @@ def launch(command: list[str]) -> int:
         handled = [name for name in STOPS if name != "SIGTERM"]
         signal.signal(signal.SIGTERM, pass_on_to_ranks)
     if knows:
-        arguments.append(f"--signals-to-handle={','.join(handled)}")
+        arguments = [*arguments, f"--signals-to-handle={','.join(handled)}"]
     try:
         torchrun.main([*arguments, *command])
     except ChildFailedError as error:

@@ -161,10 +161,10 @@ def test_the_head_s_name_is_in_the_dns():
 def test_one_pod_is_one_machine_and_a_number_of_ranks_is_heard():
     for environ in ({}, {"NODES": "1"}, {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}):
         alone = {"JOB_COMPLETION_INDEX": "0", **environ}
-        assert torchrun_arguments(alone, 3) == ["--standalone", "--nproc-per-node=3"]
+        assert torchrun_arguments(alone, 3) == ["--nnodes=1", "--nproc-per-node=3"]
     two = {"PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}
-    assert torchrun_arguments(two, 3) == ["--standalone", "--nproc-per-node=2"]
-    assert torchrun_arguments(two | {"RANKS": "5"}, 3) == ["--standalone", "--nproc-per-node=5"]
+    assert torchrun_arguments(two, 3) == ["--nnodes=1", "--nproc-per-node=2"]
+    assert torchrun_arguments(two | {"RANKS": "5"}, 3) == ["--nnodes=1", "--nproc-per-node=5"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import train_ddp
 import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, torchrun_arguments
+from manyhands.ranks import private
 from manyhands.ranks.runtime import BadInput, refuse_copies
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
@@ -211,27 +211,20 @@ def test_number_of_ranks():
         ({"RANKS": "5"}, 4, 1, 5),
     ):
         words = torchrun_arguments(environ, num_gpus, num_cores)
-        assert words == ["--standalone", f"--nproc-per-node={ranks}"]
+        assert words == ["--nnodes=1", f"--nproc-per-node={ranks}"]
 
 
 def test_caches_of_a_batch_job_lie_on_the_node(tmp_path, monkeypatch):
-    """In a folder of the user's own: code that lies there is run."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    """In the job's room: code that lies there is run."""
     monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": "ib0", "TRITON_CACHE_DIR": "mine"})
-    prepare_environment(3, one_node=True)
+    prepare_environment(3, one_node=True, room=tmp_path)
     assert os.environ.pop("GLOO_SOCKET_IFNAME").startswith("lo") and "ib0" not in str(os.environ)
-    assert os.environ == {"TRITON_CACHE_DIR": "mine", "OMP_NUM_THREADS": "3"}
-    folder = tmp_path / f"manyhands-{os.getuid()}"
+    assert os.environ[private.ROOM] == str(tmp_path) and "MPLCONFIGDIR" not in os.environ
     os.environ["MANYHANDS_BATCH"] = "1"
-    prepare_environment(3, one_node=False)
+    prepare_environment(3, one_node=False, room=tmp_path)
     assert "GLOO_SOCKET_IFNAME" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
-    assert os.environ.pop("MPLCONFIGDIR") == str(folder / "mplconfigdir")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.rename(tmp_path / "another's")
-    folder.symlink_to(tmp_path / "another's")
-    prepare_environment(3, one_node=False)
-    assert folder != Path(os.environ["MPLCONFIGDIR"]).parent
-    assert folder.resolve() != Path(os.environ["MPLCONFIGDIR"]).parent.resolve()
+    assert os.environ["MPLCONFIGDIR"] == str(tmp_path / "mplconfigdir")
+    assert private.ROOM not in os.environ and os.environ["OMP_NUM_THREADS"] == "3"
 
 
 TALKER = """

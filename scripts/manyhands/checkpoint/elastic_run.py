@@ -9,8 +9,8 @@ when a node dies, the other one goes on alone; when a node comes, the agents end
 signal, upon which these save, and start new ones. Each start is a life of the run, which goes on
 from the newest checkpoint with as many ranks as there are.
 
-The store is this process, so that either node can die. In a job of a cluster it is one of the
-nodes, and if that one dies, the scheduler has to start the job again.
+The store is a file that no other user can open, so that either node can die. In a job of a cluster
+it is one of the nodes, and if that one dies, the scheduler has to start the job again.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -22,14 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from manyhands.checkpoint.elastic import misused, read_notes, surviving_history
+from manyhands.ranks import private
 from manyhands.training.storage import read_lines
 
 PROGRAM = Path(__file__).resolve().parents[2] / "train_checkpoint.py"
@@ -42,20 +41,25 @@ class Node:
 
     Args:
         command: the script and its flags.
-        port: of the store where agents meet, on this machine.
+        room: where agents meet, and their ranks (private.py).
     """
 
-    def __init__(self, name: str, command: Sequence[str], port: int, num_ranks: int) -> None:
+    def __init__(self, name: str, command: Sequence[str], room: Path, num_ranks: int) -> None:
         self.name, self.num_ranks = name, num_ranks
-        conf = "is_host=0,join_timeout=120,last_call_timeout=3"
+        conf = "store_type=file,join_timeout=120,last_call_timeout=3"
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"]
         words += [f"--nproc-per-node={num_ranks}", "--max-restarts=9", "--monitor-interval=0.2"]
-        words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}"]
-        words += [f"--rdzv-conf={conf}", "--local-addr=127.0.0.1", *command]
+        words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint={room / 'agents'}"]
+        words += [f"--rdzv-conf={conf}", "--local-addr=127.0.0.1", f"--log-dir={room / 'logs'}"]
+        words += command
         environ = {key: value for key, value in os.environ.items() if key != "MANYHANDS_RULES"}
-        # Without this, new ranks would read in the agents' store where the dead ones had listened.
+        # Without this, all lives would have the same port, and new ranks would read in its store
+        # where the dead ones had listened.
         environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        shared = room / "ranks"  # no rank takes it along when its agent dies
+        shared.mkdir(exist_ok=True)
+        environ |= {private.ROOM: str(shared), "OMP_NUM_THREADS": "1"}
+        environ["GLOO_SOCKET_IFNAME"] = private.LOOPBACK
         self.agent = psutil.Popen(
             words,
             env=environ,
@@ -106,20 +110,21 @@ def rehearse(
     Raises:
         TimeoutError: something did not happen in time.
     """
-    timeout = timedelta(seconds=limit_s)
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     flags = {**SETTINGS, "data": data, "steps": steps, "device": "cpu", "out": out}
     command = [str(PROGRAM), *(f"--{name}={value}" for name, value in flags.items())]
+    with private.made_room() as room:
+        return _kill_and_start(lambda name: Node(name, command, room, num_ranks), out, limit_s)
+
+
+def _kill_and_start(start: Callable[[str], Node], out: Path, limit_s: float) -> list[dict]:
     events = []
 
     def note(what: str) -> None:
         events.append({"event": what, "step": last_step(out)})
 
-    def start(name: str) -> Node:
-        return Node(name, command, meeting.port, num_ranks)
-
     with start("A") as node_a:
         with start("B") as node_b:
+            num_ranks = node_b.num_ranks
             until(lambda: last_step(out) >= 50, limit_s)
             node_b.kill_rank()
             note("a rank is killed")

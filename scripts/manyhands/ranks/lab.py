@@ -4,8 +4,8 @@
                                                  '-- rank 1   joined by gloo over loopback
 
 A rank is forked from a clean server, because a fork of a kernel that has used torch's threads can
-hang, and a spawned process imports torch again (seconds). Ranks meet in a store that the caller
-holds on a port the system picks. Every wait has a limit and nothing outlives the call. Stop and
+hang, and a spawned process imports torch again (seconds). Ranks meet in a folder that no other user
+can open (private.py). Every wait has a limit and nothing outlives the call. Stop and
 Ctrl-C are noted, and acted on where ranks can be ended in an orderly way: within a moment, but for
 the import of torch, which would be left in halves.
 """
@@ -14,6 +14,7 @@ import faulthandler
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,11 +23,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection, spawn
+from pathlib import Path
 from typing import NoReturn
 
 import cloudpickle
 
-from manyhands.ranks import forkserver
+from manyhands.ranks import forkserver, private
 from manyhands.ranks.failures import (
     Failure,
     MachineFault,
@@ -108,21 +110,22 @@ def _run(
     """One try of `run_ranks`; ServerGone where the ranks did not start."""
     import torch.distributed  # noqa: F401 (it takes seconds, in which the server does the same)
 
+    server.wait_ready(interrupts.stop_if_any)
     ranks: list[_Rank] = []
-    try:
-        server.wait_ready(interrupts.stop_if_any)
-        with _meeting_place(world_size) as environ:
+    with private.made_room() as room:
+        try:
+            environ = _environment(world_size, room) | changes
             for rank in range(world_size):
                 name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone: no name
                 ranks.append(_Rank(rank, name, forkserver.Forked(server)))
             for rank in ranks:
                 rank.process.wait_started(interrupts.stop_if_any)
-                _give_task(rank, blob, environ | changes, timeout_s, join)
+                _give_task(rank, blob, environ, timeout_s, join)
             clock = _wait(ranks, timeout_s, quiet, server, interrupts)
             _raise_if_failed(ranks, clock)
-        return [cloudpickle.loads(rank.value) for rank in ranks]
-    finally:
-        _end(ranks)
+            return [cloudpickle.loads(rank.value) for rank in ranks]
+        finally:
+            _end(ranks)
 
 
 def warm_up() -> None:
@@ -199,27 +202,23 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-@contextmanager
-def _meeting_place(world_size: int) -> Iterator[dict[str, str]]:
-    """A store on a free port of this machine, and the environment that leads ranks to it."""
-    from torch.distributed import TCPStore
-
-    # This process holds the store, as torchrun's agent does, so no rank has to pick a port.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    yield {
+def _environment(world_size: int, room: Path) -> dict[str, str]:
+    """The variables of all ranks, which lead them to each other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # for what knows nothing of the room
+    return {
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        private.ROOM: str(room),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+        "GLOO_SOCKET_IFNAME": private.LOOPBACK,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # with gloo, DeviceMesh would still take the GPUs it sees
     }
-    del store
 
 
 def _give_task(rank: _Rank, blob: bytes, environ: dict, timeout_s: float, join: bool) -> None:
@@ -252,7 +251,7 @@ def live(
     from manyhands.ranks.rules import watching
     from manyhands.ranks.runtime import end_with_parent
 
-    end_with_parent(lambda: _caller_is_gone(control))
+    end_with_parent(environ[private.ROOM], lambda: _caller_is_gone(control))
     torch.set_num_threads(1)
     longest_s = CAP * timeout_s + 60
     try:

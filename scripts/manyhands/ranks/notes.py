@@ -7,7 +7,7 @@ The store is the one that the ranks met in. A rank that waits for long puts its 
 and simulates what it finds there of the others'; the last one to end does so in any case.
 """
 
-import pickle
+import json
 import time
 import zlib
 from collections import Counter
@@ -137,21 +137,20 @@ class Notes:
     def linger(self) -> None:
         """Stay a moment for those that have not ended, since this rank may hold the store."""
         end_s = time.monotonic() + LEAVE_S
-        with suppress(dist.DistError):
+        with suppress(RuntimeError):  # a store says this or a kind of it
             while not self.store.check(["judged"]) and time.monotonic() < end_s:
                 time.sleep(0.005)
 
     def _publish(self, has_ended: bool = False) -> None:
         if has_ended or self.published < len(self.program):
-            content = zlib.compress(pickle.dumps((self.program, has_ended)), 1)
-            self.store.set(f"program {self.rank}", content)
+            self.store.set(f"program {self.rank}", _packed(self.program, has_ended))
             self.published = len(self.program)
 
     def _read(self) -> dict[int, tuple[list[Step], bool]]:
         """The programs that are in the store, and whether they are known to the end."""
         names = {rank: f"program {rank}" for rank in range(self.world_size)}
         there = [rank for rank, name in names.items() if self.store.check([name])]
-        return {rank: pickle.loads(zlib.decompress(self.store.get(names[rank]))) for rank in there}
+        return {rank: _unpacked(self.store.get(names[rank])) for rank in there}
 
     def _judge(self, found: Mapping[int, tuple[list[Step], bool]]) -> None:
         programs = {rank: program for rank, (program, _) in found.items()}
@@ -177,3 +176,16 @@ class Notes:
                 "them so: wait for one before the other is launched, or use one batch_isend_irecv",
                 frames,
             )
+
+
+def _packed(program: list[Step], has_ended: bool) -> bytes:
+    """As text: others may write into the store of a job on several nodes, and a pickle runs."""
+    return zlib.compress(json.dumps([[vars(step) for step in program], has_ended]).encode(), 1)
+
+
+def _unpacked(content: bytes) -> tuple[list[Step], bool]:
+    steps, has_ended = json.loads(zlib.decompress(content))
+    for step in steps:
+        step["frame"] = tuple(step["frame"])
+        step["parts"] = tuple((name, tuple(ranks)) for name, ranks in step["parts"])
+    return [Step(**step) for step in steps], has_ended

@@ -25,11 +25,13 @@ from typing import BinaryIO, TextIO
 import torch
 import torch.distributed as dist
 
+from manyhands.ranks import private
 from manyhands.ranks.failures import ECHOES
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
+private.meet_in_room()
 
 
 class BadInput(ValueError):
@@ -189,15 +191,16 @@ def _prepare_environment() -> None:
     """See that a meeting place is set, and that this rank ends with its torchrun."""
     if "WORLD_SIZE" not in os.environ:
         refuse_copies(os.environ, has_ranks=True)
-        # A world of one still needs a meeting place; port 0 lets the system pick a free one.
+        # A world of one still needs a meeting place; with port 0 it is this process's memory.
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ["GLOO_SOCKET_IFNAME"] = private.LOOPBACK
     elif missing := [name for name in NEEDED if name not in os.environ]:
         raise BadInput(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
             "this script with torchrun, or unset WORLD_SIZE to run in one process"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_parent(os.environ.get(private.ROOM))
 
 
 def alone(device: str = "auto", seed: int = 1) -> World:
@@ -328,13 +331,16 @@ class StopSignals:
                 signal.signal(number, old)
 
 
-def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
+def end_with_parent(
+    room: str | None = None, parent_ends: Callable[[], object] | None = None
+) -> None:
     """End this process as soon as its parent is gone, however that ended.
 
     torchrun or a notebook kernel that is killed outright cannot take its ranks along; they would
     go on for hours, unseen.
 
     Args:
+        room: the folder of the parent's job (private.py), which has to go with it.
         parent_ends: returns when the parent is gone; by default, when this process is adopted.
     """
     parent = os.getppid()
@@ -345,6 +351,7 @@ def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
 
     def watch() -> None:
         (parent_ends or adopted)()
+        private.clear(room)
         if os.getpgid(0) == os.getpid():
             os.killpg(0, signal.SIGKILL)  # with everything this rank started
         os.kill(os.getpid(), signal.SIGKILL)
@@ -352,15 +359,16 @@ def end_with_parent(parent_ends: Callable[[], object] | None = None) -> None:
     threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
-def end_with_caller() -> None:
+def end_with_caller(room: str | None = None) -> None:
     """End with the program that started this process for its own use, such as a notebook's kernel.
 
     It has put its process id into MANYHANDS_END_WITH_PARENT; a scheduler or a shell sets nothing.
     """
     if caller := os.environ.get("MANYHANDS_END_WITH_PARENT"):
         if os.getppid() != int(caller):
+            private.clear(room)
             os._exit(130)  # it has gone meanwhile; importing torch takes seconds
-        end_with_parent()
+        end_with_parent(room)
 
 
 def wait_for(device: torch.device) -> None:
@@ -487,10 +495,12 @@ def _echo_of(error: Exception) -> str | None:
 
 
 def _job_store() -> dist.Store | None:
-    """A new connection to the store that torchrun's agent holds, or None without torchrun."""
+    """A new connection to the store of this job's ranks, or None without torchrun."""
     # Without an agent the port may be another program's, which would never answer.
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return None
+    if private.ROOM in os.environ:
+        return private.store()
     with suppress(dist.DistError, RuntimeError):  # the rank that held the store may be gone
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))

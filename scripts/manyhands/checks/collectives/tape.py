@@ -7,7 +7,7 @@ Only what all right answers share is judged: values, partners, numbers of messag
 the order of events where it matters. Which algorithm makes them is not.
 """
 
-import pickle
+import json
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -167,9 +167,9 @@ def together(place: Place, tape: Tape, call: Callable) -> list[list[Entry]]:
         with tape:
             call()
     finally:  # also where it fails, since the others wait for it
-        store.set(key + str(place.job_rank), pickle.dumps(tape.entries))
-    taped = [pickle.loads(store.get(key + str(member))) for member in place.members]
-    return [[entry for entry in entries if entry.nbytes] for entries in taped]
+        store.set(key + str(place.job_rank), json.dumps([vars(entry) for entry in tape.entries]))
+    taped = [json.loads(store.get(key + str(member))) for member in place.members]
+    return [[Entry(**entry) for entry in entries if entry["nbytes"]] for entries in taped]
 
 
 def rounds_down(entries: list[list[Entry]]) -> int:

@@ -2,11 +2,10 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +21,12 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind
 from manyhands.instruments.ledger import Ledger
+from manyhands.ranks import private
 from manyhands.training import run
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 MEET_S = 3.0  # how long a rank waits for the others to have returned as well
+NUMBERS = itertools.count()  # a call of an answer has the same on all ranks
 
 ONCE = "One rank saves: if not dist.is_initialized() or dist.get_rank(group) == 0."
 WAIT = "Every rank calls dist.barrier(group) after the `if`."
@@ -128,13 +129,12 @@ def saved(answer, case: Save, place: Place) -> dict:
     if without_group and place.group is not None:
         return {}  # seen once is enough
     members = (place.job_rank,) if without_group else place.members
-    folder = Path(tempfile.gettempdir(), f"manyhands-{case.seed}-{os.getppid()}-{members[0]}")
+    folder = private.room() / f"save-{next(NUMBERS)}-{members[0]}"  # of this call and this group
     marks = folder.with_name(f"{folder.name}-marks")
     for made in (folder, marks):
         made.mkdir(exist_ok=True)
     path = folder / "model.v1.pt"
-    first = place.job_rank == members[0]
-    if first and case.situation != "new":
+    if place.job_rank == members[0] and case.situation != "new":
         torch.save({"older": torch.ones(1)}, path)
     _meet(marks, "before", len(members))
     try:
@@ -146,18 +146,11 @@ def saved(answer, case: Save, place: Place) -> dict:
             seen["besides the file nothing is left in its folder"] = not left
     finally:
         _mark(marks, "after")
-        if first:
-            _meet(marks, "left", len(members))
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(marks, ignore_errors=True)
-        else:
-            _mark(marks, "left")
     return seen
 
 
 def _mark(marks: Path, what: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        (marks / f"{what}{os.getpid()}").touch()
+    (marks / f"{what}{os.getpid()}").touch()
 
 
 def _meet(marks: Path, what: str, num: int) -> None:

@@ -1,12 +1,8 @@
 """0.2: one rank of each folder prepares the data, and all ranks read it."""
 
-import fcntl
+import itertools
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +15,13 @@ from manyhands.checks.engine.spec import Place as Seat
 from manyhands.checks.engine.spec import Spec
 from manyhands.first_job import places
 from manyhands.first_job.places import Place
+from manyhands.ranks import private
 
 SLOW_S = 0.05  # how long the made-up data takes to prepare
 PARTED_S = 0.5  # how long all that have not ended must sleep before they count as waiting
 LOOK_S = 0.01
 FULL = "no space left on the disk"
+NUMBERS = itertools.count()  # a call of an answer has the same on all ranks
 
 
 class Data(NamedTuple):
@@ -88,8 +86,7 @@ class Disk:
 
     def mark(self) -> None:
         """This rank has ended its call."""
-        with suppress(FileNotFoundError):
-            (self.folder / f"ended{self.place.rank}").touch()
+        (self.folder / f"ended{self.place.rank}").touch()
 
     def others_end(self) -> bool:
         """Do all ranks end their calls? Not if those that are left only sleep, as in a message."""
@@ -111,54 +108,25 @@ class Disk:
             return False
 
 
-@contextmanager
-def made_folder(case: Data, rank: int) -> Iterator[Path]:
-    """A folder that all ranks of this call share; the last one removes it."""
-    folder = Path(tempfile.gettempdir(), f"manyhands-{case.seed}-{os.getppid()}")
-    with one_at_a_time():
-        folder.mkdir(exist_ok=True)
-        for mark in ("ended", "left"):  # of an earlier call that was ended
-            (folder / f"{mark}{rank}").unlink(missing_ok=True)
-    try:
-        yield folder
-    finally:
-        with one_at_a_time():
-            with suppress(FileNotFoundError):
-                (folder / f"left{rank}").touch()
-            if len(list(folder.glob("left*"))) == sum(case.processes):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """No rank goes into the folder of the next call while another removes that of the last."""
-    place = os.open(tempfile.gettempdir(), os.O_RDONLY)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(place)  # which unlocks it
-
-
 def preparing_seen(answer: object, case: Data, seat: Seat) -> dict:
     """How often the two functions are called on this rank, and how the call ends."""
-    with made_folder(case, seat.job_rank) as folder:
-        disk = Disk(folder, case, seat.job_rank)
-        if case.fails_on is None:
-            try:
-                value = answer(disk.prepare, disk.read, disk.place, case.is_shared)
-            finally:
-                disk.mark()
-            return _calls(disk) | {"the call returns": value}
-        error = _error_of(answer, disk)
-        disk.mark()
-        if error is not None and not disk.others_end():
-            rank = seat.job_rank
-            raise Wrong(f"{_words(error)} is raised on rank {rank}, while others still wait")
-        seen = _calls(disk) | {"an error is raised on this rank": error is not None}
-        if disk.is_full and disk.calls["prepare"]:
-            seen["the error says what prepare() said"] = FULL in str(error)
-        return seen
+    folder = private.room() / f"data-{next(NUMBERS)}"  # of this call, for all its ranks
+    folder.mkdir(exist_ok=True)
+    disk = Disk(folder, case, seat.job_rank)
+    if case.fails_on is None:
+        try:
+            value = answer(disk.prepare, disk.read, disk.place, case.is_shared)
+        finally:
+            disk.mark()
+        return _calls(disk) | {"the call returns": value}
+    error = _error_of(answer, disk)
+    disk.mark()
+    if error is not None and not disk.others_end():
+        raise Wrong(f"{_words(error)} is raised on rank {seat.job_rank}, while others still wait")
+    seen = _calls(disk) | {"an error is raised on this rank": error is not None}
+    if disk.is_full and disk.calls["prepare"]:
+        seen["the error says what prepare() said"] = FULL in str(error)
+    return seen
 
 
 def _calls(disk: Disk) -> dict:

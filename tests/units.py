@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -304,20 +305,24 @@ def test_files(course: Course) -> list[str]:
 # ---- the key ----------------------------------------------------------------------------------
 
 
+# Variables that change what a test tries.
+VARIABLES = ("MANYHANDS_DRAW", "MANYHANDS_RULES", "MANYHANDS_SLURM_MODE")
+
+
 def surroundings(environ: dict[str, str] = os.environ) -> list[str]:
     """What tests depend on besides the course's files, a line each."""
     # A folder's name is package and version, and to read it takes no seconds.
-    packages = {one.name for path in sys.path if path for one in Path(path).glob("*.dist-info")}
+    packages = {
+        one.name for path in site.getsitepackages() for one in Path(path).glob("*.dist-info")
+    }
     path = environ.get("PATH", "") + ":/usr/sbin:/sbin"
     tools = ("slurmctld", "mmdebstrap", "shellcheck", "nvidia-smi", "strace", "chromium", "node")
-    ours = {name: value for name, value in environ.items() if name.startswith("MANYHANDS_")}
-    ours.pop("MANYHANDS_NIGHTLY", None)  # more tests, and none fewer
     return [
         sys.version,
         *sorted(packages),
         f"root: {os.geteuid() == 0}",
         *(f"{name}: {bool(shutil.which(name, path=path))}" for name in tools),
-        *(f"{name}={value}" for name, value in sorted(ours.items())),
+        *(f"{name}={environ.get(name, '')}" for name in VARIABLES),
         *outside(),
     ]
 

@@ -16,6 +16,7 @@ import tyro
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import bench_collectives
 import train_fsdp
 import train_mesh
 import train_pipeline
@@ -307,8 +308,19 @@ def test_on_a_gpu_a_part_is_done_and_predicts_its_memory(tmp_path, only):
             assert row["measured"] == pytest.approx(row["predicted"], rel=0.5)  # blocks of 512
 
 
-def test_bus_bandwidth_is_that_of_nccl_s_tests(tmp_path):
-    part = run_command(tmp_path, "bandwidth")["parts"]["bandwidth"]
+def test_bus_bandwidth_is_that_of_nccl_s_tests(tmp_path, monkeypatch):
+    """The job is given the part's words, on ranks of a fork server."""
+
+    def start(file, words, name, setting, ranks, limit_s) -> tuple:
+        assert file == "collectives.sbatch"
+        args = [*words, "--out", str(setting.folder / name)]
+        config = tyro.cli(bench_collectives.Config, args=args)
+        run_ranks(bench_collectives.main, ranks, config, join=False, quiet=True, timeout_s=60)
+        return "done", "", None
+
+    monkeypatch.setattr(plan, "start", start)
+    part = plan.run_part("bandwidth", plan.PARTS["bandwidth"], setting(tmp_path), 2)
+    assert part["state"] == "done"
     assert {row["what"] for row in part["rows"]} == {*plan.BUS, "memory copy"}
     factors = {"all_reduce": 2 * 1 / 2, "all_gather": 1 / 2, "reduce_scatter": 1 / 2}
     for row in part["rows"]:

@@ -339,13 +339,13 @@ def test_what_a_rank_imports_late_the_next_ones_find_there(monkeypatch):
 
 
 def test_what_the_caller_has_of_the_modules_to_load_its_ranks_have(tmp_path, monkeypatch):
-    """As many modules as there are scripts; and none that the caller does not use."""
+    """As many as there are scripts; none that the caller lacks, and none that cannot be loaded."""
     names = [f"loaded_before_{number}" for number in range(20)]
-    for name in names:
-        (tmp_path / f"{name}.py").write_text("")
+    for name in [*names, "broken"]:
+        (tmp_path / f"{name}.py").write_text("1 / 0" if name == "broken" else "")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("MANYHANDS_PRELOAD", " ".join([*names, "no_such_module"]))
-    for name in names[1:]:
+    monkeypatch.setenv("MANYHANDS_PRELOAD", " ".join([*names, "no_such_module", "broken"]))
+    for name in [*names[1:], "no_such_module", "broken"]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     forkserver.drop(forkserver.running())
     try:

@@ -150,6 +150,7 @@ def test_another_job_s_folder_is_not_touched(whole, tmp_path):
         run(whole[0], 2, networks=3)
 
 
+@pytest.mark.nightly
 def test_real_mnist(tmp_path):
     data = ROOT.parent / "shared/data/mnist"
     if not data.is_dir():

@@ -334,7 +334,8 @@ class _Serving:
     def _load(self, name: str) -> None:
         if name in self.missing:
             self.missing.remove(name)
-            with suppress(ImportError):  # an older torch may lack it, or there is no such module
+            # An older torch may lack it. What else is wrong with it, a rank that needs it will say.
+            with suppress(Exception):
                 importlib.import_module(name)
             gc.freeze()
 

@@ -9,7 +9,6 @@ ends the ranks is tried by itself.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
-from pathlib import Path
 
 from manyhands.checks.engine import trial, verdict
 from manyhands.checks.engine.answer import parts_of
@@ -20,7 +19,6 @@ from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Faces, Trial
 from manyhands.ranks.failures import RankFailed, RanksHung
 
-CHECKS = Path(__file__).resolve().parents[1] / "scripts/manyhands/checks"
 LIMIT_S = 180  # for naming; far more than in a verdict: a busy machine tries every mistake
 HANG_S = 2.0  # after which a mistake that ends the ranks is said to hang
 MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang

@@ -28,11 +28,13 @@ from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
 from manyhands.checks.engine.lesson import Lesson, judge
+from manyhands.checks.engine.spec import Spec
 from manyhands.data_parallel import replicas as data_parallel
 from manyhands.ddp import wrapping
 from manyhands.fsdp import flat
 from manyhands.memory import savings
 from manyhands.pipeline import bubble
+from spec_files import spec_file, spec_files
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -90,6 +92,28 @@ def test_every_exercise_has_answers_mistakes_and_hints_and_no_list_regrows(word)
         else:
             assert 3 <= len(exercise.spec.mistakes) <= MOST_MISTAKES, todo
             assert todo in TEXTS or len(wrongs.get(todo, ())) <= MOST_WRONG, todo
+
+
+def holders(word: str, spec: Spec) -> set[Path]:
+    """The files of the lesson's modules that have this spec under a name of their own."""
+    package = f"manyhands.checks.{word}."
+    modules = [module for name, module in sys.modules.items() if name.startswith(package)]
+    return {Path(m.__file__) for m in modules if any(one is spec for one in vars(m).values())}
+
+
+def test_each_spec_stands_in_the_file_that_is_found_for_it():
+    specs = {todo: (word, one.spec) for word in LESSONS for todo, one in exercises_of(word).items()}
+    assert set(spec_files()) == set(specs)
+    for todo, (word, spec) in specs.items():
+        assert holders(word, spec) == {spec_file(todo)}, todo
+
+
+def test_a_spec_s_file_is_found_without_torch():
+    code = "import sys, spec_files; print(len(spec_files.spec_files()), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(len(spec_files())), "False"], done.stderr
 
 
 def as_asked(word: str, todo: str, answer: object) -> object:

@@ -1,6 +1,6 @@
 """Plant faults in the course's code, one at a time, and see whether the tests find them.
 
-    python tests/mutate.py --seed 29 --faults 30       draw them anew into tests/faults.json
+    python tests/mutate.py --seed 29 --faults 30 --of d46baa6      draw those in tests/faults.json
     python tests/mutate.py --apply 7                   its room's tests, in a copy with fault 7
     python tests/mutate.py --apply all --command "make test"
     python tests/mutate.py --apply 3,7 --against d46baa6      that commit's code with the same
@@ -89,13 +89,12 @@ def git(*words: object) -> str:
 
 
 @contextmanager
-def copy_of(commit: str) -> Iterator[Path]:
-    """A worktree with an environment whose `manyhands` is the copy's, thrown away afterwards."""
+def worktree(commit: str) -> Iterator[Path]:
+    """A folder with the files of a commit, thrown away afterwards."""
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         copy = Path(folder) / "course"
         git("worktree", "add", "--detach", copy, commit)
         try:
-            furnish(copy)
             yield copy
         finally:
             git("worktree", "remove", "--force", copy)
@@ -169,8 +168,9 @@ def outcome(copy: Path, command: str, limit_s: float) -> dict:
 
 def try_fault(number: int, listed: list[Fault], options: argparse.Namespace) -> dict:
     """Make one fault in a copy and run the tests there; fault 0 is none, with all rooms' tests."""
-    row = {"fault": number, "commit": options.against or git("rev-parse", "--short", "HEAD")}
-    with copy_of(options.against or "HEAD") as copy:
+    row = {"fault": number, "commit": git("rev-parse", "--short", options.against or "HEAD")}
+    with worktree(options.against or "HEAD") as copy:
+        furnish(copy)
         chosen = listed if number == 0 else [listed[number - 1]]
         if number:
             path = copy / chosen[0].file
@@ -199,19 +199,26 @@ def numbers_of(words: str, most: int) -> list[int]:
     return numbers
 
 
+def draw_list(seed: int, num_faults: int, commit: str) -> None:
+    """Write the list. It is drawn in a commit's code, so that it can be drawn again."""
+    with worktree(commit) as copy:
+        rows = [asdict(one) for one in faults.draw(copy, seed, num_faults)]
+    about = {"seed": seed, "commit": git("rev-parse", "--short=7", commit), "faults": rows}
+    LIST.write_text(json.dumps(about, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, help="draw the list anew with this seed")
     parser.add_argument("--faults", type=int, default=30, help="as many are drawn")
+    parser.add_argument("--of", default="HEAD", help="the commit in whose code they are drawn")
     parser.add_argument("--apply", default="", help="numbers of faults to try, as 3,7-9; or all")
     parser.add_argument("--against", default="", help="a commit whose code and tests are taken")
     parser.add_argument("--command", default=COMMAND, help=f"by default {COMMAND}")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds for each fault")
     options = parser.parse_args()
     if options.seed is not None:
-        rows = [asdict(one) for one in faults.draw(ROOT, options.seed, options.faults)]
-        text = json.dumps({"seed": options.seed, "faults": rows}, indent=2, ensure_ascii=False)
-        LIST.write_text(text + "\n")
+        draw_list(options.seed, options.faults, options.of)
     listed = [Fault(**row) for row in json.loads(LIST.read_text())["faults"]]
     rows = []
     for number in numbers_of(options.apply, len(listed)) if options.apply else []:

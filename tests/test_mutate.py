@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def both(a: int = 1, *, group: "1 + 1" = None) -> bool:
     """Returns 1."""
-    é = a - 1; a += é
+    \u00e9 = a - 1; a += \u00e9
     if not (a and group):
         print(f"{a + 1} is 1", end="")
         raise ValueError(a + 1)
@@ -31,8 +31,8 @@ def both(a: int = 1, *, group: "1 + 1" = None) -> bool:
 '''
 CHANGES = {
     "comparison": {"a <= 3"},
-    "sign": {"é = a + 1"},
-    "one more": {"a: int = 2", "é = a - 2", "a < 4"},
+    "sign": {"\u00e9 = a + 1"},
+    "one more": {"a: int = 2", "\u00e9 = a - 2", "a < 4"},
     "no not": {"if (a and group):"},
     "and for or": {"(a or group)"},
     "no argument": {"both(a)"},

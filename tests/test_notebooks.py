@@ -27,8 +27,7 @@ def notebooks(folder: str) -> list[Path]:
 
 def environment(**changes: str) -> dict[str, str]:
     """What a kernel needs to import this clone's library, wherever it was installed from."""
-    folders = [str(ROOT / "scripts"), str(ROOT / "tests/quick")]
-    search = [*folders, os.environ.get("PYTHONPATH", "")]
+    search = [str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     here = {"MANYHANDS_LOCAL": "1"}  # where there is a Slurm, a test submits no job to it
     return os.environ | here | {"PYTHONPATH": os.pathsep.join(filter(None, search))} | changes
 

@@ -260,10 +260,35 @@ def test_without_slurm_tests_are_skipped_or_fail_with_the_command(tmp_path):
     text = SCRIPT.with_name("cluster.py").read_text()
     (tmp_path / "cluster.py").write_text(text.replace('"slurmd"', '"no-slurmd"'))
     (tmp_path / "test_it.py").write_text("def test_it(slurm): ...\n")
-    words = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "test_it.py"]
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    words = [sys.executable, "-m", "pytest", "-rA", "-p", "xdist.plugin", "test_it.py"]
+    env = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{SCRIPT.parent}",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     for wish, outcome in (("", "1 skipped"), ("required", "1 error")):
         env["MANYHANDS_SLURM"] = wish
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert outcome in done.stdout and done.returncode == (wish == "required")
         assert f"Slurm is not installed (no-slurmd): {INSTALL}" in done.stdout
+
+
+GROUP = """
+    import os, pathlib, pytest, time
+
+    @pytest.mark.xdist_group("slurm")
+    @pytest.mark.parametrize("number", range(3))
+    def test_it(number):
+        time.sleep(0.2)
+        pathlib.Path(f"{os.getpid()}.pid").touch()
+"""
+
+
+def test_tests_of_a_group_have_one_worker(tmp_path):
+    """Else each of pytest's workers would start a cluster, and nothing would tell."""
+    for name in ("test_one.py", "test_two.py"):
+        (tmp_path / name).write_text(textwrap.dedent(GROUP))
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:nbval"]
+    words += ["-n", "2", "--dist", "loadgroup"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert "6 passed" in done.stdout, done.stdout
+    assert len(list(tmp_path.glob("*.pid"))) == 1

@@ -47,7 +47,7 @@ class Node:
     def __init__(self, name: str, command: Sequence[str], room: Path, num_ranks: int) -> None:
         self.name, self.num_ranks = name, num_ranks
         conf = "store_type=file,join_timeout=120,last_call_timeout=3"
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"]
+        words = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1:2"]
         words += [f"--nproc-per-node={num_ranks}", "--max-restarts=9", "--monitor-interval=0.2"]
         words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint={room / 'agents'}"]
         words += [f"--rdzv-conf={conf}", "--local-addr=127.0.0.1", f"--log-dir={room / 'logs'}"]

@@ -78,7 +78,7 @@ class Server:
         where = os.pathsep.join(surroundings("server")["sys_path"])
         with its:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-P", "-c", code],  # -P: no module of the working folder
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
                 env=os.environ

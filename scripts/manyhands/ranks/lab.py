@@ -420,8 +420,9 @@ def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
     failed = [rank for rank in ranks if rank.failure]
     running = [rank for rank in ranks if rank.settled_s is None]
     finished = [rank.rank for rank in ranks if rank.value is not None]
-    if failed and not any(rank.is_joined for rank in failed):
-        raise MachineFault(failed[0].failure.message, len(ranks))
+    strangers = [rank for rank in failed if rank.failure.error == "Stranger"]
+    if strangers or failed and not any(rank.is_joined for rank in failed):
+        raise MachineFault((strangers or failed)[0].failure.message, len(ranks))
     if failed:
         # A rank that lost its partner is an echo of the partner's fault, however early it spoke;
         # and so is one that could not join it.

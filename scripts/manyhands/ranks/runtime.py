@@ -25,13 +25,14 @@ from typing import BinaryIO, TextIO
 import torch
 import torch.distributed as dist
 
-from manyhands.ranks import private
+from manyhands.ranks import peers, private
 from manyhands.ranks.failures import ECHOES
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
 private.meet_in_room()
+peers.watch_groups()
 
 
 class BadInput(ValueError):
@@ -179,6 +180,9 @@ def distributed(
             world.print(_one_line(world))
             with watching(os.environ.get("MANYHANDS_RULES", "")):
                 yield world
+    except peers.Stranger as error:
+        remedy = "start it again; where that happens, a container for each user keeps them apart"
+        raise BadInput(f"{error}: {remedy}") from error
     except dist.DistNetworkError as error:
         raise BadInput(
             f"cannot meet the other ranks at {os.environ['MASTER_ADDR']}:"

@@ -291,9 +291,9 @@ class Plugin:
             config.hook.pytest_deselected(items=out)
         items[:] = kept
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Longest first; after xdist has put the groups' names behind the tests' names."""
+        """Longest first; xdist has put groups' names behind tests' names, and now numbers them."""
         place = chunks(sorted(item.nodeid for item in session.items), self.seconds)
         session.items.sort(key=lambda item: place[item.nodeid])
 

@@ -268,6 +268,25 @@ def test_workers_run_the_same_and_nothing_is_lost(course: Path) -> None:
     assert ran == SKIPPED and "4 taken as passed" in said
 
 
+GROUPED = """
+    import os
+    import pytest
+
+    @pytest.mark.parametrize("number", range(6))
+    @pytest.mark.xdist_group("slurm")
+    def test_it(number):
+        print(f"worker {os.environ['PYTEST_XDIST_WORKER']}")
+"""
+
+
+def test_what_waits_has_one_worker(course: Path) -> None:
+    """The order that a worker runs in is the one that the first process knows."""
+    write(course, {"tests/test_zero.py": GROUPED})
+    said = run(course, "-n", "2", "--dist", "loadgroup", "-rA")[1]
+    workers = re.findall(r"^worker (\w+)$", said, re.MULTILINE)
+    assert len(workers) == 6 and len({*workers}) == 1
+
+
 def test_a_cache_that_cannot_be_written_is_said_and_all_run(course: Path) -> None:
     (course.parent / "cache").write_text("a file")
     ran, said = run(course, "--changed")

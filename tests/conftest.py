@@ -44,7 +44,7 @@ UNDER_RULES = set(
 # These measure times, which the notes of a watched rank would change.
 NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")
 
-OF_MANY_LESSONS = set("bench checks ledger live meters mine report scripts".split())
+OF_MANY_LESSONS = set("bench checks ledger live meters mine report train_single".split())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

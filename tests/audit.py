@@ -21,7 +21,8 @@ from manyhands.ranks.failures import RankFailed, RanksHung
 
 LIMIT_S = 180  # for naming; far more than in a verdict: a busy machine tries every mistake
 HANG_S = 2.0  # after which a mistake that ends the ranks is said to hang
-MISTAKE_S = 4.0  # longer than in a verdict: a busy machine makes no mistake hang
+MISTAKE_S = 30.0  # for one call of a listed mistake: a busy machine makes none hang
+SLIP_S = 4.0  # for one of a slip, of which some do hang
 
 
 Shown = tuple[list[trial.Row], RankFailed | None]  # by an answer, and the failure that it ended in
@@ -36,8 +37,7 @@ class Audit:
         self.answers = answers
         self.cases = self.spec.draw()
         self.steps = self.spec.steps(self.cases)
-        patient = replace(self.spec, mistake_s=max(MISTAKE_S, self.spec.mistake_s))
-        self.faces = Faces(patient, self.cases, LIMIT_S)
+        self.faces = Faces(self._patient(SLIP_S), self.cases, LIMIT_S)
         runnable = [one for one in answers if all(map(callable, parts_of(one)))]
         (self.wanted, _), *shown = self._all_shown([self.spec.truth, *runnable])
         self.shown = dict(zip(map(id, runnable), shown, strict=True))
@@ -52,8 +52,10 @@ class Audit:
         if all(sight.kind == "raised" for row in self.wanted for sight in row):
             return [f"the truth raises in every case: {self.wanted[0][0].data}"]
         self.faces.begin()
+        self.faces.spec = self._patient(MISTAKE_S)
         listed = self.faces.listed
         faces = self.faces.of(listed, range(len(self.steps)))
+        self.faces.spec = self._patient(SLIP_S)
         for mistake, face in zip(listed, faces, strict=True):
             tried = self._trial(None, (face, None), slips=False)
             if words := _complaint(tried, mistake, listed, faces):
@@ -80,6 +82,10 @@ class Audit:
         said = [verdict.NO_CAUSE, TOGETHER]
         said += [text for slip in self.faces.slips for text in (slip.why, slip.hint)]
         return bool(words) and any(words in text for text in said)
+
+    def _patient(self, mistake_s: float) -> Spec:
+        """The exercise, where a mistake has more time than in a verdict."""
+        return replace(self.spec, mistake_s=max(mistake_s, self.spec.mistake_s))
 
     def _trial(self, answer: object, shown: Shown, slips: bool) -> Trial:
         return Trial(self.spec, answer, self.faces, self.wanted, *shown, slips=slips)

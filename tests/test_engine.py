@@ -147,7 +147,9 @@ def test_the_lists_of_both_hold(spec):
     assert audit(spec).of_mistakes() == []
 
 
-def test_a_list_that_does_not_hold_is_named():
+def test_a_list_that_does_not_hold_is_named(monkeypatch):
+    monkeypatch.setattr("audit.MISTAKE_S", 1.0)
+
     def with_mistakes(*listed: Mistake) -> list[str]:
         spec = Spec("90.3", mean, some_numbers, list(listed), ("", ""), form=number)
         return audit(spec).of_mistakes()

@@ -224,15 +224,6 @@ def test_an_interrupt_ends_the_ranks_and_the_next_call_works(tmp_path):
     assert out.splitlines() == ["interrupted", "[5, 5]"]
 
 
-def test_nothing_outlives_a_kernel_that_is_killed_outright(tmp_path):
-    kernel, children = start_kernel(tmp_path)
-    assert len(children) >= 3  # the fork server and two ranks
-    kernel.kill()
-    kernel.communicate(timeout=20)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert [process for process in alive if process.status() != "zombie"] == []
-
-
 # ---- Stop at any moment ----------------------------------------------------------------------
 
 FIRST_CALL = """
@@ -496,16 +487,19 @@ def test_a_daemon_ends_with_the_rank_that_started_it(way, tmp_path):
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
-def test_a_daemon_ends_with_a_kernel_that_is_killed_outright(tmp_path):
+def test_nothing_outlives_a_kernel_that_is_killed_outright(tmp_path):
     path = tmp_path / "daemon"
-    kernel, _ = start_kernel(tmp_path, f"test_lab.daemon({str(path)!r})")
-    pids = [int(path.read_text())]
+    kernel, children = start_kernel(tmp_path, f"test_lab.daemon({str(path)!r})")
+    assert len(children) >= 4  # the fork server, two ranks and the daemon of one of them
+    pid = int(path.read_text())
     kernel.kill()
     kernel.communicate(timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [process for process in alive if process.status() != "zombie"] == []
     deadline_s = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline_s:
+    while psutil.pid_exists(pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not psutil.pid_exists(pid)
 
 
 def test_ranks_know_the_callers_folder_and_arguments(tmp_path, monkeypatch):

@@ -559,12 +559,10 @@ def norms_of_gathered_shards(shards, group=None, order=2.0):
 
 
 def norms_where_there_is_something(shards, group=None, order=2.0):
-    """Ranks with an empty part send no message."""
-    norms = torch.zeros(len(shards), dtype=torch.float64)
-    for norm, shard in zip(norms, shards, strict=True):
-        if shard.numel():
-            norm += shard.double().square().sum()
-            dist.all_reduce(norm, group=group)
+    """A rank whose part of the first tensor is empty sends no message."""
+    norms = torch.stack([shard.double().square().sum() for shard in shards])
+    if shards[0].numel():
+        dist.all_reduce(norms, group=group)
     return norms.sqrt()
 
 

@@ -264,11 +264,9 @@ def test_a_folder_has_one_writer(slurm, clone, tmp_path):
     slurm.run("scancel", job)
 
 
-TINY = {
-    "collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce",
-    "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu",
-}
+TINY = {"collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce"}
 TINY_AT_NIGHT = {
+    "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu",
     "first_job": "--smallest 150 --networks 1 --device cpu",
     "large_batch": "--seeds 2 --epochs 1 --device cpu",
     "layerwise": "--seeds 2 --small-steps 4 --large-steps 2 --device cpu",
@@ -307,7 +305,7 @@ def other_jobs(request, slurm: Cluster, clone: Path) -> dict[str, Job]:
 def test_other_jobs_on_two_nodes(slurm, other_jobs, word):
     """At a tiny size; each gets its folder by the job's name and number.
 
-    Each run tries a kind each: what measures, what does tasks, and, above, what trains.
+    Each run tries a job that measures; above, one that trains and one that has tasks.
     """
     job = other_jobs[word]
     assert slurm.wait(job.id, 150) == "COMPLETED", job.log

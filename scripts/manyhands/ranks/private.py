@@ -1,8 +1,8 @@
 """What no other user of this machine can reach: a folder for the ranks of a job, and their store.
 
     MANYHANDS_ROOM = <temporary folder>/manyhands-k2j3h4     open to this user alone
-        store-41235        the ranks with MASTER_PORT=41235 meet here, over a file
-        data-0, ...        what else they share
+        store-...        the ranks of one MASTER_PORT meet here, over a file
+        data-0, ...      what else they share
 
 torch's own meeting place is a port that every user of the machine can join, on every address. Who
 does so reads and changes what it holds, and with it where the ranks look for each other. So ranks

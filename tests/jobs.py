@@ -53,7 +53,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"PYTHON": sys.executable, "RANKS": "2", "OMP_NUM_THREADS": "1"} | changes
 
 
-def run(command: list[object], cwd: Path, timeout_s: float = 90, **kwargs) -> tuple[int, str, str]:
+def run(command: list[object], cwd: Path, timeout_s: float = 300, **kwargs) -> tuple[int, str, str]:
     """Run a command in `cwd`; returns its exit code, standard output and standard error."""
     kwargs.setdefault("env", environment())
     words = [str(word) for word in command]

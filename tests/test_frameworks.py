@@ -46,7 +46,7 @@ def stop_after(clone: Path, name: str, num_ranks: int, step: int, out: Path, num
     changed = {"env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, cwd=clone, start_new_session=True, text=True, **changed) as job:
         try:
-            log, end_s = out / "metrics.jsonl", time.monotonic() + 90
+            log, end_s = out / "metrics.jsonl", time.monotonic() + 240
             while not log.exists() or log.read_text().count("\n") < step:
                 assert job.poll() is None and time.monotonic() < end_s, job.stderr.read()
                 time.sleep(0.001)

@@ -54,7 +54,7 @@ def begun(clone: Path, out: Path, at_step: int) -> Iterator[subprocess.Popen]:
     words = command(clone, out=out)
     job = subprocess.Popen(words, env=environment(), cwd=out.parent, stdout=log, stderr=log)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240  # a busy machine needs minutes to start
         while not (out / "metrics.jsonl").exists() or len(losses_so_far(out)) < at_step:
             assert job.poll() is None and time.monotonic() < deadline_s, read_log(out)
             time.sleep(0.002)

@@ -211,7 +211,7 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
 if __name__ == "__main__":
     try:
         code = launch(sys.argv[1:])
-    except BadInput as problem:
+    except (BadInput, OSError) as problem:  # OSError: there is no place for temporary files
         print(f"launch.py: {problem}", file=sys.stderr)
         code = 2
     sys.stdout.flush()

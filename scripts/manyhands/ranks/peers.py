@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from manyhands.ranks import private
@@ -51,11 +52,20 @@ def watch_groups() -> None:
     def watched(group_size: int, *args: object, **named: object) -> tuple:
         made = make(group_size, *args, **named)
         is_here = private.ROOM in os.environ and sys.platform == "linux"
-        if is_here and group_size > 1 and made[0] is not dist.GroupMember.NON_GROUP_MEMBER:
+        if is_here and group_size > 1 and _is_gloos(made[0]):
             refuse_strangers(group_size - 1)
         return made
 
     dist.distributed_c10d._new_process_group_helper = watched
+
+
+def _is_gloos(group: object) -> bool:
+    """Is this process in the group, and does gloo carry its messages?"""
+    if not isinstance(group, dist.ProcessGroup):
+        return False
+    with suppress(RuntimeError):  # NCCL's alone
+        return isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    return False
 
 
 def refuse_strangers(num_peers: int) -> None:

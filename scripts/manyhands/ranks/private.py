@@ -89,11 +89,12 @@ def keep_caches() -> None:
     if "MANYHANDS_BATCH" in os.environ:
         return  # launch.py has set a folder on the node's own disk
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "manyhands")
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "manyhands" / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # without a home that can be written, torch has to take its own
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torchinductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-keep_caches()  # torch makes the folder when it is imported
+keep_caches()  # torch looks when it is imported

@@ -94,16 +94,21 @@ class Audit:
         """What each answer shows; one that hangs or ends the ranks leaves the others their turn."""
         n = len(self.steps)
         found: list[Shown] = []
+        again = False  # is the next one tried again, and now has the whole limit?
         while len(found) < len(answers):
-            rows, failed = self._look(answers[len(found) :], self.spec.limit_s / 2)
-            found += [(rows[at : at + n], None) for at in range(0, len(rows) - n + 1, n)]
-            if len(found) < len(answers):
-                own = rows[len(rows) // n * n :]
-                # All of them had the limit together, or the one before may have ended the ranks.
-                is_open = isinstance(failed, RanksHung) or verdict.is_a_fault(failed)
-                if is_open or not (own or failed):
-                    limit_s = self.spec.limit_s if found else LIMIT_S  # the truth ends at last
-                    own, failed = self._look([answers[len(found)]], limit_s)
+            limit_s = self.spec.limit_s / (1 if again else 2)
+            if again and not found:
+                limit_s = LIMIT_S  # the truth ends at last
+            rows, failed = self._look(answers[len(found) :], limit_s)
+            whole = [(rows[at : at + n], None) for at in range(0, len(rows) - n + 1, n)]
+            found += whole
+            if len(found) == len(answers):
+                break
+            own = rows[n * len(whole) :]
+            # Those before had a part of the limit, or the last of them may have ended the ranks.
+            is_open = isinstance(failed, RanksHung) or verdict.is_a_fault(failed)
+            again = (is_open or not (own or failed)) and not (again and not whole)
+            if not again:
                 found.append((own, failed))
         return found
 

@@ -138,9 +138,10 @@ def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
 def prepare_environment(num_threads: int, one_node: bool, room: Path) -> None:
     """Set what the ranks inherit: threads, where they meet, and folders for caches."""
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    os.environ.pop(private.ROOM, None)
+    os.environ[private.ROOM] = str(room)
+    os.environ.pop(private.STORE, None)
     if one_node:
-        os.environ[private.ROOM] = str(room)
+        os.environ[private.STORE] = str(room / "store")
         # The agent's own store would be a port; this variable is torch's, and keeps it closed.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # The interface between the nodes, as site.env names it, may not be there on a login node.
@@ -173,7 +174,7 @@ def launch(command: list[str]) -> int:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
-        end_with_caller(str(room))
+        end_with_caller(room)
         return run_agent([*arguments, *room_arguments(room, one_node)], command)
 
 

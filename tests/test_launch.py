@@ -219,12 +219,13 @@ def test_caches_of_a_batch_job_lie_on_the_node(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": "ib0", "TRITON_CACHE_DIR": "mine"})
     prepare_environment(3, one_node=True, room=tmp_path)
     assert os.environ.pop("GLOO_SOCKET_IFNAME").startswith("lo") and "ib0" not in str(os.environ)
+    assert os.environ[private.STORE] == str(tmp_path / "store")
     assert os.environ[private.ROOM] == str(tmp_path) and "MPLCONFIGDIR" not in os.environ
     os.environ["MANYHANDS_BATCH"] = "1"
     prepare_environment(3, one_node=False, room=tmp_path)
     assert "GLOO_SOCKET_IFNAME" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "mine"
     assert os.environ["MPLCONFIGDIR"] == str(tmp_path / "mplconfigdir")
-    assert private.ROOM not in os.environ and os.environ["OMP_NUM_THREADS"] == "3"
+    assert private.STORE not in os.environ and os.environ["OMP_NUM_THREADS"] == "3"
 
 
 TALKER = """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jobs import ROOT, environment
 from manyhands.checks.engine.bench import lessons
 from manyhands.checks.engine.lesson import judge
-from manyhands.ranks import peers, private
+from manyhands.ranks import forkserver, peers, private
 from manyhands.ranks.failures import MachineFault
 from manyhands.ranks.lab import run_ranks
 from stranger import FORK, USER, Stranger, scene
@@ -59,6 +59,7 @@ def checks(temp: Path, harm: Path) -> list[str]:
         for word, todo in (("collectives", "4.2"), ("first_job", "0.2")):
             exercise = lessons()[word].exercises[todo]
             found.append(repr(judge(exercise, exercise.spec.truth)))
+    forkserver.drop(forkserver.running())
     nothing_reached(stranger, temp, harm)
     return found
 
@@ -161,5 +162,5 @@ def test_a_room_is_open_to_its_user_alone_and_goes(tmp_path):
         assert room.stat().st_mode & 0o777 == 0o700 and room.stat().st_uid == os.getuid()
         (room / "store").touch()
     assert not room.exists()
-    private.clear(str(tmp_path))  # what somebody has put into the variable is left alone
+    private.clear(tmp_path)  # what somebody has put into the variable is left alone
     assert tmp_path.exists()

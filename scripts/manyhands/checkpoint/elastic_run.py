@@ -52,13 +52,12 @@ class Node:
         words += ["--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint={room / 'agents'}"]
         words += [f"--rdzv-conf={conf}", "--local-addr=127.0.0.1", f"--log-dir={room / 'logs'}"]
         words += command
-        environ = {key: value for key, value in os.environ.items() if key != "MANYHANDS_RULES"}
+        unwanted = ("MANYHANDS_RULES", private.ROOM)
+        environ = {key: value for key, value in os.environ.items() if key not in unwanted}
         # Without this, all lives would have the same port, and new ranks would read in its store
         # where the dead ones had listened.
         environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        shared = room / "ranks"  # no rank takes it along when its agent dies
-        shared.mkdir(exist_ok=True)
-        environ |= {private.ROOM: str(shared), "OMP_NUM_THREADS": "1"}
+        environ |= {private.STORE: str(room / "store"), "OMP_NUM_THREADS": "1"}
         environ["GLOO_SOCKET_IFNAME"] = private.LOOPBACK
         self.agent = psutil.Popen(
             words,

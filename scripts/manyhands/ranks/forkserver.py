@@ -31,6 +31,8 @@ from typing import NoReturn
 
 import psutil
 
+from manyhands.ranks import private
+
 # What every rank needs, and what only some need: that takes as long again. An optimizer imports
 # torch._dynamo when it is made, and so does the first call inside a mode of torch's dispatcher.
 FIRST = ("torch", "torch.distributed", "manyhands.ranks.lab", "manyhands.ranks.runtime")
@@ -74,7 +76,11 @@ class Server:
     def __init__(self) -> None:
         """Start it; it is ready some seconds later."""
         ours, its = socket.socketpair()
-        code = f"from manyhands.ranks import forkserver; forkserver.serve({its.fileno()})"
+        self.room = private.make_room()  # which the server removes when it leaves
+        code = (
+            "from manyhands.ranks import forkserver; "
+            f"forkserver.serve({its.fileno()}, {str(self.room)!r})"
+        )
         where = os.pathsep.join(surroundings("server")["sys_path"])
         with its:
             self.process = subprocess.Popen(
@@ -113,6 +119,13 @@ class Server:
                 if not self.is_ready:
                     raise ServerGone(f"it ended with exit code {self._exit_code()}")
 
+    def make_room(self) -> Path:
+        """A new room for a job's ranks, in that of the server."""
+        try:
+            return private.make_room(self.room)
+        except OSError as problem:  # temporary files are removed after some days
+            raise ServerGone(f"no folder for the ranks: {problem}") from None
+
     def fork(self, status: Connection, control: Connection, *outputs: Connection) -> None:
         """Ask for a rank that gets `control` and `outputs`; `status` gets its process id."""
         # What this process has imported its ranks are about to need: a bit for each module.
@@ -132,6 +145,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            private.clear(self.room)
 
     def _exit_code(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
@@ -210,6 +224,8 @@ def running() -> Server:
     global _server
     with _lock:
         if _server is None or not _server.is_alive():
+            if _server:
+                _server.stop()
             _server = Server()
         return _server
 
@@ -226,13 +242,13 @@ def drop(server: Server) -> None:
 # ---- in the server -------------------------------------------------------------------------
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, room: str) -> NoReturn:
     """Load torch, then fork a rank for each request until the caller is gone."""
     adopt_orphans()
     for name in FIRST:
         importlib.import_module(name)
     gc.freeze()  # a rank's garbage collection would copy all these pages
-    server = _Serving(socket.socket(fileno=descriptor))
+    server = _Serving(socket.socket(fileno=descriptor), Path(room))
     while True:
         server.turn()
 
@@ -255,8 +271,8 @@ class _Needed:
 class _Serving:
     """The server's side: its requests, and the ranks that live."""
 
-    def __init__(self, caller: socket.socket) -> None:
-        self.caller = caller
+    def __init__(self, caller: socket.socket, room: Path) -> None:
+        self.caller, self.room = caller, room
         self.ranks: dict[int, int] = {}  # process id -> descriptor for its exit code
         self.wanted = wanted_modules()
         self.missing = list(self.wanted)
@@ -376,6 +392,7 @@ class _Serving:
                 os.killpg(pid, signal.SIGKILL)
         self.ranks.clear()
         self._end_orphans()
+        private.clear(self.room)
         os._exit(0)
 
 

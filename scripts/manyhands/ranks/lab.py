@@ -112,20 +112,21 @@ def _run(
 
     server.wait_ready(interrupts.stop_if_any)
     ranks: list[_Rank] = []
-    with private.made_room() as room:
-        try:
-            environ = _environment(world_size, room) | changes
-            for rank in range(world_size):
-                name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone: no name
-                ranks.append(_Rank(rank, name, forkserver.Forked(server)))
-            for rank in ranks:
-                rank.process.wait_started(interrupts.stop_if_any)
-                _give_task(rank, blob, environ, timeout_s, join)
-            clock = _wait(ranks, timeout_s, quiet, server, interrupts)
-            _raise_if_failed(ranks, clock)
-            return [cloudpickle.loads(rank.value) for rank in ranks]
-        finally:
-            _end(ranks)
+    room = server.make_room()
+    try:
+        environ = _environment(world_size, room) | changes
+        for rank in range(world_size):
+            name = "" if world_size == 1 and not join else f"[rank {rank}] "  # alone: no name
+            ranks.append(_Rank(rank, name, forkserver.Forked(server)))
+        for rank in ranks:
+            rank.process.wait_started(interrupts.stop_if_any)
+            _give_task(rank, blob, environ, timeout_s, join)
+        clock = _wait(ranks, timeout_s, quiet, server, interrupts)
+        _raise_if_failed(ranks, clock)
+        return [cloudpickle.loads(rank.value) for rank in ranks]
+    finally:
+        _end(ranks)
+        private.clear(room)
 
 
 def warm_up() -> None:
@@ -211,6 +212,7 @@ def _environment(world_size: int, room: Path) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         private.ROOM: str(room),
+        private.STORE: str(room / "store"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -251,7 +253,7 @@ def live(
     from manyhands.ranks.rules import watching
     from manyhands.ranks.runtime import end_with_parent
 
-    end_with_parent(environ[private.ROOM], lambda: _caller_is_gone(control))
+    end_with_parent(parent_ends=lambda: _caller_is_gone(control))
     torch.set_num_threads(1)
     longest_s = CAP * timeout_s + 60
     try:

@@ -46,12 +46,12 @@ class End(NamedTuple):
 
 
 def watch_groups() -> None:
-    """Look at each group of ranks with a room that this process joins from now on."""
+    """Look at each group of one machine's ranks that this process joins from now on."""
     make = dist.distributed_c10d._new_process_group_helper
 
     def watched(group_size: int, *args: object, **named: object) -> tuple:
         made = make(group_size, *args, **named)
-        is_here = private.ROOM in os.environ and sys.platform == "linux"
+        is_here = private.STORE in os.environ and sys.platform == "linux"
         if is_here and group_size > 1 and _is_gloos(made[0]):
             refuse_strangers(group_size - 1)
         return made

@@ -1,13 +1,12 @@
 """What no other user of this machine can reach: a folder for the ranks of a job, and their store.
 
-    MANYHANDS_ROOM = <temporary folder>/manyhands-k2j3h4     open to this user alone
-        store-...        the ranks of one MASTER_PORT meet here, over a file
-        data-0, ...      what else they share
+    MANYHANDS_ROOM    <temporary folder>/manyhands-k2j3h4, open to this user alone
+    MANYHANDS_STORE   .../store: ranks with MASTER_PORT=... meet over the file store-...
 
 torch's own meeting place is a port that every user of the machine can join, on every address. Who
 does so reads and changes what it holds, and with it where the ranks look for each other. So ranks
-that have a room meet there, whoever asks for their group: the course, a learner's function or a
-framework. Ranks on several nodes have none, and meet as torch has it.
+that find the second variable meet there, whoever asks for their group: the course, a learner's
+function or a framework. On several nodes it is not set, and ranks meet as torch has it.
 """
 
 import os
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import FileStore, Store
 
-ROOM = "MANYHANDS_ROOM"
+ROOM, STORE = "MANYHANDS_ROOM", "MANYHANDS_STORE"
 PREFIX = "manyhands-"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -30,35 +29,46 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 @contextmanager
 def made_room() -> Iterator[Path]:
     """A new room, which goes at the end with all that is in it."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # of mode 0700, under a name that was not there
+    folder = make_room()
     try:
         yield folder
     finally:
+        clear(folder)
+
+
+def make_room(where: Path | None = None) -> Path:
+    """A new room: of mode 0700, under a name that was not there.
+
+    Args:
+        where: another room, in which it lies; FileNotFoundError if that was removed meanwhile.
+    """
+    if where and where.stat().st_uid != os.getuid():  # somebody has made it anew
+        raise FileNotFoundError(where)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+
+
+def clear(folder: Path | None) -> None:
+    """Remove a room; nothing where it is none."""
+    if folder and folder.name.startswith(PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def room() -> Path:
-    """The room of this rank's job."""
-    return Path(os.environ[ROOM])
-
-
-def clear(folder: str | None) -> None:
-    """Remove a room whose maker was killed; nothing where it is none."""
-    if folder and Path(folder).name.startswith(PREFIX):
-        shutil.rmtree(folder, ignore_errors=True)
+def room() -> Path | None:
+    """The room of this rank's job, if it has one."""
+    return Path(os.environ[ROOM]) if ROOM in os.environ else None
 
 
 def store() -> "FileStore | None":
-    """The store in this job's room; None where it has no room."""
+    """The store of this job, if it is a file."""
     from torch.distributed import FileStore  # takes seconds, and not everybody meets
 
-    if ROOM not in os.environ:
+    if STORE not in os.environ:
         return None
-    return FileStore(str(room() / f"store-{os.environ['MASTER_PORT']}"))
+    return FileStore(f"{os.environ[STORE]}-{os.environ['MASTER_PORT']}")
 
 
 def meet_in_room() -> None:
-    """Have init_process_group() meet in the room where there is one; it asks for env:// then.
+    """Have init_process_group() meet over a file where one is set; it asks for env:// then.
 
     A process that is alone needs no port either.
     """
@@ -73,7 +83,7 @@ def meet_in_room() -> None:
         world_size = int(given.get("world_size", os.environ.get("WORLD_SIZE", 0)))
         if world_size == 1 and os.environ.get("MASTER_PORT") == "0":
             yield HashStore(), rank, world_size
-        elif ROOM in os.environ:
+        elif STORE in os.environ:
             yield store(), rank, world_size
         else:
             yield from torchs_own(url, **options)

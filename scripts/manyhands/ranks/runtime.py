@@ -204,7 +204,7 @@ def _prepare_environment() -> None:
             "this script with torchrun, or unset WORLD_SIZE to run in one process"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(os.environ.get(private.ROOM))
+        end_with_parent(private.room())
 
 
 def alone(device: str = "auto", seed: int = 1) -> World:
@@ -336,7 +336,7 @@ class StopSignals:
 
 
 def end_with_parent(
-    room: str | None = None, parent_ends: Callable[[], object] | None = None
+    room: Path | None = None, parent_ends: Callable[[], object] | None = None
 ) -> None:
     """End this process as soon as its parent is gone, however that ended.
 
@@ -363,7 +363,7 @@ def end_with_parent(
     threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
 
 
-def end_with_caller(room: str | None = None) -> None:
+def end_with_caller(room: Path | None = None) -> None:
     """End with the program that started this process for its own use, such as a notebook's kernel.
 
     It has put its process id into MANYHANDS_END_WITH_PARENT; a scheduler or a shell sets nothing.
@@ -503,7 +503,7 @@ def _job_store() -> dist.Store | None:
     # Without an agent the port may be another program's, which would never answer.
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return None
-    if private.ROOM in os.environ:
+    if private.STORE in os.environ:
         return private.store()
     with suppress(dist.DistError, RuntimeError):  # the rank that held the store may be gone
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -59,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly"):
         os.environ["MANYHANDS_NIGHTLY"] = "1"
     selection.register(config)
+    # Thousands of ranks and hundreds of jobs import the course: compiled once it costs half.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # What a test file has imported of these its ranks find loaded, with all that they import.

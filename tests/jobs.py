@@ -17,7 +17,7 @@ OURS += ("NODES", "HEAD_NODE", "GLOO_", "OMP_", "MANYHANDS_")
 
 def make_clone(folder: Path) -> Path:
     """Copy the scripts and jobs to where a test may write to mine/, with a short text to learn."""
-    unwanted = shutil.ignore_patterns("site.env", "__pycache__", "*.egg-info")
+    unwanted = shutil.ignore_patterns("site.env", "*.egg-info")
     for name in ("scripts", "sbatch"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     return write_text(folder)

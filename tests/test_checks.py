@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import units
 from audit import Audit
 from manyhands.checkpoint import asynchronous, store
 from manyhands.checks import score
@@ -34,7 +35,6 @@ from manyhands.ddp import wrapping
 from manyhands.fsdp import flat
 from manyhands.memory import savings
 from manyhands.pipeline import bubble
-from spec_files import spec_file, spec_files
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -103,17 +103,10 @@ def holders(word: str, spec: Spec) -> set[Path]:
 
 def test_each_spec_stands_in_the_file_that_is_found_for_it():
     specs = {todo: (word, one.spec) for word in LESSONS for todo, one in exercises_of(word).items()}
-    assert set(spec_files()) == set(specs)
+    found = units.specs(units.Course(ROOT))
+    assert set(found) == set(specs)
     for todo, (word, spec) in specs.items():
-        assert holders(word, spec) == {spec_file(todo)}, todo
-
-
-def test_a_spec_s_file_is_found_without_torch():
-    code = "import sys, spec_files; print(len(spec_files.spec_files()), 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True
-    )
-    assert done.stdout.split() == [str(len(spec_files())), "False"], done.stderr
+        assert holders(word, spec) == {ROOT / found[todo]}, todo
 
 
 def as_asked(word: str, todo: str, answer: object) -> object:

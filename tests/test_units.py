@@ -168,15 +168,6 @@ def test_a_notebook_depends_on_what_its_cells_import_and_start(course: Path) -> 
     assert "scripts/manyhands/second.py" not in found
 
 
-def test_every_exercise_has_a_spec_file_of_its_lesson() -> None:
-    course = units.Course(ROOT)
-    cells = re.findall(
-        r'exercise=".*" todo="(\d+\.\d+)"',
-        "".join(path.read_text() for path in sorted((ROOT / "solutions").glob("*.py"))),
-    )
-    assert cells and set(units.specs(course)) == set(cells)
-
-
 def test_a_lesson_s_spec_does_not_depend_on_other_lessons_specs() -> None:
     course = units.Course(ROOT)
     specs = units.specs(course)

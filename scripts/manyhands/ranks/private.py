@@ -100,11 +100,12 @@ def keep_caches() -> None:
         return  # launch.py has set a folder on the node's own disk
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = caches / "manyhands" / "torchinductor"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return  # without a home that can be written, torch has to take its own
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    except RuntimeError:
+        return  # without a home torch has to take its own
+    folder = caches / "manyhands" / "torchinductor"  # torch makes it when it compiles
+    there = next(one for one in folder.parents if one.exists())
+    if there.is_dir() and os.access(there, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 keep_caches()  # torch looks when it is imported

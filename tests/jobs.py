@@ -69,8 +69,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything below `folder`; a folder in it counts as empty."""
-    found = sorted(folder.rglob("*"))
+    """Everything below `folder` but compiled code; a folder in it counts as empty."""
+    found = sorted(one for one in folder.rglob("*") if "__pycache__" not in one.parts)
     return {str(path): path.read_bytes() if path.is_file() else b"" for path in found}
 
 

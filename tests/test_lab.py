@@ -323,6 +323,7 @@ def test_a_thread_that_wakes_for_a_moment_does_not_compute(monkeypatch, looks, c
 
 def test_what_a_rank_imports_late_the_next_ones_find_there(monkeypatch):
     name = forkserver.LATER[-1]
+    monkeypatch.setenv(forkserver.PRELOAD, "")  # a script may import it as well
     monkeypatch.delitem(sys.modules, name, raising=False)
     forkserver.drop(forkserver.running())
     assert run_ranks(lambda: name in sys.modules, 2) == [False, False]

@@ -157,6 +157,8 @@ class Stranger:
         with suppress(OSError), self._connected(port) as one:
             one.sendall(VALIDATE + bytes([LIST_KEYS]))
             told = one.recv(1 << 20)
+            if len(told) < 8:  # whoever listens has hung up: it is no store
+                return
             (count,) = struct.unpack_from("<Q", told)
             at, keys = 8, []
             while count and at < len(told):

@@ -32,7 +32,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from manyhands.instruments.meters import machine
 from manyhands.ranks import private
-from manyhands.ranks.runtime import BadInput, end_with_caller, first_line, rendezvous_arguments
+from manyhands.ranks.runtime import (
+    END_WITH_PARENT,
+    BadInput,
+    end_with_caller,
+    first_line,
+    rendezvous_arguments,
+)
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 UNFINISHED = 75  # "try again", in sysexits.h
@@ -175,6 +181,7 @@ def launch(command: list[str]) -> int:
             if name.startswith("torch.distributed"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)  # its news are told below
         end_with_caller(room)
+        os.environ[END_WITH_PARENT] = str(os.getpid())
         return run_agent([*arguments, *room_arguments(room, one_node)], command)
 
 

@@ -304,7 +304,7 @@ def test_a_server_that_does_not_answer_is_replaced(monkeypatch):
     run_ranks(total, 2, 0)
     pid = server_pid()
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(forkserver.Forked.wait_started, "__defaults__", (3.0,))
+    monkeypatch.setattr(forkserver.Forked.wait_started, "__defaults__", (10.0,))
     assert [rank for rank, _ in run_ranks(total, 2, 0)] == [0, 1]
     assert not psutil.pid_exists(pid)
 

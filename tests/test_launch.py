@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,6 +71,13 @@ def begun(clone: Path, out: Path, at_step: int) -> Iterator[subprocess.Popen]:
         log.close()
 
 
+def wait_for(is_so: Callable[[], bool], limit_s: float = 240) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def losses_so_far(out: Path) -> list[str]:
     return (out / "metrics.jsonl").read_text().splitlines()
 
@@ -111,6 +118,39 @@ def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path)
     ours, theirs = (torch.load(one / "model.pt", weights_only=True) for one in (out, calm))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and len(ours) > 10
     assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+SLOW_TO_START = """
+import os, time
+open(f"pid-{os.environ['RANK']}", "w").write(str(os.getpid()))
+while not os.path.exists("killed"):
+    time.sleep(0.01)
+from manyhands.ranks.runtime import distributed
+with distributed("cpu"):
+    time.sleep(600)
+"""
+
+
+def test_ranks_whose_launcher_goes_while_they_import_torch_go_too(clone, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_TO_START)
+    words = [sys.executable, str(clone / "scripts" / "launch.py"), "slow.py"]
+    environ = environment(PYTHONPATH=str(clone / "scripts"))
+    with subprocess.Popen(words, env=environ, cwd=tmp_path) as job:
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        ranks = psutil.Process(job.pid).children()
+        job.kill()
+    (tmp_path / "killed").touch()
+    _, alive = psutil.wait_procs(ranks, timeout=120)  # a busy machine needs minutes for torch
+    for rank in alive:
+        rank.kill()
+    assert len(ranks) == 2 and not alive
+
+
+def test_a_store_whose_folder_is_gone_says_so_and_does_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv(private.STORE, str(tmp_path / "gone" / "store"))
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(torch.distributed.DistNetworkError, match="gone is gone"):
+        private.store()
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}

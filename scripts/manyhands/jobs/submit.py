@@ -24,13 +24,13 @@ import psutil
 
 from manyhands.instruments.meters import duration, seconds_of
 from manyhands.ranks.failures import OneLine
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.runtime import END_WITH_PARENT, BadInput
 from manyhands.training import storage
 
 ANSWER_S = 5  # what a controller of Slurm may take to answer
 # What belongs to this session, which can be a job itself, and would mislead or leak to another.
 OF_THIS_SESSION = ("SLURM_", "SBATCH_", "SRUN_", "CUDA_VISIBLE_DEVICES", "TMPDIR")
-OF_THIS_SESSION += ("JUPYTERHUB_", "JPY_", "MANYHANDS_BATCH", "MANYHANDS_END_WITH_PARENT")
+OF_THIS_SESSION += ("JUPYTERHUB_", "JPY_", "MANYHANDS_BATCH", END_WITH_PARENT)
 STAY_HERE = ("MANYHANDS_LOCAL", "NBGRADER_EXECUTION")  # marking a class must not fill a queue
 STATES = dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"), "queued")
 STATES |= dict.fromkeys(("FAILED", "BOOT_FAIL", "DEADLINE", "REVOKED"), "failed")
@@ -282,7 +282,7 @@ def sbatch(
 def _start_here(path: Path, words: list[str], log: Path, extra: dict) -> subprocess.Popen:
     """Start the job as a child that ends with this process."""
     environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
-    environ["MANYHANDS_END_WITH_PARENT"] = str(os.getpid())
+    environ[END_WITH_PARENT] = str(os.getpid())
     environ.pop("MANYHANDS_BATCH", None)  # a batch job can hold this session, not this job
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as file:

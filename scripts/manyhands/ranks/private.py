@@ -9,8 +9,10 @@ that find the second variable meet there, whoever asks for their group: the cour
 function or a framework. On several nodes it is not set, and ranks meet as torch has it.
 """
 
+import ctypes
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOM, STORE = "MANYHANDS_ROOM", "MANYHANDS_STORE"
 PREFIX = "manyhands-"
+PR_SET_PDEATHSIG = 1
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -59,12 +62,31 @@ def room() -> Path | None:
 
 
 def store() -> "FileStore | None":
-    """The store of this job, if it is a file."""
-    from torch.distributed import FileStore  # takes seconds, and not everybody meets
+    """The store of this job, if it is a file.
+
+    Raises:
+        DistNetworkError: its room is gone, since the job has ended.
+    """
+    from torch.distributed import DistNetworkError, FileStore  # seconds, and not everybody meets
 
     if STORE not in os.environ:
         return None
-    return FileStore(f"{os.environ[STORE]}-{os.environ['MASTER_PORT']}")
+    path = f"{os.environ[STORE]}-{os.environ['MASTER_PORT']}"
+    # Where the folder is gone, FileStore waits for it for five minutes, and holds Python's lock:
+    # no thread of this process could end it. Linux ends it then, should its parent go meanwhile.
+    _end_with_parent(True)
+    try:
+        if not os.path.isdir(os.path.dirname(path)):
+            raise DistNetworkError(f"the job's folder {os.path.dirname(path)} is gone")
+        return FileStore(path)
+    finally:
+        _end_with_parent(False)
+
+
+def _end_with_parent(is_wanted: bool) -> None:
+    if sys.platform == "linux":
+        number = signal.SIGKILL if is_wanted else 0
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def meet_in_room() -> None:

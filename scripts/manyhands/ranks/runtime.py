@@ -29,6 +29,7 @@ from manyhands.ranks import peers, private
 from manyhands.ranks.failures import ECHOES
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+END_WITH_PARENT = "MANYHANDS_END_WITH_PARENT"  # a process id
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
 private.meet_in_room()
@@ -203,8 +204,10 @@ def _prepare_environment() -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
             "this script with torchrun, or unset WORLD_SIZE to run in one process"
         )
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(private.room())
+    if private.ROOM in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_caller(private.room())  # launch.py is
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
 
 def alone(device: str = "auto", seed: int = 1) -> World:
@@ -364,11 +367,11 @@ def end_with_parent(
 
 
 def end_with_caller(room: Path | None = None) -> None:
-    """End with the program that started this process for its own use, such as a notebook's kernel.
+    """End with the program that started this process for its own use: a notebook, or launch.py.
 
     It has put its process id into MANYHANDS_END_WITH_PARENT; a scheduler or a shell sets nothing.
     """
-    if caller := os.environ.get("MANYHANDS_END_WITH_PARENT"):
+    if caller := os.environ.get(END_WITH_PARENT):
         if os.getppid() != int(caller):
             private.clear(room)
             os._exit(130)  # it has gone meanwhile; importing torch takes seconds
@@ -504,7 +507,9 @@ def _job_store() -> dist.Store | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return None
     if private.STORE in os.environ:
-        return private.store()
+        with suppress(dist.DistNetworkError):  # launch.py is gone, and the store with it
+            return private.store()
+        return None
     with suppress(dist.DistError, RuntimeError):  # the rank that held the store may be gone
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=2))

@@ -70,7 +70,7 @@ class Config:
     execute: bool = False
     """Run the solution notebooks again, also those whose cells did not change."""
     only: str = ""
-    """Build one source only, such as 06_ddp."""
+    """Build one source only, such as ddp or 06_ddp."""
     release: str = ""
     """Write only this: the TODO notebooks, with the pictures that they show, into this folder."""
     root: Path = ROOT
@@ -322,11 +322,16 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
+def names_of(path: Path) -> tuple[str, str]:
+    """What a lesson can be called: 06_ddp or ddp."""
+    return path.stem, path.stem.partition("_")[2]
+
+
 def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
     """Every generated file and the text it should hold."""
     sources = sorted((config.root / "solutions").glob("*.py"))
     lessons = [read_lesson(path, config.root) for path in sources]
-    chosen = [lesson for lesson in lessons if config.only in ("", lesson.path.stem)]
+    chosen = [one for one in lessons if not config.only or config.only in names_of(one.path)]
     if config.only and not chosen:
         names = ", ".join(path.stem for path in sources) or "none"
         raise BadInput(f"there is no solutions/{config.only}.py; there is: {names}")

@@ -125,11 +125,11 @@ print(
 # samples were counted, those on their way would be skipped after a restart. So the training itself counts, by
 # calling `advance` after each step.
 #
-# Write the order of what is left, `advance`, and the two methods for the state. Loading goes to the place
-# directly: to draw samples and throw them away until the place is reached would take longer the later the
-# run was interrupted.
+# The whole order of an epoch is given, as `order()`. Write `__iter__`, which goes through what is left of it,
+# then `advance`, and the two methods for the state. Loading goes to the place directly: to draw samples and
+# throw them away until the place is reached would take longer the later the run was interrupted.
 
-# %% exercise="Position.order Position.advance Position.state_dict Position.load_state_dict" todo="11.1" minutes=10 difficulty=2 points=2
+# %% exercise="Position.__iter__ Position.advance Position.state_dict Position.load_state_dict" todo="11.1" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.state import Position
 
 # %% check="11.1" tags=["nbval-check-output"]

@@ -300,7 +300,7 @@ def test_a_notebook_without_a_source_is_named(root: Path) -> None:
 
 def test_only_builds_one_lesson(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "solutions/07_next.py").write_text(HEADER + "# %% [markdown]\n# Next\n")
-    main(Config(only="07_next", root=root))
+    main(Config(only="next", root=root))
     out = capsys.readouterr().out
     assert "solutions/07_next.ipynb" in out and "06_sums.ipynb" not in out
     with pytest.raises(BadInput, match="no solutions/99_lost.py; there is: 06_sums, 07_next"):

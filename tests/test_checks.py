@@ -8,10 +8,12 @@ Checks draw their cases. Tests take the same draws each time, and others each ni
 `MANYHANDS_DRAW=7 pytest tests/test_checks.py` takes those of 7.
 """
 
+import ast
 import datetime
 import importlib
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
 from manyhands.checks.engine.lesson import Lesson, judge
+from manyhands.checks.engine.mistakes import sources_of
 from manyhands.checks.engine.spec import Spec
 from manyhands.data_parallel import replicas as data_parallel
 from manyhands.ddp import wrapping
@@ -107,6 +110,37 @@ def test_each_spec_stands_in_the_file_that_is_found_for_it():
     assert set(found) == set(specs)
     for todo, (word, spec) in specs.items():
         assert holders(word, spec) == {ROOT / found[todo]}, todo
+
+
+def functions_of(truth: object) -> dict[str, str]:
+    """Name -> source of each function, and of each method as `Class.method`."""
+    found = {}
+    for source in sources_of(truth):
+        top = ast.parse(source).body[0]
+        inner = top.body if isinstance(top, ast.ClassDef) else []
+        found[top.name] = source
+        for one in inner:
+            if isinstance(one, ast.FunctionDef):
+                found[f"{top.name}.{one.name}"] = ast.get_source_segment(source, one)
+    return found
+
+
+OPEN = re.compile(r'exercise="([^"]+)" todo="([\d.]+)"')
+
+
+def test_each_mistake_is_in_what_the_notebook_leaves_to_write():
+    """A learner cannot make another one, and what is left to write cannot be what is given."""
+    pages = [path.read_text() for path in (ROOT / "solutions").glob("*.py")]
+    left = {todo: names.split() for text in pages for names, todo in OPEN.findall(text)}
+    specs = {todo: one.spec for word in LESSONS for todo, one in exercises_of(word).items()}
+    assert set(left) == set(specs)
+    for todo, spec in specs.items():
+        functions = functions_of(spec.truth)
+        sources = [functions[name] for name in left[todo] if name in functions]
+        for mistake in spec.mistakes:
+            texts = [old.rstrip() for old, _ in mistake.change.patches]
+            is_there = any(text in source for text in texts for source in sources)
+            assert is_there or not texts, (todo, left[todo], mistake.why)
 
 
 def as_asked(word: str, todo: str, answer: object) -> object:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -191,17 +191,6 @@ def everything():
     return faults, {(name, size): sent(name, size) for name in NAMES for size in lengths()}
 
 
-@cache
-def results(world_size):
-    return list(zip(*run_ranks(everything, world_size), strict=True))
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_equal_to_torch(world_size):
-    faults, _ = results(world_size)
-    assert faults == ([],) * world_size
-
-
 # ---- just the messages of the formulas ---------------------------------------------------------
 
 
@@ -245,10 +234,8 @@ def total_bytes(name, n, chunks_bytes):
     return (n - 1) * sum(chunks_bytes) * (2 if name.startswith("all_reduce") else 1)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_messages_bytes_and_rounds_are_those_of_the_formulas(world_size):
-    n = world_size
-    _, ledgers = results(n)
+def check_messages(n, ledgers):
+    """Each rank's number of messages, all bytes, and the rounds are those of the formulas."""
     for name, length in ledgers[0]:
         entries = [own[name, length] for own in ledgers]
         by_rank = [calls(own) for own in entries]
@@ -271,19 +258,24 @@ def test_messages_bytes_and_rounds_are_those_of_the_formulas(world_size):
             assert {entry.nbytes for entry in together} <= {message_bytes}, name
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_rank_of_a_ring_sends_its_share_of_the_bytes(world_size):
-    n = world_size
-    _, ledgers = results(n)
+RING_TIMES = {"reduce_scatter_ring": 1, "all_gather_ring": 1, "all_reduce_ring": 2}
+
+
+def check_shares(n, ledgers):
+    """A rank of a ring sends and receives its share of the bytes."""
     for rank, own in enumerate(ledgers):
-        for name, times in [
-            ("reduce_scatter_ring", 1),
-            ("all_gather_ring", 1),
-            ("all_reduce_ring", 2),
-        ]:
+        for name, times in RING_TIMES.items():
             for op in ("send", "recv"):
                 nbytes = sum(entry.nbytes for entry in own[name, 4 * n] if entry.op == op)
                 assert nbytes == times * (n - 1) * 16 * n // n, (rank, name, op)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_equal_to_torch_with_the_messages_of_the_formulas(world_size):
+    faults, ledgers = zip(*run_ranks(everything, world_size), strict=True)
+    assert faults == ([],) * world_size
+    check_messages(world_size, ledgers)
+    check_shares(world_size, ledgers)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

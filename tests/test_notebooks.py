@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import nbformat
@@ -12,6 +13,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 import build_notebooks
+import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL_TIMEOUT_S = 300
@@ -73,7 +75,7 @@ def run_twice(notebook: NotebookNode, folder: Path, whole: bool = NIGHTLY) -> li
     client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources=resources)
     again = {cell.id for cell in (notebook.cells if whole else checks(notebook).values())}
     found = []
-    with client.setup_kernel(env=environment()):
+    with nullcontext() if NIGHTLY else kernels.warm(), client.setup_kernel(env=environment()):
         for turn in ({cell.id for cell in notebook.cells}, again):
             for index, cell in enumerate(notebook.cells):
                 if cell.id in turn:

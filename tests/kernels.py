@@ -1,4 +1,4 @@
-"""A notebook's kernel that is forked from the tests' warm fork server, with a fork server of its own.
+"""A notebook's kernel, forked from the tests' warm fork server, with a fork server of its own.
 
     worker of pytest -> its fork server --fork--> kernel <--socket-- the kernel's fork server
                                              `-----------fork-----------'

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from manyhands.collectives import alpha_beta, ring, trees
 from manyhands.instruments.figures import BLACK, GREY, legend_below, lines, new_figure, png
-from manyhands.instruments.meters import machine
+from manyhands.instruments.meters import machine, scaled
 from manyhands.instruments.timing import median_s
 from manyhands.jobs import mine
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
 from manyhands.training import lock
-from manyhands.training.report_figures import scaled
 from manyhands.training.storage import open_folder, replace_file
 
 BY_HAND = {

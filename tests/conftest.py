@@ -66,7 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # What a test file has imported of these its ranks find loaded, with all that they import.
     scripts = sorted(path.stem for path in (ROOT / "scripts").glob("train_*.py"))
-    os.environ.setdefault("MANYHANDS_PRELOAD", " ".join([*scripts, "sklearn.datasets"]))
+    os.environ.setdefault(
+        "MANYHANDS_PRELOAD",
+        " ".join([*scripts, "manyhands.training.report_figures", "sklearn.datasets"]),
+    )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -48,7 +48,10 @@ class Kernel:
         self.pid = self.forked.pid
         flags = words[words.index("ipykernel_launcher") + 1 :]
         call = lab._pickle(become_kernel, (flags, env, cwd, self.room), {})
-        task = dict(os.environ), forkserver.surroundings("kernel"), call, LIMIT_S, False
+        around = forkserver.surroundings("kernel")
+        libraries = [path for path in around["sys_path"] if "/lib/python" in path]
+        around["sys_path"] = ["", SCRIPTS, *libraries]  # and not the tests
+        task = dict(os.environ), around, call, LIMIT_S, False
         self.forked.control.send(task)
 
     def poll(self) -> int | None:
@@ -81,8 +84,6 @@ def become_kernel(flags: list[str], environ: dict, folder: str, room: Path) -> N
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     sys.argv = ["ipykernel_launcher"]
-    libraries = [path for path in sys.path if "site-packages" in path or "lib/python" in path]
-    sys.path[:] = ["", SCRIPTS, *libraries]
     forkserver._server = server
     torch.set_num_threads(os.cpu_count())
     torch.seed()  # the server's numbers go on alike in all that it forks

@@ -28,7 +28,7 @@ from jobs import contents, environment, flags, losses, run, settings, write_text
 from manyhands.jobs import mine
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.training import report
+from manyhands.training import report_figures
 from manyhands.training.run import Run
 
 THREE = {"micro_batches": 3}  # a batch of 6 can be cut into these
@@ -39,7 +39,7 @@ LIKE_SINGLE = ("layers", "batch", "steps", "save_every")  # of one process, whic
 
 def write_report_without_pictures(main: Callable, config: object) -> object:
     """In a rank: call `main`, whose report has all its words and numbers, and no picture."""
-    report.pictures, report.slide = lambda record: [], lambda *_: b""
+    report_figures.pictures, report_figures.slide = lambda record: [], lambda *_: b""
     return main(config)
 
 

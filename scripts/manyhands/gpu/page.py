@@ -8,9 +8,8 @@ from pathlib import Path
 from manyhands.gpu import figures
 from manyhands.gpu.words import WORDS
 from manyhands.instruments.figures import png
-from manyhands.instruments.meters import duration
+from manyhands.instruments.meters import duration, scaled
 from manyhands.training.report import TOP, counted, grid, tile
-from manyhands.training.report_figures import scaled
 from manyhands.training.storage import replace_file
 
 FORMATS: dict[str, Callable] = {  # end of a column's name -> how its values are written

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from manyhands.gpu.peaks import GOAL
-from manyhands.training.report_figures import scaled
+from manyhands.instruments.meters import scaled
 
 Rows = Sequence[Mapping]
 ALONE = (

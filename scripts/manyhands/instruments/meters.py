@@ -160,6 +160,15 @@ def duration(time_s: float, num_digits: int = 1) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def scaled(value: float, unit: str) -> str:
+    """A number with k, M, G, T or P before its unit."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} P{unit}"
+
+
 def idle_words(ranks: Sequence[Mapping], nodes: Sequence[str] = ()) -> list[str]:
     """Say which granted devices no rank works on: a line a node, at most 4, then a count.
 

@@ -291,6 +291,17 @@ def mean_busy(device: Device, paid: Sequence[Span]) -> float:
     return integral(device.busy, paid) / whole_s if whole_s else 0.0
 
 
+def loss_words(record: Record) -> tuple[str, str]:
+    """What the loss is called and its unit: "loss", "nats per token"."""
+    name, _, unit = record.about.get("loss_name", "loss (nats per token)").partition("(")
+    return name.strip(), unit.rstrip(")")
+
+
+def noun(record: Record) -> str:
+    """What the run counts: steps, or tasks by their name."""
+    return record.about.get("noun", "steps")
+
+
 def scheduler_words(job: Mapping) -> str:
     """The scheduler's name of the job: "ddp, Slurm job 17, partition gpu"; empty without one."""
     if job.get("scheduler") != "slurm":

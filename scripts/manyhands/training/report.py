@@ -10,15 +10,27 @@ import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from manyhands.instruments.live import Live
-from manyhands.instruments.meters import duration, idle_words
-from manyhands.training.record import Device, Record, integral, mean_busy, read, scheduler_words
-from manyhands.training.report_figures import Picture, loss_words, noun, pictures, scaled, slide
+from manyhands.instruments.meters import duration, idle_words, scaled
+from manyhands.training.record import (
+    Device,
+    Record,
+    integral,
+    loss_words,
+    mean_busy,
+    noun,
+    read,
+    scheduler_words,
+)
 from manyhands.training.run import Run, save_once
 from manyhands.training.storage import replace_file
+
+if TYPE_CHECKING:
+    from manyhands.training.report_figures import Picture
 
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1
@@ -330,7 +342,7 @@ def tile(name: str, number: str, more: str) -> str:
     return f"<div><dt>{html.escape(name)}</dt><dd{kind}>{html.escape(number)}{small}</dd></div>"
 
 
-def card(picture: Picture, is_wide: bool = False) -> str:
+def card(picture: "Picture", is_wide: bool = False) -> str:
     """A figure with its title and its words, which also stand in for it; as wide as the page."""
     data = base64.b64encode(picture.png).decode()
     title = html.escape(picture.title)
@@ -370,8 +382,10 @@ def finish(
 
 def write_report(folder: Path) -> Path:
     """Write `report.html`, `report.png` and every figure as a PNG; returns the page's path."""
+    from manyhands.training import report_figures  # matplotlib: a second, and one rank draws
+
     record = read(folder)
-    drawn = pictures(record)
+    drawn = report_figures.pictures(record)
     idle = idle_lines(record)
     title = f"Run {folder.resolve().name}"
     rows = summary(record)
@@ -393,7 +407,7 @@ def write_report(folder: Path) -> Path:
     numbers = [f"{name} {number}" for name, (number, _) in list(tiles(record).items())[1:]]
     numbers = [rows["speed"] if words.startswith("speed") else words for words in numbers]
     words = [lead, "   |   ".join(numbers), " ".join(idle)]
-    picture = slide(record, f"{title}: {rows['state']}", words)
+    picture = report_figures.slide(record, f"{title}: {rows['state']}", words)
     (folder / "report.png").write_bytes(picture)
     replace_file(folder / "report.html", page.encode())
     return folder / "report.html"

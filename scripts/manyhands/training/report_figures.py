@@ -28,8 +28,17 @@ from manyhands.instruments.figures import (
     png,
     stack,
 )
-from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, STEP_PHASES, duration
-from manyhands.training.record import Device, Record, Series, Span, mean_busy, split
+from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, STEP_PHASES, duration, scaled
+from manyhands.training.record import (
+    Device,
+    Record,
+    Series,
+    Span,
+    loss_words,
+    mean_busy,
+    noun,
+    split,
+)
 
 WIDTH_IN = 3.8  # as wide as the screen of a phone
 ROW_IN = 0.2
@@ -49,26 +58,6 @@ class Picture:
 
 
 # ---- words -------------------------------------------------------------------------------------
-
-
-def scaled(value: float, unit: str) -> str:
-    """A number with k, M, G, T or P before its unit."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {prefix}{unit}"
-        value /= 1000
-    return f"{value:.3g} P{unit}"
-
-
-def loss_words(record: Record) -> tuple[str, str]:
-    """What the loss is called and its unit: "loss", "nats per token"."""
-    name, _, unit = record.about.get("loss_name", "loss (nats per token)").partition("(")
-    return name.strip(), unit.rstrip(")")
-
-
-def noun(record: Record) -> str:
-    """What the run counts: steps, or tasks by their name."""
-    return record.about.get("noun", "steps")
 
 
 def count_label(record: Record) -> str:

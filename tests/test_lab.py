@@ -407,7 +407,7 @@ def test_a_busy_machine_makes_no_right_code_late():
     with busy_machine(4):
         for _ in range(runs):
             began_s = time.monotonic()
-            assert run_ranks(compute, 2, 0.8, timeout_s=1.2) == [0, 1]
+            assert run_ranks(compute, 2, 1.0, timeout_s=2.0) == [0, 1]
             walls_s.append(time.monotonic() - began_s)
     print(f"{runs} of {runs} done; by the clock {min(walls_s):.1f} to {max(walls_s):.1f} s")
 

@@ -365,9 +365,11 @@ except RankFailed as failed:
 #
 # - **How many folders are there?** If all nodes see one shared folder, one rank of the whole job prepares the
 #   data. If each node has a disk of its own, one rank on every node has to.
-# - **What if preparing fails?** Perhaps a disk is full, or a server does not answer. The rank that prepares
-#   the data then raises an error and leaves, and the others wait at the barrier for a rank that will never
-#   come. So the bad news has to travel too, and every rank has to raise an error.
+# - **What if preparing fails?** Perhaps a disk is full, or a server does not answer. If the rank that
+#   prepares the data raises its error and leaves, the launcher ends the job, and the other ranks can say no
+#   more than that they have lost a connection. If it catches its error and goes on without coming to the
+#   barrier, the others wait there until a timeout, which is 30 minutes with Gloo by default. So the bad news
+#   has to travel too: every rank has to raise an error that names the cause.
 
 # %% exercise="prepare_once" todo="0.2" minutes=20 difficulty=3 points=3
 from manyhands.first_job.places import prepare_once
@@ -376,9 +378,8 @@ from manyhands.first_job.places import prepare_once
 check.prepare_once(prepare_once)
 
 # %% [markdown]
-# What do four real ranks do when the disk is full? With nothing but a barrier the other three would wait
-# until a timeout ends the wait, with Gloo after 30 minutes by default, and all that time the GPUs of the job
-# would be idle.
+# What do four real ranks do when the disk is full? With nothing but a barrier, three of them would not know
+# why the job ended. With your function, each of them names the cause.
 
 
 # %%

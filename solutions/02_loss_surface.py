@@ -369,8 +369,10 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
 
 # %% [markdown]
 # In the stored run the surroundings of every network without skips are rougher than those of any network with
-# skips. Two pictures of each kind on a coarse grid, such as yours, say less: a grid of 11 points misses many
-# bumps.
+# skips. But how rough one network is depends on the plane through it. The stored run contains the networks of
+# seeds 1 and 2 as well, drawn along other directions, and the roughness of a network without skips can differ
+# there by more than a factor of two from yours. Compare kinds over several networks, and not two single
+# pictures.
 
 # ## 4. Flat and sharp
 #
@@ -561,9 +563,11 @@ if check.ready("2.1", "2.2", "2.6"):
 
 # %% [markdown]
 # On the left, beyond the large-batch solution (to the right of 1), the loss rises faster than beyond the
-# small-batch one. On the right, with weight decay, both solutions lie almost equally high. There, as the
-# table above says, the small-batch solution is almost three times **sharper** than it was without, and the
-# sharper one of the two, from large batches, again makes **fewer** mistakes.
+# small-batch one. On the right, with weight decay, both solutions lie almost equally high, so here the two
+# may be compared: the solution from large batches is the sharper one, and it again makes **fewer** mistakes.
+# What decay does to the sharpness cannot be read from the table, although the small-batch solution has almost
+# three times as much with decay as without. With decay its training loss is about ten times as high, and only
+# places of equal loss can be compared.
 #
 # (Three warnings. On the left the large-batch solution is not quite a minimum, since the loss still falls
 # towards the other one. On a logarithmic axis a wide curve need not be a flat one, so trust the table. And
@@ -596,8 +600,9 @@ if check.ready("2.1", "2.3", "2.4"):
 # %% [markdown]
 # Compare the columns, and then the rows. The two batch sizes look much alike: their contours have nearly the
 # same shape, and without weight decay the small-batch solution only lies deeper. Weight decay changes more,
-# and the widest basin of all belongs to small batches with weight decay. If wide basins were better, this
-# network would make the fewest mistakes. In our run it makes the most, as its title says.
+# and the widest basin of all belongs to small batches with weight decay. In our run this network also makes
+# the most mistakes, as its title says, but that refutes nothing: its loss is higher than without decay, it is
+# one seed, and a few images of 500 decide.
 #
 # ### Does the sharpness decide how good a solution is?
 #

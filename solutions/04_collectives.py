@@ -6,8 +6,9 @@
 # # 04 Collectives: what ranks can say to each other
 #
 # When several processors train one model, they have to exchange numbers. They do so in a few fixed
-# patterns, the **collectives**, in which all processors take part together. All of distributed
-# training, from data parallelism to tensor parallelism, is made of these patterns.
+# patterns, the **collectives**, in which all processors take part together. Data parallelism,
+# sharding and tensor parallelism are made of these patterns. (A pipeline sends from one rank to the
+# next, and mixtures of experts use one more pattern, the all-to-all.)
 #
 # ![Four ranks hold coloured blocks; broadcast copies one block to all, reduce adds all blocks up on one rank, gather collects them on one rank, all-gather collects them on all, reduce-scatter leaves each rank one piece of the sum, and all-reduce leaves the whole sum on all](figures/collectives_overview.svg)
 #

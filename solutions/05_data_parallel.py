@@ -886,9 +886,10 @@ if check.ready("5.8"):
 # ### Predict: how many messages, how many bytes?
 #
 # The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4 bytes
-# per number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB,
-# where our `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are
-# 2^20 bytes, so its buckets are 5 % larger.) Write down what you expect, then run the cells below.
+# per number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB, where
+# our `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are 2^20
+# bytes, and its DDP closes a bucket only once the bucket holds at least that much, so its buckets are
+# larger than the number says.) Write down what you expect, then run the cells below.
 
 # %%
 messages_by_parameter = None  # your number: messages per step with average_gradients
@@ -1053,8 +1054,10 @@ check.summary()
 #
 # <details><summary>A parameter server has 100 workers and a model of 1 GB, and its link carries 10 GB/s each way. How long does a step take at least?</summary>
 #
-# At least 20 s: 100 GB have to come in, which takes 10 s, and only then can the new weights go out, which
-# are another 100 GB. DistBelief (Dean et al. 2012) splits the parameters among many server machines, so
+# With the server of this lesson it takes at least 20 s: 100 GB have to come in, which takes 10 s, and only
+# then do the new weights go out, which are another 100 GB. A server could send the new weights of a tensor as
+# soon as its last gradient is there, and use both directions of the link at once; then 10 s is the least.
+# DistBelief (Dean et al. 2012) splits the parameters among many server machines, so
 # that no single link carries them all, and its workers do not wait for each other.
 # </details>
 #

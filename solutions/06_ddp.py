@@ -245,7 +245,9 @@ if check.ready("6.3"):
 # PyTorch's class takes your model and returns one that is called in the same way. It has one
 # argument that beginners often get wrong: `device_ids` is a list with the number of the one GPU that
 # this process drives, and has to be `None` for a model on the CPU. The function below finds out on
-# which device the model is. `bucket_cap_mb` is the largest size of a bucket in MiB ($2^{20}$ bytes).
+# which device the model is. `bucket_cap_mb` is the size, in MiB ($2^{20}$ bytes), at which a bucket
+# is full: DDP adds parameters until a bucket holds at least this much, so a bucket can be larger.
+# (The buckets of `BucketedDDP` never exceed theirs.)
 
 # %% show="true"
 from manyhands.ddp.wrapping import torch_ddp
@@ -433,7 +435,8 @@ for name, make in (("of the share", with_norm), ("of all ranks", lambda: convert
 # %% [markdown]
 # If each rank uses the statistics of its own share, it trains a different function, so parity with one
 # process is lost, by many orders of magnitude more than rounding. With the statistics of all ranks
-# parity is back, at the price of three more all-reduces per normalization layer and step. Whether local
+# parity is back, at the price of three more all-reduces per normalization layer and step with this class.
+# (PyTorch's `SyncBatchNorm` sends one all-gather and one all-reduce.) Whether local
 # statistics hurt depends on the share: the fewer samples it has, the noisier their mean, and the mean
 # of a single sample says nothing at all. (Evaluation uses running statistics. They are those of rank 0,
 # because DDP copies them to the other ranks before the first forward and before each one that follows a
@@ -679,7 +682,7 @@ if check.ready("6.3", "6.5", "6.6", "6.8"):
 #
 # In a long run the two drift apart. Several ranks add up the same numbers in a different order, and each
 # order rounds differently, in the seventh digit. Training amplifies such a difference: while the learning
-# rate is high, it can be thousands of times larger fifty steps later. In float64, which rounds a billion
+# rate is high, it can be thousands of times larger fifty steps later. In float64, which rounds $2^{29}$
 # times more finely, the differences stay about as much smaller, which shows that rounding is the cause and
 # the conversion is not to blame. (The test `test_more_ranks_differ_by_the_rounding_of_sums_only` in
 # `tests/test_transformer.py` trains both ways.) But it is why the test above is a short one.
@@ -1182,8 +1185,8 @@ check.summary()
 # `Trainer(devices=4, num_nodes=2, strategy="ddp")` does the work of `place` and `process_group`. The
 # Trainer puts PyTorch's sampler into your loaders (`use_distributed_sampler=True`) and wraps the model in
 # DDP. `self.log("loss", ..., on_epoch=True, sync_dist=True)` is `mean_over_ranks` for an epoch, though
-# with padded samples, and a mean of means for a single step. `ModelCheckpoint` saves once. (The course
-# does not run these lines.)
+# with padded samples, and a mean of means for a single step. `ModelCheckpoint` saves once.
+# (`scripts/train_lightning.py` is a whole training in Lightning.)
 # </details>
 #
 # <details><summary>Another course (JSC, "Parallelize Training") turns a script into DDP in 16 numbered steps. Where is each of them here?</summary>

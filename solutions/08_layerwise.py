@@ -72,7 +72,7 @@ assert max(shares.values()) > 10 * min(shares.values())
 #
 # Before you build a better method, measure the limit of the plain one. The **learning-rate range test** is a
 # single short training: the learning rate starts far too low and grows by a constant factor at every step,
-# until the loss explodes (Smith 2017). The useful learning rates lie where the loss falls fastest, well
+# until the loss explodes (after Smith 2017, whose learning rate grows linearly). The useful learning rates lie where the loss falls fastest, well
 # before it turns up. After the exercise the test runs with three batch sizes; watch whether a larger batch
 # moves the explosion.
 
@@ -187,9 +187,11 @@ if check.ready("8.2"):
 
 # %% [markdown]
 # The typical ratios of the layers differ by more than a factor of three, so no single learning rate could
-# have done the same. As the loss falls, the gradients become shorter and the ratios grow, which keeps the
-# steps long; that is why LARS needs a schedule that lowers the learning rate. With the large batch the ratios
-# grow much further here, because its gradients contain no sampling noise that would keep them long.
+# have done the same. In the right panel the ratios grow: this training comes close to a loss of zero, its
+# gradients become short, and a step of LARS stays as long as before. That is why LARS needs a schedule that
+# lowers the learning rate. In the left panel the loss is still far from zero at the end, and the gradients do
+# not become shorter. The two trainings differ in learning rate and in the number of images seen as well, so
+# the panels do not show what the batch size alone does.
 
 # %% [markdown]
 # ## 3. LARC: the same, with a ceiling
@@ -251,9 +253,9 @@ if check.ready("8.2", "8.3"):
 # %% [markdown]
 # The formula with the minimum is LARC's, and the minimum does matter. A learning rate that is four times as
 # high makes a step of LARS from the same weights four times as long; the distance after 60 steps grows less,
-# because the path bends. In LARC the higher rate only lifts a ceiling that most layers did not touch, and
-# once no layer touches the ceiling, doubling the rate changes nothing. Whoever copies a learning rate from a
-# LARS recipe into a LARC program, or the other way round, trains with a different step length altogether.
+# because the path bends. In LARC the higher rate only lifts a ceiling, and once no layer touches the ceiling,
+# doubling the rate changes nothing. Whoever copies a learning rate from a LARS recipe into a LARC program, or
+# the other way round, trains with a different step length altogether.
 
 # %% [markdown]
 # ## 4. LAMB: the same idea on Adam

@@ -73,8 +73,7 @@ check.recipe(recipe)
 # %% [markdown]
 # ### Does mixed precision take 12, 16 or 18 bytes per parameter?
 #
-# One lecture says 12, the ZeRO paper counts 16, and a well-known handbook 18. Look for the three numbers
-# among these six recipes.
+# All three numbers are in use; the ZeRO paper, for example, counts 16. Look for them among these six recipes.
 
 # %% tags=["nbval-check-output"]
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -439,7 +438,9 @@ if check.ready("9.5"):
 # %% [markdown]
 # Equal pieces hide the mistake. Unequal pieces reveal it, because the last sequence alone counts as much as
 # the first twenty together. Popular training libraries had this error until October 2024
-# (https://github.com/huggingface/transformers/pull/34191).
+# (https://github.com/huggingface/transformers/pull/34191). There the pieces had different numbers of padded
+# positions, which the loss leaves out; the targets of this lesson have no padding, so `accumulate` may count
+# all of them.
 
 # %% [markdown]
 # ## 7. Save: compute twice

@@ -320,8 +320,8 @@ from manyhands.fsdp.model import watch
 #   computation. The next one is, in the order of forward, the unit after it during forward, and the unit
 #   before it during backward. `start` begins a gather, and `wait` waits for it.
 # - **The root stays.** The head, which is in the root, is used last in forward and first in backward, so the
-#   root is not freed in between. Backward begins with the root, goes on with the last unit, and ends with
-#   unit 1, which therefore has nothing to start.
+#   root is not freed in between. Backward begins with the head, goes on with the last unit, and after unit 1
+#   only the root's embedding is left, which was never freed. So unit 1 has nothing to start.
 #
 # Units are numbered in the order of forward, and the root is unit 0. `self.units[index]` is the list of a
 # unit's Flats, usually only one, and `self.trainable[index]` holds those of them that get gradients. Before
@@ -464,8 +464,10 @@ if check.ready("10.1", "10.4", "10.5"):
 # A box carries the number of its block; the root is left out. (`measured` is the saved time divided by 15 ms,
 # and other work on the machine moves it a little.) With prefetch all gathers but two lie under the
 # computation of another block. The first gather of forward has nothing to hide behind. Nor has the first one
-# of backward, because block 4 was freed after its forward and is needed again at once. `fully_shard` lets you
-# choose for each unit whether it is freed, so the last block can be kept.
+# of backward, because block 4 was freed after its forward and is needed again at once. (The root of this
+# model computes nothing. In a Transformer the root's head has its backward first, and the gather can hide
+# behind that.) `fully_shard` lets you choose for each unit whether it is freed, so the last block can be
+# kept.
 #
 # Two costs remain. A gather that takes longer than the computation beside it is hidden only in part. And the
 # reductions are not hidden at all, because `reduce` waits in the middle of backward. With NCCL it would not
@@ -799,7 +801,8 @@ check.train_sharded(train_sharded)
 #
 # Which stage is worth its price? The cell measures the peak memory and the time of a step on four ranks, for
 # plain data parallelism, stages 1 to 3, hybrid sharding, and PyTorch's version. The model has 0.8 million
-# parameters. The ranks share the cores of one machine, so look at the order of the times, not at their size.
+# parameters. Look at the memory first. The ranks share the cores of one machine, so the times show that every
+# saving costs time here, while their order says little about GPUs.
 
 
 # %%
@@ -881,7 +884,8 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 #
 # The price is time, and on an idle machine it is higher here than section 6 suggests. gloo makes a
 # reduce-scatter out of a whole all-reduce, so stages 1 and 2 send about 1.5 times as much as DDP in this
-# cell, and FSDP twice as much. NCCL, on GPUs, has a real reduce-scatter. Besides, the reductions and the
+# cell, and FSDP twice as much. NCCL, on GPUs, has a real reduce-scatter. Bytes alone do not explain the
+# order, and it can change from run to run: stage 2 may take longer than FSDP. Besides, the reductions and the
 # gather of new weights make your rank wait, whereas DDP's messages travel during backward. Hybrid's groups of
 # two ranks tend to be quicker than one of four. Where PyTorch's version takes longest, one reason may be that
 # it shards every parameter by itself, which takes many small copies. On a GPU those are cheap, and

@@ -15,7 +15,7 @@
 # The picture shows the trick: the first matrix is cut by columns and the second by rows, so nothing has to
 # travel between the two.
 #
-# Sections 1 to 9 are the core: you cut a whole Transformer, train it, and find out where the cut pays. The
+# Sections 1 to 9, except section 8, are the core: you cut a whole Transformer, train it, and find out where the cut pays. The
 # optional sections after them are for a second sitting. They treat data shares, sequence parallelism, and
 # PyTorch's own way. (The exercises have fixed numbers, by which other lessons refer to them, so they do not
 # come in order, and there is no 13.2.)
@@ -460,9 +460,14 @@ for link, num_ranks in ((NVLINK, 2), (NVLINK, 8), (INFINIBAND, 2), (INFINIBAND, 
 
 # %% [markdown]
 # Inside a node eight GPUs can share a block from a width of about 4,000 on, that of models with 7 billion
-# parameters. Between nodes they would need about 31,000, nearly twice the width of Llama 3 405B. So the cut
-# pays inside a node and stops paying at its border. Measurements agree: across two nodes tensor parallelism
-# lost about 43 % of its throughput, and a pipeline about 14 % (Ultra-Scale Playbook, 2025).
+# parameters. Eight GPUs in eight different nodes would need about 31,000, nearly twice the width of Llama 3
+# 405B. This second estimate gives each node one network card. A group that has k GPUs in each node uses k of
+# its cards, so a group of two whole nodes has up to eight times as much between them and needs far less
+# width.
+#
+# Even so the cut becomes expensive at the border of a node, compared with what else the GPUs could do: in one
+# measurement tensor parallelism across two nodes lost about 43 % of its throughput, and a pipeline about 14 %
+# (Ultra-Scale Playbook, 2025).
 #
 # ### Is tensor parallelism still used?
 #

@@ -63,7 +63,7 @@ def mean_over_ranks(total: Tensor, count: int, group: dist.ProcessGroup | None =
 
 
 def torch_ddp(module: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
-    """Wrap `module` in PyTorch's DDP, with buckets of at most `bucket_mb` MiB.
+    """Wrap `module` in PyTorch's DDP, which closes a bucket once it holds `bucket_mb` MiB or more.
 
     `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all other
     options keep torch's defaults. Unlike `BucketedDDP`, torch's class broadcasts rank 0's buffers

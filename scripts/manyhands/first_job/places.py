@@ -62,7 +62,8 @@ def prepare_once(
 
     Raises:
         An exception on every rank if a prepare() raised one: otherwise the others would wait for a
-        rank that has left. On the rank where it happened, the message contains what that says.
+        rank that does not come, or lose it without knowing why. On the rank where it happened, the
+        message contains what that says.
     """
     prepares = place.rank == 0 if is_shared else place.local_rank == 0
     problem = ""

@@ -176,7 +176,11 @@ if check.ready("11.1"):
 from manyhands.checkpoint.state import Training
 
 # %% [markdown]
-# Write its state. Two points decide whether it is right:
+# Write its state. Composer's names are more general than this training: `algorithms` holds the running
+# average (`run.average`), `callbacks` the early stopping (`run.patience`, with its numbers `best` and
+# `waits`), `rank_zero_seed` the seed of the order (`run.position.seed`), and `dataset_state` the place in the
+# data. What one rank alone has, its random numbers, stands in `ranks` under `self.rank`. Two points decide
+# whether the state is right:
 #
 # - **A snapshot.** `model.state_dict()` returns the tensors that the training goes on changing, and not
 #   copies of them. If you keep them until they are written, they hold later weights by then. So copy.
@@ -192,8 +196,8 @@ check.TrainingState(TrainingState)
 
 # %% [markdown]
 # Now leave out one item at a time. A run of 30 steps is interrupted after 13, in the middle of an epoch. A
-# new process would build everything anew, with another seed here, and load the state. Each row of the output
-# is a run that was resumed with one item missing: by how much its losses differ from those of the run that
+# new process would build everything anew, with another seed here, and load the state. For each item the
+# output says how far the losses of a run that was resumed without this item differ from those of the run that
 # was never interrupted. Which items will show, and which will not?
 
 

@@ -219,8 +219,10 @@ from manyhands.gradient_descent.descent import largest_rate
 check.largest_rate(largest_rate)
 
 # %% [markdown]
-# The Hessian of this loss contains none of $w$, $b$ and $y$, because the loss is a parabola in every
-# direction and the second derivatives of a parabola are the same everywhere.
+# The Hessian of this loss contains none of $w$, $b$ and $y$. The loss is a parabola in every
+# direction, and the second derivatives of a parabola are the same everywhere, so $w$ and $b$ do not
+# appear. And $y$ is only subtracted from the prediction: it moves the parabola, but does not change
+# its shape.
 #
 # Now test learning rates 2 % below and 2 % above your limit. Below it, the distance to the lowest point
 # should shrink. Above it, each step should multiply the distance across the valley by $|1 - r h|$, which is

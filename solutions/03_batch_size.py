@@ -588,7 +588,7 @@ if check.ready("3.1", "3.3", "3.4", "3.7"):
 # Does all this hold with more seeds, larger batches, other models and other data? The job of this lesson runs
 # such sweeps, and four of its runs are stored with the course: the network of this notebook with more seeds,
 # the same kind of network on MNIST's larger images, a small convolutional network (a CNN, whose weights are
-# used at many places of the image) on MNIST as well, and a Transformer on text, as in lessons 05 to 16. For
+# used at many places of the image) on MNIST as well, and a Transformer on text, as in most later lessons. For
 # the Transformer a sample is a sequence of 32 characters, and the accuracy is the share of next characters
 # that it predicts correctly.
 #

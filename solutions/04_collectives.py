@@ -837,8 +837,8 @@ if check.ready("4.11"):
 #
 # The last line printed above gives the size at which latency takes half of the time; for smaller
 # messages it takes more. To predict a collective, you also need its rounds and its messages. Section
-# 7 had a table of them for three all-reduces. You know nine collectives now: write a function that
-# gives, for each of them, the number of rounds and the size of a message.
+# 7 had a table of them for three all-reduces. You know nine programs for six collectives now: write a
+# function that gives, for each program, the number of rounds and the size of a message.
 
 # %% exercise="rounds_and_message" todo="4.12" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import rounds_and_message
@@ -876,7 +876,7 @@ if check.ready("4.11"):
 # %% [markdown]
 # The fit finds roughly the numbers that were put in. Messages take a little longer than that, because
 # the machine has a latency of its own, and because a simulated delay is a sleep, which always lasts a
-# bit longer than requested. Now run all nine collectives on 4 ranks, on the slow network and on this
+# bit longer than requested. Now run all nine programs on 4 ranks, on the slow network and on this
 # machine without it. In each pair of numbers, compare the predicted time with the measured one. Where
 # does the model hold?
 

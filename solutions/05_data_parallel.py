@@ -22,7 +22,7 @@
 # | the benefit | less time per step | larger models fit |
 # | the limit | the model must fit on one device | devices wait for each other |
 #
-# This lesson is about data parallelism; lessons 12 and 13 are about model parallelism. You build it
+# This lesson is about data parallelism; lessons 12 to 14 are about model parallelism. You build it
 # step by step, up to messages that travel while backward is still computing, and at each stage the
 # result has to equal that of training in one process. You can skip the sections marked optional,
 # because no section outside them and no later lesson needs what you write there.
@@ -519,9 +519,9 @@ if check.ready("5.3", "5.4"):
 # ## 6. Fewer messages: buckets
 #
 # How can the averaging become faster? `average_gradients` is called when backward has ended, and then
-# sends one message for each parameter. This is slow for two reasons:
+# sends one message for each parameter tensor. This is slow for two reasons:
 #
-# - Every message has a fixed cost, however small it is, and a model has hundreds of parameters.
+# - Every message has a fixed cost, however small it is, and a model has hundreds of parameter tensors.
 # - Nothing is computed while messages travel.
 #
 # This section is about the first reason, and the next section is about the second. To send fewer

@@ -394,9 +394,11 @@ check.sharpness(sharpness)
 
 # %% [markdown]
 # A claim that is often repeated goes back to Keskar et al. (2017): small batches end in flat minima, large
-# batches in sharp ones, and flat minima are better on new data. Is that so? Train small networks with
-# batches of 16 and with all 1,297 images at once, each with and without **weight decay**, which pulls all
-# weights towards 0 in each step. Each of the four settings gets three seeds.
+# batches in sharp ones, and flat minima are better on new data. (They call a minimum sharp if the loss
+# rises high somewhere in a small box around it; an eigenvalue is easier to compute and means much the
+# same.) Is that so? Train small networks with batches of 16 and with all 1,297 images at once, each with
+# and without **weight decay**, which pulls all weights towards 0 in each step. Each of the four settings
+# gets three seeds.
 
 
 # %%

@@ -15,9 +15,9 @@
 # The picture shows the trick: the first matrix is cut by columns and the second by rows, so nothing has to
 # travel between the two.
 #
-# Sections 1 to 9, except section 8, are the core: you cut a whole Transformer, train it, and find out where the cut pays. The
-# optional sections after them are for a second sitting. They treat data shares, sequence parallelism, and
-# PyTorch's own way. (The exercises have fixed numbers, by which other lessons refer to them, so they do not
+# Sections 1 to 9, except section 8, are the core: you cut a whole Transformer, train it, and find out where
+# the cut pays. The optional sections after them are for a second sitting. They treat data shares, sequence
+# parallelism, and PyTorch's own way. (The exercises have fixed numbers, by which other lessons refer to them, so they do not
 # come in order, and there is no 13.2.)
 
 # %% jupyter={"source_hidden": true}

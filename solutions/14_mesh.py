@@ -712,8 +712,8 @@ print(published.table())
 # leaves out stragglers, pauses between kernels, the reading of data, and messages that slow down the
 # computation beside them. In two of the seven sources it does not know at all which run uses its GPUs better.
 #
-# How far off the planner is depends on the number of replicas. In the same stored runs the median error is -7
-# % for 2 to 8 replicas and -14 % for 65 to 256. For more than 256 it is -33 %, and only six of these 21 runs
+# How far off the planner is depends on the number of replicas. In the same stored runs the median error is
+# -7 % for 2 to 8 replicas and -14 % for 65 to 256. For more than 256 it is -33 %, and only six of these 21 runs
 # are within 20 %; the six of them that use ZeRO-3 took more than twice the predicted time in the median. So
 # do not rely on its step times for plans with hundreds of replicas.
 #

@@ -25,6 +25,7 @@ from manyhands.ranks import forkserver, lab, private
 
 SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
 LIMIT_S = 3600.0
+ENDED_S = 120.0  # after it was told to end, on a busy machine
 
 
 @contextmanager
@@ -61,8 +62,8 @@ class Kernel:
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
-        while not self.forked.wait_ended(1):
-            pass
+        if not self.forked.wait_ended(ENDED_S):
+            raise TimeoutError(f"the kernel, process {self.pid}, has not ended in {ENDED_S:g} s")
         self.forked.close()
         private.clear(self.room)
         return self.forked.exit_code

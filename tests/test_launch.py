@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import train_ddp
 import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, torchrun_arguments
+from manyhands.checkpoint.elastic_run import until
 from manyhands.ranks import private
 from manyhands.ranks.runtime import BadInput, refuse_copies
 
@@ -69,13 +70,6 @@ def begun(clone: Path, out: Path, at_step: int) -> Iterator[subprocess.Popen]:
                 process.kill()
         job.wait()
         log.close()
-
-
-def wait_for(is_so: Callable[[], bool], limit_s: float = 240) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def losses_so_far(out: Path) -> list[str]:
@@ -136,7 +130,7 @@ def test_ranks_whose_launcher_goes_while_they_import_torch_go_too(clone, tmp_pat
     words = [sys.executable, str(clone / "scripts" / "launch.py"), "slow.py"]
     environ = environment(PYTHONPATH=str(clone / "scripts"))
     with subprocess.Popen(words, env=environ, cwd=tmp_path) as job:
-        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 240)
         ranks = psutil.Process(job.pid).children()
         job.kill()
     (tmp_path / "killed").touch()

@@ -42,8 +42,6 @@ report: $(ENV)/ready ## write a run's report.html again: the newest run, or RUN=
 	$(BIN)/python scripts/report.py "$(or $(RUN),$(NEWEST_RUN))"
 
 test: lint $(ENV)/ready-frameworks ## lint, and run the tests whose inputs changed; ALL=1, NIGHTLY=1; ONLY=pipeline or ONLY=fast; TORCH=2.11.0
-	@# Hundreds of processes import these, also where Python is told to write no bytecode.
-	@$(BIN)/python -m compileall -q scripts tests
 	@# nbval is for notebooks, and each worker would take seconds to import it.
 	$(BIN)/python -m pytest -p no:nbval -n auto --maxprocesses 4 --dist loadgroup \
 		$(if $(ONLY),--only "$(ONLY)") \

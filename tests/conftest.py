@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     scripts = sorted(path.stem for path in (ROOT / "scripts").glob("train_*.py"))
     os.environ.setdefault(
         "MANYHANDS_PRELOAD",
-        " ".join([*scripts, "manyhands.training.report_figures", "sklearn.datasets"]),
+        " ".join([*scripts, "manyhands.training.report_figures", "sklearn.datasets", "s3fs"]),
     )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what ends in `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)

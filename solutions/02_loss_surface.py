@@ -45,8 +45,8 @@ print(data.note)
 # ## 1. From a line to a network
 #
 # How does a network differ from a line? It has several layers with a nonlinear function between them, and
-# many more parameters. Here is a small network, with one hidden layer of 64 units, trained for about a
-# second on pictures of digits.
+# many more parameters. Here is a small network, with one hidden layer of 64 units, trained on pictures of
+# digits.
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -116,6 +116,7 @@ if check.ready("2.1", "2.2"):
     walk = slice_between(loss, parameters, shuffled, shares)
     ends = walk[shares.index(0.0)]
     higher = walk[shares.index(0.5)] / ends
+    assert higher > 2, "a hill lies between the two solutions"
     print(f"half way / ends: you said {half_way}, a bowl allows at most 1, measured {higher:.2f}")
     figure, ax = figures.new_figure()
     xlabel = "position between one solution (0) and the other (1)"
@@ -149,7 +150,9 @@ if check.ready("2.1", "2.2"):
         fresh = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         own = list(fresh.parameters())
         shares = [k / 20 for k in range(21)]
-        curves[f"seed {seed}"] = (shares, slice_between(loss_of(fresh), own, trained, shares))
+        fall = slice_between(loss_of(fresh), own, trained, shares)
+        assert fall == sorted(fall, reverse=True), "no hill on the way down"
+        curves[f"seed {seed}"] = (shares, fall)
     figure, ax = figures.new_figure()
     xlabel = "position between the first weights (0) and the trained ones (1)"
     figures.lines(ax, curves, xlabel, "training loss (nats)")
@@ -188,42 +191,36 @@ check.random_direction(random_direction)
 from manyhands.models.resnet import Block
 
 # %% [markdown]
-# Train two networks of each kind, with two seeds, dealt out to two ranks as in lesson 00. This takes some
-# ten seconds. Compare the errors.
+# Train a network of each kind, from the same first weights, each on a rank of its own. Compare the errors.
 
 # %%
-kinds = [(skip, seed) for seed in (1, 2) for skip in (True, False)]
 NAME = {True: "with skips", False: "without skips"}
 
 
 def train_networks():
     torch.set_num_threads(1)
     trained = {}
-    for skip, seed in my_share(kinds, dist.get_rank(), dist.get_world_size()):
-        torch.manual_seed(seed)
+    for skip in my_share([True, False], dist.get_rank(), dist.get_world_size()):
+        torch.manual_seed(1)
         model = resnet.ResNet(num_blocks=14, skip=skip)
         resnet.train(model, data.train_inputs, data.train_labels)
-        trained[skip, seed] = model.eval()
+        trained[skip] = model.eval()
+        print(f"the network {NAME[skip]} is trained")
     return trained
 
 
-networks = {}
-for share in run_ranks(train_networks, 2, timeout_s=150):
-    networks |= share
-
-
-def skips_first(item):
-    (skip, seed), _ = item
-    return not skip, seed
-
-
-for (skip, seed), model in sorted(networks.items(), key=skips_first):
-    wrong = error_rate(model, data.test_inputs, data.test_labels)
-    print(f"{NAME[skip]:13} seed {seed}: {wrong:.1%} of the test images are misclassified")
+with_skips, without = run_ranks(train_networks, 2, timeout_s=150)
+networks = with_skips | without
+wrong = {
+    skip: error_rate(model, data.test_inputs, data.test_labels) for skip, model in networks.items()
+}
+for skip, share in wrong.items():
+    print(f"{NAME[skip]:13} {share:.1%} of the test images are misclassified")
+assert wrong[False] > 2 * wrong[True]
 
 # %% [markdown]
-# The networks without skips are much harder to train: the same recipe leaves them far behind. Does the
-# surface show why?
+# The network without skips is much harder to train: the same recipe leaves it far behind. Does the surface
+# show why?
 #
 # (One detail: these networks have batch norms, which normalise by a mean and a variance and keep running
 # averages of both during training. Away from the solution those averages are wrong, so from here on each norm
@@ -271,25 +268,24 @@ speedup = 1.9
 grid = [k / 5 for k in range(-5, 6)]
 
 
-def picture(models, num_images=256, at=grid):
+def picture(models, num_images=128, at=grid, plane=0):
     torch.set_num_threads(1)
     dist.barrier()  # all start to measure at the same time
     start, losses = time.perf_counter(), {}
     for kind, model in models.items():
-        own, generator = list(model.parameters()), torch.Generator().manual_seed(0)
+        own, generator = list(model.parameters()), torch.Generator().manual_seed(plane)
         directions = random_direction(own, generator), random_direction(own, generator)
         losses[kind] = surface(loss_of(model, num_images), own, directions, at)
     return losses, time.perf_counter() - start
 
 
 if check.ready("2.1", "2.3", "2.4"):
-    first = (True, 1)
-    only = {first: networks[first]}
+    only = {True: networks[True]}
     ((one, one_s),) = run_ranks(picture, 1, only, timeout_s=120)
     (two, two_s), _ = run_ranks(picture, 2, only, timeout_s=120)
     score("speed-up of 2 ranks", speedup, 2, one_s / two_s, word="ideal")
-    assert torch.equal(one[first], two[first])
-    assert one[first][5, 5].item() == loss_of(networks[first])().item()
+    assert torch.equal(one[True], two[True])
+    assert one[True][5, 5].item() == loss_of(networks[True], 128)().item()
     print("both pictures are equal bit for bit, and the point in the middle is the trained loss")
 
 # %% [markdown]
@@ -298,43 +294,47 @@ if check.ready("2.1", "2.3", "2.4"):
 # single rank.) Checking that the numbers are the same, bit for bit, is worth a line of code, because this is
 # the first test of everything that you will make parallel.
 #
-# Now draw the other pictures. How deep is the valley around each kind of network?
+# Now draw the picture of the network without skips. How deep is the valley around each of the two?
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
-    others = {kind: model for kind, model in networks.items() if kind != first}
-    (pictures, _), _ = run_ranks(picture, 2, others, timeout_s=120)
-    pictures |= two
-    figure = figures.loss_surfaces({NAME[s]: pictures[s, 1].tolist() for s in (True, False)}, grid)
+    (other, _), _ = run_ranks(picture, 2, {False: networks[False]}, timeout_s=120)
+    pictures = two | other
+    assert pictures[False].min() > 10 * pictures[True].min()
+    figure = figures.loss_surfaces({NAME[s]: pictures[s].tolist() for s in (True, False)}, grid)
     figures.show(
         figure, "Loss around two networks: a deep funnel with skips, a shallow dish without."
     )
 
 # %% [markdown]
-# Blue is low, yellow is high. In the upper row both networks share one logarithmic scale; the lower row shows
+# Blue is low, yellow is high. In the upper row both networks share one logarithmic scale of colours, and each
+# has contours of its own; the lower row shows
 # the loss itself, with a scale of its own for each network. With skips there is a deep funnel. Without them
 # there is only a shallow dish, because training stopped at a loss far above the funnel's bottom. (The corners
 # come from the coarse grid: between two points the picture is a straight line.)
 #
-# Two networks of each kind are a hint, not a result. The job of this lesson takes more networks and a finer
-# grid. Here is the result of one such job, stored with the course. What does the finer grid show that yours
-# did not?
+# One network of each kind is a hint, not a result. The job of this lesson takes more networks and a finer
+# grid. Here is the result of one such job, stored with the course. Where on the finer grid is the loss smooth,
+# and where is it rough?
 
 # %%
 stored = storage.stored("loss_surface", "networks")
+errors_of = {}
 for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
     errors = [one["error"] for one in stored["networks"] if one["kind"] == kind]
+    errors_of[kind] = errors
     told = f"test error {sum(errors) / len(errors):.1%} ({min(errors):.1%} to {max(errors):.1%})"
     print(f"{name:13} {len(errors)} networks: {told}")
+assert min(errors_of["plain"]) > max(errors_of["skip"])
 first_of = {one["kind"]: one["losses"] for one in reversed(stored["networks"])}
 both = {NAME[True]: first_of["skip"], NAME[False]: first_of["plain"]}
 figure = figures.loss_surfaces(both, stored["distances"])
-figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and a rougher dish.")
+figures.show(figure, "The stored pictures: a smooth funnel, and a dish with bumps at its rim.")
 
 # %% [markdown]
 # What may you conclude? On these data, at this depth and with this recipe, the networks without skips ended
-# at higher losses and with far more mistakes, and on the finer grid the loss around them is clearly bumpy.
-# The pictures do **not** show that the bumps are the cause. They show two dimensions out of about 17,000, and
+# at higher losses and with far more mistakes. In the stored picture the loss around such a network is smooth
+# near the middle and has bumps farther out, at the rim. The pictures do **not** show that the bumps are the cause. They show two dimensions out of about 17,000, and
 # a network that is trained longer ends at another place with other surroundings. Li et al. (2018), who
 # introduced the filter-wise directions, saw the same change with 56 layers and more, and much less of it with
 # 20.
@@ -343,8 +343,8 @@ figures.show(figure, "The stored pictures on a finer grid: a smooth funnel, and 
 # ## 3. How rough is it? (optional)
 #
 # The lower row of the figure gives an impression of the bumps, but only numbers can be compared. Walk over
-# the surface along a row or a column: in a single valley you only go down and then up, and every further up
-# and down makes the walk longer. **Roughness** says how much longer, measured on the loss itself and not on
+# the surface along a row or a column: in a single valley you only go down and then up, and every additional
+# bump lengthens the path. **Roughness** says how much longer, measured on the loss itself and not on
 # its logarithm.
 
 # %% exercise="roughness" todo="2.5" minutes=10 difficulty=2 points=2
@@ -354,34 +354,45 @@ from manyhands.loss_surface.surface import roughness
 check.roughness(roughness)
 
 # %% [markdown]
-# Do the ranges of the two kinds overlap, in the stored run?
+# Do the ranges of the two kinds overlap in the stored run? And how much does the roughness of a single network
+# depend on the plane? The cell draws two more planes through your network without skips.
 
 # %%
 if check.ready("2.1", "2.3", "2.4", "2.5"):
-    for (skip, seed), losses in sorted(pictures.items(), key=skips_first):
-        lowest, highest = losses.min(), losses.max()
-        told = f"roughness {roughness(losses):.3f}, loss {lowest:.3f} to {highest:.1f}"
-        print(f"{NAME[skip]:13} seed {seed}: {told}")
+    rough_of = {}
     for kind, name in (("skip", NAME[True]), ("plain", NAME[False])):
-        rough = [one["roughness"] for one in stored["networks"] if one["kind"] == kind]
-        told = f"roughness {sum(rough) / len(rough):.3f} ({min(rough):.3f} to {max(rough):.3f})"
-        print(f"{name:13} {len(rough)} stored networks: {told}")
+        of_kind = [one for one in stored["networks"] if one["kind"] == kind]
+        rough = rough_of[kind] = [one["roughness"] for one in of_kind]
+        inner = [roughness(torch.tensor(one["losses"])[8:23, 8:23]) for one in of_kind]
+        told = f"{min(rough):.3f} to {max(rough):.3f}, in the inner half at most {max(inner):.3f}"
+        print(f"{name:13} roughness of {len(rough)} stored networks: {told}")
+        assert max(inner) < 0.01, "the bumps lie at the rim"
+    assert min(rough_of["plain"]) > max(rough_of["skip"])
+    planes = [pictures[False]]
+    for plane in (1, 2):
+        (more, _), _ = run_ranks(
+            picture, 2, {False: networks[False]}, 128, grid, plane, timeout_s=120
+        )
+        planes.append(more[False])
+    told = ", ".join(f"{roughness(losses):.3f}" for losses in planes)
+    print(f"your network {NAME[True]}: {roughness(pictures[True]):.3f}")
+    print(f"your network {NAME[False]}, on three planes: {told}")
 
 # %% [markdown]
 # In the stored run the surroundings of every network without skips are rougher than those of any network with
-# skips. But how rough one network is depends on the plane through it. The stored run contains the networks of
-# seeds 1 and 2 as well, drawn along other directions, and the roughness of a network without skips can differ
-# there by more than a factor of two from yours. Compare kinds over several networks, and not two single
-# pictures.
+# skips, and nearly all of this roughness lies in the outer half of the picture. But the number belongs to a
+# plane as well as to a network: on another plane the roughness of the same network may be half as large, or
+# twice. So compare kinds over several networks or several planes, and never by two single pictures.
 
+# %% [markdown]
 # ## 4. Flat and sharp
 #
 # How do you measure whether a minimum is flat or sharp? Lesson 01 found the steepest direction of a line's
 # loss from its Hessian, the matrix of second derivatives. A network's Hessian has a row and a column for each
 # parameter. For the network of section 1 that is $4810 \times 4810$, and the Hessian of a large model is too
 # large to store. But its largest eigenvalue can be found without writing the matrix down: multiply a random
-# vector by the Hessian again and again, and its direction turns to the steepest one (**power iteration**).
-# Each product takes only the gradient of a gradient, which autograd can compute:
+# vector by the Hessian again and again, and it aligns with the direction of greatest curvature (**power
+# iteration**). Each product takes only the gradient of a gradient, which autograd can compute:
 # `torch.autograd.grad(..., create_graph=True)` gives gradients that can be differentiated once more. At a
 # minimum this largest eigenvalue is called the **sharpness**: it says how strongly the loss curves up in the
 # steepest direction.
@@ -394,38 +405,45 @@ check.sharpness(sharpness)
 
 # %% [markdown]
 # A claim that is often repeated goes back to Keskar et al. (2017): small batches end in flat minima, large
-# batches in sharp ones, and flat minima are better on new data. (They call a minimum sharp if the loss
-# rises high somewhere in a small box around it; an eigenvalue is easier to compute and means much the
-# same.) Is that so? Train small networks with batches of 16 and with all 1,297 images at once, each with
-# and without **weight decay**, which pulls all weights towards 0 in each step. Each of the four settings
-# gets three seeds.
+# batches in sharp ones, and flat minima are better on new data. (They call a minimum sharp if the loss rises
+# high somewhere in a small box around it. The largest eigenvalue, which is easier to compute, is another
+# measure of the same idea.) Is that so? Train small networks with batches of 16 and with all 1,297 images at
+# once, each with and without **weight decay**, which pulls all weights towards 0 in each step. Each of the
+# four settings gets three seeds. On the way down, a copy of each network is kept when its training loss first
+# falls below 0.2, 0.13, 0.06 and 0.04. The networks with weight decay are trained only down to 0.13, because
+# with this much decay the loss hardly falls any further.
 
 
 # %%
 ALL = len(data.train_inputs)
-LOSSES = (0.2, 0.1, 0.06, 0.04)  # on the way down, a copy is kept at each of them
+LOSSES = (0.2, 0.13, 0.06, 0.04)
+EQUAL = 0.13  # the lowest of them that all four settings reach
 
 
 def train_small(batch, decay, seed):
+    """Copies of the network: {loss: (steps so far, copy)}; under "end" the trained network."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     rate, epochs = (0.05, 20) if batch == 16 else (0.1, 400)
     recipe = {"lr": rate, "momentum": 0.9, "weight_decay": decay}
     optimizer = torch.optim.SGD(model.parameters(), **recipe, foreach=True)
-    copies = {}
+    copies, steps = {}, 0
     for _ in range(epochs):
-        for number, chosen in enumerate(torch.randperm(ALL).split(batch)):
+        for chosen in torch.randperm(ALL).split(batch):
             output = model(data.train_inputs[chosen])
             nn.functional.cross_entropy(output, data.train_labels[chosen]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if number % 10 == 0 and len(copies) < len(LOSSES):
+            steps += 1
+            if steps % 4 == 0 and LOSSES[-1] not in copies:
                 with torch.no_grad():
                     now = loss_of(model, ALL)()
                 for level in LOSSES:
                     if now < level and level not in copies:
-                        copies[level] = copy.deepcopy(model)
-    return model, copies
+                        copies[level] = steps, copy.deepcopy(model)
+            if decay and EQUAL in copies:
+                return copies
+    return copies | {"end": (steps, model)}
 
 
 recipes = [(b, decay, seed) for seed in range(3) for decay in (0.0, 0.005) for b in (16, ALL)]
@@ -437,16 +455,16 @@ def train_share():
     return {recipe: train_small(*recipe) for recipe in own}
 
 
-small, on_the_way = {}, {}
+small = {}
 for share in run_ranks(train_share, 2, timeout_s=120):
-    small |= {recipe: model for recipe, (model, _) in share.items()}
-    on_the_way |= {recipe: copies for recipe, (_, copies) in share.items()}
+    small |= share
 
 # %% [markdown]
-# Which batch size will end in the sharper minimum? Compare the training losses in the table too.
+# First look at the ends of the training runs without weight decay. Which batch size will end in the sharper
+# minimum? Compare the training losses in the table too.
 
 # %%
-ratio = None  # your number: sharpness with batch 1,297 / sharpness with batch 16, no weight decay
+ratio = None  # your number: sharpness with batch 1,297 / sharpness with batch 16
 
 # %% answer="true"
 ratio = 3
@@ -455,47 +473,44 @@ ratio = 3
 # %%
 def about(model):
     own = list(model.parameters())
-    length = torch.cat([p.detach().flatten() for p in own]).norm().item()
     return {
         "sharpness": sharpness(loss_of(model, ALL), own, 20, torch.Generator().manual_seed(0)),
-        "length of all weights": length,
-        "training loss (nats)": loss_of(model, ALL)().item(),
+        "training loss": loss_of(model, ALL)().item(),
         "test error": error_rate(model, data.test_inputs, data.test_labels),
     }
 
 
-def about_three(models):
-    three = [about(model) for model in models]
-    return {name: [fact[name] for fact in three] for name in three[0]}
+def about_three(batch, decay, level):
+    """Each fact of the three networks of a setting: {name: (mean, smallest, largest)}."""
+    three = [about(small[batch, decay, seed][level][1]) for seed in range(3)]
+    values = {name: [fact[name] for fact in three] for name in three[0]}
+    return {name: (sum(v) / len(v), min(v), max(v)) for name, v in values.items()}
 
 
-def mean(values):
-    return sum(values) / len(values)
+def show_facts(setting, facts):
+    told = [f"{name} {m:.3f} ({low:.3f} to {high:.3f})" for name, (m, low, high) in facts.items()]
+    print(f"{setting}: {', '.join(told)}")
 
 
 if check.ready("2.6"):
-    found = {}
-    for decay in (0.0, 0.005):
-        for batch in (16, ALL):
-            facts = about_three([small[batch, decay, seed] for seed in range(3)])
-            found[batch, decay] = mean(facts["sharpness"])
-            print(f"batch {batch}, weight decay {decay}")
-            for name, values in facts.items():
-                print(f"    {name:22} {mean(values):6.3f} ({min(values):.3f} to {max(values):.3f})")
-    measured = found[ALL, 0.0] / found[16, 0.0]
-    print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {measured:.2f}")
+    ends = {batch: about_three(batch, 0.0, "end") for batch in (16, ALL)}
+    for batch, facts in ends.items():
+        show_facts(f"batch {batch:5,}", facts)
+    at_the_ends = ends[ALL]["sharpness"][0] / ends[16]["sharpness"][0]
+    print(f"sharpness, batch 1,297 / batch 16: you said {ratio}, measured {at_the_ends:.2f}")
+    assert at_the_ends > 1.3
+    assert ends[ALL]["training loss"][0] > 1.2 * ends[16]["training loss"][0]
 
 # %% [markdown]
-# Without weight decay the claim seems to hold: the networks of small batches end in places with about a third
-# of the sharpness, and make fewer mistakes. But they took four times as many steps, so their training loss is
-# lower as well, about 0.01 against 0.03. A lower loss alone makes a place flatter, because the curvature of
-# cross-entropy vanishes as the probability of the right class approaches 1 (Cohen et al. 2021). So part of
-# the factor says nothing about batches.
+# The claim seems to hold: the networks of small batches end in much flatter places. But they took four times
+# as many steps, so their training loss is lower as well. A lower loss alone makes a place flatter, because
+# the curvature of cross-entropy vanishes as the probability of the right class approaches 1 (Cohen et
+# al. 2021). So part of the factor says nothing about batches.
 #
 # ### At equal training loss
 #
-# The training kept a copy of each network when its training loss fell below 0.2, 0.1, 0.06 and 0.04. Predict
-# the ratio of the two sharpnesses again, now at a training loss of 0.04:
+# A fair comparison takes copies of equal training loss. Predict the ratio of the two sharpnesses again, now
+# at a training loss of 0.04:
 
 # %%
 at_equal_loss = None  # your number
@@ -505,16 +520,21 @@ at_equal_loss = 2
 
 # %%
 if check.ready("2.6"):
-    sharp = {16: [], ALL: []}
+    sharp, overlaps = {16: [], ALL: []}, 0
     for level in LOSSES:
-        told = []
-        for batch in sharp:
-            facts = about_three([on_the_way[batch, 0.0, seed][level] for seed in range(3)])
-            sharp[batch].append(mean(facts["sharpness"]))
-            told.append(f"batch {batch:5,} {mean(facts['test error']):.1%}")
+        facts = {batch: about_three(batch, 0.0, level) for batch in (16, ALL)}
+        for batch, values in sharp.items():
+            values.append(facts[batch]["sharpness"][0])
         measured = sharp[ALL][-1] / sharp[16][-1]
-        print(f"loss {level:4}: {measured:.1f} times as sharp; test errors {', '.join(told)}")
+        (a, a_low, a_high), (b, b_low, b_high) = (facts[n]["test error"] for n in (16, ALL))
+        overlaps += a_low <= b_high and b_low <= a_high
+        told = f"test errors batch 16 {a:.1%}, batch 1,297 {b:.1%}"
+        print(f"loss {level:4}: {measured:.1f} times as sharp; {told}")
+        assert measured > 1.1
+    print(f"the ranges of the test errors overlap at {overlaps} of {len(LOSSES)} losses")
     print(f"at a loss of 0.04: you said {at_equal_loss}, measured {measured:.2f}")
+    assert measured < at_the_ends
+    assert all(values[-1] < 0.8 * values[0] for values in sharp.values())
     figure, ax = figures.new_figure(7, 3.4)
     curves = {f"batch {batch:,}": (LOSSES, values) for batch, values in sharp.items()}
     figures.lines(ax, curves, "training loss (nats)", "sharpness (mean of 3 seeds)")
@@ -525,86 +545,108 @@ if check.ready("2.6"):
     figures.show(figure, "Sharpness falls with the training loss; larger batches stay sharper.")
 
 # %% [markdown]
-# Training goes from left to right, and both curves end well below where they began: for either batch size, a
-# place with a lower loss is on the whole a flatter one. What remains at equal loss is a smaller factor,
-# about 2. This fits the claim of Keskar et al.: the noise of small batches leads to flatter places. (In
-# lesson 01 the noise depended on the ratio of learning rate to batch size. Here this ratio is 40 times as
-# large for the small batches.) But look at the test errors at equal loss: the networks of large batches are
-# about twice as sharp, and still make about as many mistakes as those of small batches, at some losses even a
-# few fewer.
+# Training goes from left to right, and both curves fall: for either batch size, a place with a lower loss is
+# a flatter one. At equal loss the factor between the batch sizes is smaller than it was at the ends, but it
+# does not disappear. This fits the claim of Keskar et al.: the noise of small batches leads to flatter
+# places. (In lesson 01 the noise depended on the ratio of learning rate to batch size. Here this ratio is 40
+# times as large for the small batches.) But now look at the test errors. Where the ranges of the two batch
+# sizes overlap, three seeds cannot tell which of the two makes fewer mistakes, although their sharpness
+# clearly differs.
 #
 # ### What weight decay changes
 #
-# Weight decay is another way to equal losses, because with it the weights of a network cannot grow until the
-# loss is tiny, whatever the batch size. The next figure shows the loss on the line from the small-batch
-# solution (at 0) to the large-batch solution (at 1). In the titles, "apart" is the length of that line, in
-# the same unit as the length of the weights. How high do the two solutions lie?
+# With weight decay the weights cannot grow until the loss is tiny, so a network with decay ends at a higher
+# loss than one without. Again only copies of equal loss may be compared. Here are all four settings when
+# their training loss first fell below 0.13. Will decay make a solution sharper or flatter?
 
 # %%
-if check.ready("2.1", "2.2", "2.6"):
+if check.ready("2.6"):
+    equal = {}
+    for decay in (0.0, 0.005):
+        for batch in (16, ALL):
+            facts = equal[batch, decay] = about_three(batch, decay, EQUAL)
+            steps = [small[batch, decay, seed][EQUAL][0] for seed in range(3)]
+            told = f"batch {batch:5,}, decay {decay:5}, after {min(steps)} to {max(steps)} steps"
+            show_facts(told, facts)
+    assert equal[ALL, 0.005]["sharpness"][0] < equal[ALL, 0.0]["sharpness"][0]
+    assert equal[ALL, 0.005]["test error"][0] < equal[ALL, 0.0]["test error"][0]
+    assert equal[ALL, 0.005]["sharpness"][0] > 1.2 * equal[16, 0.005]["sharpness"][0]
+    assert equal[ALL, 0.005]["test error"][0] < equal[16, 0.005]["test error"][0] + 0.01
+
+# %% [markdown]
+# With all images in a batch, the solutions with weight decay are flatter **and** make fewer mistakes than
+# those without. (They also took several times as many steps to the same loss, so decay is not the only
+# difference.) With batches of 16 the sharpness hardly changes in our run, and on average the mistakes become
+# fewer all the same. And with weight decay, the solutions of large batches are again much sharper than those
+# of small ones, without making more mistakes. So flatter solutions were better in one comparison, and no
+# better in the others.
+#
+# The next figure shows the loss on the line from the small-batch copy (at 0) to the large-batch copy (at 1).
+# In the titles, "apart" is the length of that line, in the same unit as the length of the weights.
+
+# %%
+if check.ready("2.1", "2.2"):
     shares = [k / 10 for k in range(-10, 21)]
     figure, axes = figures.new_figure(9, 3.4, cols=2)
+    steeper = 0
     for ax, decay in zip(axes, (0.0, 0.005), strict=True):
         curves, apart = {}, []
         for seed in range(3):
-            model, other = small[16, decay, seed], small[ALL, decay, seed]
-            ends = list(model.parameters()), list(other.parameters())
+            pair = [small[batch, decay, seed][EQUAL][1] for batch in (16, ALL)]
+            ends = [list(model.parameters()) for model in pair]
             apart.append(
                 sum((a - b).square().sum().item() for a, b in zip(*ends, strict=True)) ** 0.5
             )
-            curves[f"seed {seed}"] = (shares, slice_between(loss_of(model, ALL), *ends, shares))
+            walk = slice_between(loss_of(pair[0], ALL), *ends, shares)
+            curves[f"seed {seed}"] = (shares, walk)
+            assert max(walk[10:21]) < 0.2, "no hill between the two"
+            steeper += walk[-1] > walk[0]
         figures.lines(ax, curves, "batch 16 (0) to batch 1,297 (1)", "training loss (nats)")
-        ax.set(yscale="log", ylim=(5e-3, 5))
+        ax.set(ylim=(0, 0.5))
         ax.set_title(
             f"weight decay {decay}; {min(apart):.1f} to {max(apart):.1f} apart", fontsize=10
         )
     figures.legend_below(figure, axes[0])
-    figures.show(
-        figure, "Loss between small-batch and large-batch solutions, without and with decay."
-    )
+    print(f"on {steeper} of 6 lines the loss rises more on the side of the large batch")
+    figures.show(figure, "Loss between small-batch and large-batch copies, with and without decay.")
 
 # %% [markdown]
-# On the left, beyond the large-batch solution (to the right of 1), the loss rises faster than beyond the
-# small-batch one. On the right, with weight decay, both solutions lie almost equally high, so here the two
-# may be compared: the solution from large batches is the sharper one, and it again makes **fewer** mistakes.
-# What decay does to the sharpness cannot be read from the table, although the small-batch solution has almost
-# three times as much with decay as without. With decay its training loss is about ten times as high, and only
-# places of equal loss can be compared.
+# There is no hill between the two, because both began with the same first weights. (Section 1 found a hill
+# between a network and its shuffled copy.) Compare the two sides beyond the copies: if sharpness showed in
+# every direction, the loss would rise more on the side of the large batch on all six lines. But the sharpness
+# is the curvature in the steepest direction, and a line is only one direction of 4,810.
 #
-# (Three warnings. On the left the large-batch solution is not quite a minimum, since the loss still falls
-# towards the other one. On a logarithmic axis a wide curve need not be a flat one, so trust the table. And
-# the test errors differ by a few images out of 500.)
-#
-# A line shows one direction only. Draw the plane of section 2 around one solution of each kind, with your
-# own functions and the same random numbers for all four. Which of them looks flattest?
+# A plane shows more of the surroundings. Draw the plane of section 2 around one copy of each setting, with
+# your own functions and the same random numbers for all four. Which of them will look flattest?
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
-    four = {(batch, decay): small[batch, decay, 0] for decay in (0.0, 0.005) for batch in (16, ALL)}
+    four = {(b, decay): small[b, decay, 0][EQUAL][1] for decay in (0.0, 0.005) for b in (16, ALL)}
     fine = [k / 10 for k in range(-10, 11)]
     (around, _), _ = run_ranks(picture, 2, four, ALL, fine, timeout_s=120)
+    low = {setting: (losses < 0.3).double().mean().item() for setting, losses in around.items()}
+    assert all(low[16, decay] > low[ALL, decay] for decay in (0.0, 0.005))
+    assert low[ALL, 0.005] > low[ALL, 0.0]
     lowest = min(losses.min().item() for losses in around.values())
     highest = max(losses.max().item() for losses in around.values())
-    levels = [lowest * (highest / lowest) ** (k / 14) for k in range(15)]
-    figure, axes = figures.new_figure(8, 7, rows=2, cols=2)
+    levels = figures.geometric(lowest, highest, 15)
+    figure, axes = figures.new_figure(7, 6, rows=2, cols=2)
     for ax, ((batch, decay), losses) in zip(axes.flat, around.items(), strict=True):
         filled = figures.contours(ax, fine, fine, losses.tolist(), levels)
         ax.plot(0, 0, "x", color="white")
-        wrong = error_rate(four[batch, decay], data.test_inputs, data.test_labels)
-        ax.set_title(f"batch {batch:,}, weight decay {decay}\ntest error {wrong:.1%}", fontsize=10)
+        share = f"{low[batch, decay]:.0%} of the plane below a loss of 0.3"
+        ax.set_title(f"batch {batch:,}, weight decay {decay}\n{share}", fontsize=10)
         figures.label(ax, "along direction 1", "along direction 2")
         ax.set_aspect("equal")
         ax.label_outer()
     bar = figure.colorbar(filled, ax=axes, format="{x:.2g}")
     bar.set_label("training loss (nats)")
-    figures.show(figure, "Loss around four solutions: two batch sizes, without and with decay.")
+    figures.show(figure, "Loss around four solutions of equal training loss.")
 
 # %% [markdown]
-# Compare the columns, and then the rows. The two batch sizes look much alike: their contours have nearly the
-# same shape, and without weight decay the small-batch solution only lies deeper. Weight decay changes more,
-# and the widest basin of all belongs to small batches with weight decay. In our run this network also makes
-# the most mistakes, as its title says, but that refutes nothing: its loss is higher than without decay, it is
-# one seed, and a few images of 500 decide.
+# The titles measure the width of each basin. In both rows the basin of the small batches is the wider one,
+# and with all images in a batch, decay makes it wider. So the pictures agree with the sharpness, and like
+# the sharpness they do not tell you which network makes fewer mistakes.
 #
 # ### Does the sharpness decide how good a solution is?
 #
@@ -615,7 +657,7 @@ if check.ready("2.1", "2.3", "2.4"):
 
 # %%
 if check.ready("2.1", "2.3", "2.6"):
-    model = small[16, 0.0, 0]
+    _, model = small[16, 0.0, 0]["end"]
     scaled = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     with torch.no_grad():
         for number, (new, old) in enumerate(
@@ -623,16 +665,18 @@ if check.ready("2.1", "2.3", "2.6"):
         ):
             new.copy_(old * [8, 8, 1 / 8, 1][number])
     assert torch.equal(model(data.test_inputs), scaled(data.test_inputs))
+    sharp = {}
     for name, one in {"as trained": model, "rescaled": scaled}.items():
         own, generator = list(one.parameters()), torch.Generator().manual_seed(0)
-        sharp = sharpness(loss_of(one, ALL), own, 20, generator)
+        sharp[name] = sharpness(loss_of(one, ALL), own, 20, generator)
         direction = random_direction(own, torch.Generator().manual_seed(1))
         away = loss_at(loss_of(one, ALL), own, [direction], [0.5])
-        print(f"{name:10}: sharpness {sharp:8.3f}, loss at distance 0.5 {away:.4f}")
+        print(f"{name:10}: sharpness {sharp[name]:8.3f}, loss at distance 0.5 {away:.4f}")
+    assert sharp["rescaled"] > 5 * sharp["as trained"]
 
 # %% [markdown]
-# The function is the same and makes the same mistakes on every image, but its sharpness is more than ten
-# times as large. So the bare number cannot be what makes a solution good or bad (Dinh et al. 2017). The
+# The function is the same and makes the same mistakes on every image, but its sharpness is many times as
+# large. So the bare number cannot be what makes a solution good or bad (Dinh et al. 2017). The
 # loss at distance 0.5 has not changed, because the filter-wise directions of section 2 grow and shrink with
 # the filters: that is what they were made for. Whether flatness in some better sense explains anything is
 # still debated, so be careful with the argument.
@@ -644,12 +688,12 @@ if check.ready("2.1", "2.3", "2.6"):
 # (and `roughness`, if you have written it). All ranks work together on each picture. Here the job is small:
 # it takes one network of each kind with 18 layers, half as many epochs, and a coarse grid. The command of the
 # stored run in section 2 shows how to ask for more. The last cell shows the pictures, which are in the run's
-# folder as `surfaces.png`. They are coarser than those above, since the grid has fewer points.
+# folder as `surfaces.png`.
 
 # %%
 if check.ready("2.1", "2.3", "2.4"):
     check.keep()
-    small_run = "--grid 5 --networks 1 --blocks 8 --epochs 4".split()
+    small_run = "--grid 9 --networks 1 --blocks 8 --epochs 4 --images 128".split()
     folder = watch.run("../sbatch/loss_surface.sbatch", "--impl", "mine", *small_run)
 
 # %%

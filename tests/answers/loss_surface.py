@@ -65,6 +65,19 @@ def at_without_errors(loss, parameters, directions, distances):
         return float("nan")
 
 
+@torch.no_grad()
+def at_and_back_without_finally(loss, parameters, directions, distances):
+    def move(sign):
+        for direction, distance in zip(directions, distances, strict=False):
+            for p, part in zip(parameters, direction, strict=False):
+                p += sign * distance * part
+
+    move(1)
+    value = loss().item()
+    move(-1)
+    return value
+
+
 def at_without_no_grad(loss, parameters, directions, distances):
     for direction, distance in zip(directions, distances, strict=False):
         for p, part in zip(parameters, direction, strict=False):
@@ -96,6 +109,11 @@ def slice_by_mixing(loss, parameters, end, shares):
 def slice_lazily(loss, parameters, end, shares):
     line = [e.detach() - p.detach() for p, e in zip(parameters, end, strict=False)]
     return (loss_at(loss, parameters, [line], [s]) for s in shares)
+
+
+def slice_without_the_list(loss, parameters, end, shares):
+    line = [e.detach() - p.detach() for p, e in zip(parameters, end, strict=True)]
+    return [loss_at(loss, parameters, line, [share]) for share in shares]
 
 
 @torch.no_grad()
@@ -144,6 +162,18 @@ def direction_of_matrices_only(parameters, generator):
 def direction_by_signs(parameters, generator):
     signs = [torch.randint(2, p.shape, generator=generator) * 2 - 1 for p in parameters]
     return [p.detach() * s * (p.dim() > 1) for p, s in zip(parameters, signs, strict=True)]
+
+
+def direction_by_columns(parameters, generator):
+    direction = []
+    for p in parameters:
+        part = torch.zeros(p.shape)
+        if p.dim() > 1:
+            part = torch.randn(p.shape, generator=generator)
+            own, other = p.detach().norm(dim=1, keepdim=True), part.norm(dim=1, keepdim=True)
+            part = part * own / other
+        direction.append(part)
+    return direction
 
 
 # ---- 2.4 ------------------------------------------------------------------------------------
@@ -306,15 +336,21 @@ WRONG = {
         (at_in_other_memory, "the parameters lie in the memory in which they were"),
         (at_with_frozen_parameters, "the parameters want gradients as before"),
         (at_without_errors, "the error of `loss` comes out of loss_at"),
+        (
+            at_and_back_without_finally,
+            "by the same steps gives other bits, and where `loss` raises",
+        ),
         (at_without_no_grad, "torch does not let a tensor that wants a gradient"),
     ],
     "2.2": [
         (slice_lazily, "a generator"),
-        (slice_left_at_the_last_share, "the parameters are where they were"),
+        (slice_left_at_the_last_share, "loss_at moves the parameters for you"),
+        (slice_without_the_list, "loss_at takes a list of directions"),
     ],
     "2.3": [
         (direction_of_matrices_only, "the shapes of the parameters"),
         (direction_by_signs, "whole filters are scaled, and no smaller pieces"),
+        (direction_by_columns, "this scales each place of the kernels on its own"),
     ],
     "2.4": [
         (surface_with_an_early_return, "All ranks that are left wait."),

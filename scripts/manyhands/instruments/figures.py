@@ -393,26 +393,35 @@ def contours(
     heights: Sequence,
     levels: Sequence[float],
     pale: bool = False,
+    lines: Sequence[float] = (),
 ) -> QuadContourSet:
     """Draw a surface from above, dark where it is low; pale where a path is drawn over it.
 
-    heights[i][j] is over x[i] and y[j]. From level to level is the same factor.
+    heights[i][j] is over x[i] and y[j]. From level to level is the same factor. The contours lie
+    at `lines`; without them, at the levels.
     """
     look = {"levels": levels, "norm": LogNorm(levels[0], levels[-1])}
     columns = list(zip(*heights, strict=True))  # matplotlib wants a row for each y
     colours = LinearSegmentedColormap.from_list("pale", ["#b0b0b0", "#ffffff"])
     cmap = colours if pale else SURFACE
     filled = ax.contourf(x, y, columns, cmap=cmap, extend="both", **look)
+    look["levels"] = lines or levels
     ax.contour(x, y, columns, colors=GREY if pale else "white", linewidths=0.5, **look)
     ax.grid(visible=False)
     return filled
 
 
+def geometric(low: float, high: float, count: int) -> list[float]:
+    """`count` numbers from `low` to `high`; from each to the next is the same factor."""
+    return [low * (high / low) ** (k / (count - 1)) for k in range(count)]
+
+
 def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) -> Figure:
     """Each surface from above, all in one logarithmic scale; below it as a relief in its own scale.
 
-    The first row compares the depths. The second shows the loss itself, on which roughness is
-    counted, and which the shared scale would flatten where one surface is much deeper.
+    The first row compares the depths by colour, with contours in each surface's own scale. The
+    second shows the loss itself, on which roughness is counted, and which the shared scale would
+    flatten where one surface is much deeper.
 
     Args:
         surfaces: name -> losses; losses[i][j] is at distances[i] along the first direction and at
@@ -421,12 +430,13 @@ def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) 
     everything = [loss for losses in surfaces.values() for row in losses for loss in row]
     low = min(everything)
     high = max(everything)
-    levels = [low * (high / low) ** (k / 14) for k in range(15)]
+    levels = geometric(low, high, 15)
     figure = Figure(figsize=(8, 6.8), facecolor="white", layout="constrained")
     row = []
     for number, (name, losses) in enumerate(surfaces.items()):
         flat = figure.add_subplot(2, len(surfaces), number + 1)
-        filled = contours(flat, distances, distances, losses, levels)
+        own = geometric(min(map(min, losses)), max(map(max, losses)), 10)
+        filled = contours(flat, distances, distances, losses, levels, lines=own)
         flat.set(aspect="equal")
         flat.set_title(name, fontsize=11, color=BLACK)
         flat.plot(0, 0, "x", color="white", markersize=7)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -65,21 +66,32 @@ def point_seen(answer: Callable, case: Point) -> dict:
 
 
 @torch.no_grad()
+def move(parameters: Sequence, directions: Sequence, distances: Sequence) -> None:
+    """Goes along each direction by its distance."""
+    for direction, distance in zip(directions, distances, strict=True):
+        for parameter, part in zip(parameters, direction, strict=True):
+            parameter.add_(part, alpha=distance)
+
+
 def back_by_steps(
     loss: Callable, parameters: Sequence, directions: Sequence, distances: Sequence
 ) -> float:
     """Goes there and back by the same steps."""
-
-    def move(sign: int) -> None:
-        for direction, distance in zip(directions, distances, strict=True):
-            for parameter, part in zip(parameters, direction, strict=True):
-                parameter.add_(part, alpha=sign * distance)
-
-    move(1)
+    move(parameters, directions, distances)
     try:
         return loss().item()
     finally:
-        move(-1)
+        move(parameters, directions, [-distance for distance in distances])
+
+
+def back_if_all_goes_well(
+    loss: Callable, parameters: Sequence, directions: Sequence, distances: Sequence
+) -> float:
+    """Goes back by the same steps, but not where `loss` raises an error."""
+    move(parameters, directions, distances)
+    value = loss().item()
+    move(parameters, directions, [-distance for distance in distances])
+    return value
 
 
 DIRECTIONS = "zip(directions, distances, strict=True)"
@@ -154,6 +166,12 @@ loss_at = Spec(
         ),
         Mistake(instead(back_by_steps), "Going back by the same steps gives other bits.", BACK),
         Mistake(
+            instead(back_if_all_goes_well),
+            "Going back by the same steps gives other bits, and where `loss` raises an error the "
+            "parameters are not put back.",
+            BACK,
+        ),
+        Mistake(
             around(lambda truth: lambda loss, *rest: truth(loss, *rest) - loss().item()),
             "The result is the rise from the start, and not the loss itself.",
             "Return the loss at the point.",
@@ -214,6 +232,7 @@ def between_losses(loss: Callable, parameters: Sequence, end: Sequence, shares: 
 
 LINE = "other - own.detach()"
 AT = "loss_at(loss, parameters, [line], [share])"
+BY_LOSS_AT = "loss_at moves the parameters for you, and puts them back."
 TO_END = "The direction of the line is, for each parameter, end - parameter."
 slice_between = Spec(
     todo="2.2",
@@ -222,12 +241,17 @@ slice_between = Spec(
     observe=slice_seen,
     tell=lambda case: f"slice_between(loss, parameters, end, {show(list(case.shares))})",
     same=lambda found, wanted, case: same(found, wanted, 1e-5),
-    advice={"": TO_END, "the parameters are where they were": BACK},
+    advice={"": TO_END, "the parameters are where they were": BY_LOSS_AT},
     reasons={
         "a leaf Variable that requires grad": (
             "torch does not let a tensor that wants a gradient be changed in place while it "
             "records gradients.",
-            "loss_at moves the parameters for you, and puts them back.",
+            BY_LOSS_AT,
+        ),
+        "must match the size of tensor": (
+            "A direction is a list of tensors, and loss_at takes a list of directions. Without the "
+            "list around it, each tensor of the line counts as a direction.",
+            f"Write {AT}.",
         ),
     },
     hints=(
@@ -292,10 +316,21 @@ def filters(part: Tensor) -> Tensor:
     return part.detach().double().flatten(1).norm(dim=1)
 
 
-def pieces(part: Tensor) -> Tensor:
-    """The lengths of a tensor's kernels, or of single numbers where there are no kernels."""
-    part = part.detach().double()
-    return part.flatten(2).norm(dim=2) if part.dim() > 2 else part.abs()
+def alike(part: Tensor, own: Tensor, inside: Sequence[int]) -> bool:
+    """Are the lengths over these dimensions, fewer than those of a filter, the same in both?"""
+    one, other = (
+        t.detach().double().square().sum(inside) if inside else t.detach().double().square()
+        for t in (part, own)
+    )
+    return torch.allclose(one, other, rtol=2e-4)
+
+
+def scaled_in_pieces(part: Tensor, own: Tensor) -> tuple[bool, bool]:
+    """Is each kernel or number scaled on its own? Is each line through the kernels?"""
+    kernels = tuple(range(2, part.dim()))
+    groups = [dims for n in range(part.dim() - 1) for dims in combinations(range(1, part.dim()), n)]
+    lines = [dims for dims in groups if dims and dims != kernels]
+    return alike(part, own, kernels), any(alike(part, own, dims) for dims in lines)
 
 
 def direction_seen(answer: Callable, case: Net) -> dict:
@@ -330,11 +365,14 @@ def direction_seen(answer: Callable, case: Net) -> dict:
     for index, part in enumerate(first):
         if part.dim() > 1:
             seen[f"the lengths of the filters of tensor {index}"] = filters(part).float()
-    seen["whole filters are scaled, and no smaller pieces"] = not any(
-        torch.allclose(pieces(part), pieces(own), rtol=1e-4)
+    in_pieces = [
+        scaled_in_pieces(part, own)
         for part, own in zip(first, copies, strict=True)
         if part.dim() > 1
-    )
+    ]
+    by_kernel, by_line = (any(found) for found in zip(*in_pieces, strict=True))
+    seen["whole filters are scaled, and no smaller pieces"] = not by_kernel
+    seen["all numbers of a filter are scaled by the same factor"] = not by_line
     still = [part for part in first if part.dim() < 2]
     seen["tensors with fewer than two dimensions are 0"] = not any(p.any() for p in still)
     second, again = draw_with(numbers), draw_with(Generator().manual_seed(case.seed))
@@ -402,7 +440,11 @@ random_direction = Spec(
             The norm is taken over all dimensions but the second. | A filter is tensor[i].
         {INSIDE} => tuple(range(2, parameter.dim())) or (1,)
             The norm is taken over each kernel. | A filter is tensor[i], with all its kernels.
-        part = torch.zeros_like(parameter) => part = torch.randn(parameter.shape)
+        {INSIDE} => (1,)
+            The norm is taken along the second dimension alone, as is right for a matrix. In a
+            convolution this scales each place of the kernels on its own.
+            | The norm of a filter goes over all dimensions but the first: {INSIDE}.
+        if parameter.dim() > 1: => if True:
             Tensors with fewer than two dimensions are moved as well. | Their direction is 0.
         {RANDOM} => torch.rand(parameter.shape, generator=generator)
             No number is below 0, as in what torch.rand draws. | {NORMAL}
@@ -415,8 +457,6 @@ random_direction = Spec(
             The generator is seeded anew. | Use it as it is given.
         {RANDOM} => torch.randn(parameter.shape)
             The direction does not follow from `generator`. | {NORMAL}
-        part = torch.zeros_like(parameter) => part = torch.ones_like(parameter)
-            The direction of a tensor with fewer than two dimensions is 1. | It is 0.
         """,
         globals(),
     ),

@@ -261,7 +261,7 @@ def ddp_rendezvous(card: Card) -> None:
         ("--nproc-per-node=4", "how many ranks this agent starts, one a GPU"),
         ("--rdzv-id=4711", "which job: agents with the same number belong together"),
         ("--rdzv-backend=c10d", "how they meet: PyTorch's own store, held by one agent"),
-        ("--rdzv-endpoint=gpu07:24711", "where: the head node, port 20000 + job id % 20000"),
+        ("--rdzv-endpoint=gpu07:24711", "where: the head node, port 20000 + job id % 10000"),
         ("--rdzv-conf=is_host=1", "who holds the store: 1 on the head node, 0 on all others"),
     )
     card.text(24, 104, "argument of torchrun", BOLD + START)
@@ -614,7 +614,7 @@ def first_job_cluster(card: Card) -> None:
     """How a job travels: from your browser or terminal to the login node, where sbatch puts it at
     the end of Slurm's queue, and from there to the compute nodes, which have GPUs but no internet.
     On the login node prepare_data.py fetches data from the internet into the shared file system,
-    where both kinds of node read and write the same home folder.
+    where both kinds of node read and write the same files.
     """
     for x, width, name in ((148, 218, "login node"), (390, 172, "Slurm's queue")):
         card.box(x, 18, width, 168)
@@ -649,7 +649,7 @@ def shared_files(card: Card) -> None:
     """Draw the file system that login node and compute nodes share."""
     card.box(16, 236, 728, 86)
     card.text(28, 254, "one shared file system", BOLD + START)
-    card.text(388, 254, "your home: the same on all nodes", START)
+    card.text(388, 254, "the same files on all nodes", START)
     for x, width, words, fill in (
         (28, 184, "the course's folder", PAPER),
         (236, 128, "data", "data"),

@@ -228,7 +228,7 @@ def head_on_loopback() -> str:
     while True:
         head = ".".join(["127", *(str(random.randint(1, 250)) for _ in range(3))])
         try:
-            socket.create_server(("", 20_000 + zlib.crc32(head.encode()) % 20_000)).close()
+            socket.create_server(("", 20_000 + zlib.crc32(head.encode()) % 10_000)).close()
             return head
         except OSError:  # somebody has the port
             continue

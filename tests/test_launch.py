@@ -192,20 +192,20 @@ def node(rank: int, job_id: int) -> dict[str, str]:
 
 def job_with_port(port: int) -> int:
     """A job number as large as a busy cluster's whose agents meet at `port`."""
-    return 9_000_000 + (port - 20_000 - 9_000_000) % 20_000
+    return 9_000_000 + (port - 20_000 - 9_000_000) % 10_000
 
 
-def port_below_40000() -> socket.socket:
+def port_below_30000() -> socket.socket:
     """A free port where jobs meet, held until the socket is closed."""
     while True:
         try:
-            return socket.create_server(("127.0.0.1", random.randint(20_000, 39_999)))
+            return socket.create_server(("127.0.0.1", random.randint(20_000, 29_999)))
         except OSError:  # somebody has it
             continue
 
 
 def test_two_nodes_train_like_one(clone, tmp_path):
-    with port_below_40000() as held:
+    with port_below_30000() as held:
         job_id = job_with_port(held.getsockname()[1])
     short = {"steps": 12, "impl": "torch", "layers": 1, "block": 16}
     agents = [
@@ -367,7 +367,7 @@ def test_no_script(clone, tmp_path):
 
 
 def test_meeting_port_in_use(clone, tmp_path):
-    with port_below_40000() as held:
+    with port_below_30000() as held:
         port = held.getsockname()[1]
         line = refuse(clone, tmp_path, env=node(0, job_with_port(port)))
     assert "the nodes did not meet" in line and f"127.0.0.1:{port}" in line

@@ -305,14 +305,14 @@ def save_only_with_others(module, path, group=None):
 
 
 def arguments_as_pairs(num_nodes, processes_per_node, head_node, job_id, is_head):
-    port = 20_000 + job_id % 20_000
+    port = 20_000 + job_id % 10_000
     text = f"--nnodes {num_nodes} --nproc_per_node {processes_per_node} --rdzv_id {job_id} "
     text += f"--rdzv_backend c10d --rdzv_endpoint {head_node}:{port} "
     return (text + f"--rdzv_conf is_host={'true' if is_head else 'false'}").split()
 
 
 def arguments_in_a_tuple(num_nodes, processes_per_node, head_node, job_id, is_head):
-    host = f"{head_node}:{20_000 + job_id % 20_000}"
+    host = f"{head_node}:{20_000 + job_id % 10_000}"
     named = {"nnodes": f"{num_nodes}:{num_nodes}", "nproc-per-node": processes_per_node}
     named |= {"rdzv-id": f"job{job_id}", "rdzv-backend": "c10d", "rdzv-endpoint": host}
     named["rdzv-conf"] = f"timeout=900,is_host={is_head}"
@@ -455,7 +455,7 @@ WRONG: dict[str, list] = {
     ],
     "6.7": [
         (arguments_with_a_node_rank, "other arguments: ['--node-rank']"),
-        (arguments_with_another_port, "20000 + job_id % 20000"),
+        (arguments_with_another_port, "20000 + job_id % 10000"),
     ],
     "6.8": [
         (train_one_process_on_each, "sequences per step on this rank"),

@@ -129,7 +129,7 @@ def rendezvous_arguments(
         head_node: name or address of the node where the agents meet, the same on every node.
         job_id: any number that the scheduler gives each job, however large. Agents with the same
             number belong together, and the port follows from it, so that two jobs on one node do
-            not collide: 20000 + (job_id % 20000).
+            not collide: 20000 + (job_id % 10000).
         is_head: is this node the head node? It then holds the meeting place, even where the
             head's name in the network is not its own host name.
     """
@@ -138,7 +138,7 @@ def rendezvous_arguments(
         f"--nproc-per-node={processes_per_node}",
         f"--rdzv-id={job_id}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={head_node}:{20000 + job_id % 20000}",
+        f"--rdzv-endpoint={head_node}:{20000 + job_id % 10000}",
         f"--rdzv-conf=is_host={int(is_head)}",
     ]
 

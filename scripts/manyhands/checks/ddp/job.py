@@ -355,7 +355,7 @@ process_group = Spec(
 NAMES = ("nnodes", "nproc-per-node", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "rdzv-conf")
 YES = ("1", "true", "t", "yes", "y")
 NO = ("0", "false", "f", "no", "n")
-PORT = "The port is 20000 + job_id % 20000."
+PORT = "The port is 20000 + job_id % 10000."
 HEAD = "Pass --rdzv-conf=is_host=1 on the head node and is_host=0 on the others."
 
 
@@ -370,14 +370,14 @@ class Agent(NamedTuple):
 
 
 def agents() -> list[Agent]:
-    """Heads and others; small job ids, multiples of 20000, and ids of any length."""
-    job_id = random.randint(10_001, 19_999)
-    far = random.randint(10**8, 10**9) * 20_000 + random.randint(1, 19_999)
+    """Heads and others; small job ids, multiples of 10000, and ids of any length."""
+    job_id = random.randint(5_001, 9_999)
+    far = (2 * random.randint(10**8, 10**9) + 1) * 10_000 + random.randint(1, 9_999)
     return [
         Agent(2, 4, "node17", job_id, True),
         Agent(2, 4, "node17", job_id, False),
         Agent(1, 3, "10.0.0.7", 0, True),
-        Agent(12, 8, "gpu-07.site", 20_000 * random.randint(2, 90), False),
+        Agent(12, 8, "gpu-07.site", 10_000 * random.randint(2, 90), False),
         Agent(3, 1, "node17", far, False),
     ]
 
@@ -441,7 +441,7 @@ rendezvous_arguments = Spec(
         "--rdzv-endpoint and --rdzv-conf. `torchrun --help` explains each.",
         "The endpoint is the same on all nodes: f'{head_node}:{port}', with a port that follows "
         "from the job id.",
-        "20000 + job_id % 20000 stays below 65536 however large the job id is. The last argument "
+        "20000 + job_id % 10000 stays below 65536 however large the job id is. The last argument "
         "is --rdzv-conf=is_host=1 on the head node and is_host=0 on the others.",
     ),
     mistakes=mistakes(
@@ -460,11 +460,13 @@ rendezvous_arguments = Spec(
             The backend is not c10d. | --rdzv-backend=c10d
         endpoint={head_node}: => endpoint=localhost:
             `localhost` is a different machine on every node. | --rdzv-endpoint=<head_node>:<port>
-        {20000 + job_id % 20000} => 29500
+        {20000 + job_id % 10000} => 29500
             All jobs use one port, so two jobs on one node would collide. | {PORT}
-        20000 + job_id % 20000 => 20000 + job_id
+        20000 + job_id % 10000 => 20000 + job_id
             The port grows with the job id, and ports end at 65535. | {PORT}
-        20000 + job_id % 20000 => job_id % 20000
+        20000 + job_id % 10000 => 20000 + job_id % 20000
+            The port can be above 32767, where Linux takes ports for outgoing connections. | {PORT}
+        20000 + job_id % 10000 => job_id % 10000
             The port may be below 1024, and such ports are not for users. | {PORT}
         is_host={int(is_head)} => is_host=1
             Every node believes that it is the host. | {HEAD}

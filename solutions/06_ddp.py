@@ -569,7 +569,7 @@ except RuntimeError as error:
 # is the place where agents meet, and the id only distinguishes the jobs that meet there. The last line
 # shows what happens to two jobs with the same fixed port on one node: the second cannot open its meeting
 # place. That is why your port follows from the job id. (Two ids can still lead to the same port, since
-# there are only 20,000 ports here. For two jobs on one node that is unlikely, and the second job would
+# there are only 10,000 ports here. For two jobs on one node that is unlikely, and the second job would
 # stop with such a message.)
 #
 # Jobs collide in the same way if you set `CUDA_VISIBLE_DEVICES=0,1` by hand. The variable says which of

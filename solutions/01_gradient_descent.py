@@ -72,11 +72,11 @@ best = torch.linalg.lstsq(torch.stack([x, torch.ones(100)], dim=1), y[:, None]).
 def draw_map(ax):
     figures.contours(ax, ws.tolist(), bs.tolist(), over_the_map.tolist(), levels, pale=True)
     ax.plot(*best, "*", color=figures.RED, markersize=10, label="lowest point")
-    ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3))
+    ax.set(xlim=(-1.5, 4.5), ylim=(-4, 3), aspect="equal")
     figures.label(ax, "w", "b")
 
 
-figure, ax = figures.new_figure(6, 4.4)
+figure, ax = figures.new_figure(5.2, 4.8)
 draw_map(ax)
 lines = ax.contour(ws, bs, over_the_map.T, levels, colors=figures.GREY, linewidths=0.5)
 ax.clabel(lines, fmt="%g", fontsize=9, colors=figures.BLACK)
@@ -127,6 +127,7 @@ mean_error = 0
 # %%
 for name, (w, b) in {"best line": best, "true line": torch.tensor([2.0, -1.0])}.items():
     error = w * x + b - y
+    assert (name == "best line") == (abs(error.mean()) < 1e-4)
     print(f"{name}: mean error {error.mean():+.4f}, mean of error * x {(error * x).mean():+.4f}")
 print(f"you said {mean_error} for the mean error of the best line")
 
@@ -151,6 +152,7 @@ from manyhands.gradient_descent.descent import descend
 start = torch.tensor([-1.0, 2.0])
 path = descend(start, x, y, rate=0.1, tolerance=1e-3, max_steps=2200)
 w, b = path[-1].tolist()
+assert mean_squared_error(path[-1], x, y) < mean_squared_error(torch.tensor([2.0, -1.0]), x, y)
 print(
     f"{len(path) - 1} steps to w = {w:.2f}, b = {b:.2f}, loss {mean_squared_error(path[-1], x, y):.3f}"
 )
@@ -173,12 +175,13 @@ times = None  # your number
 times = 100
 
 # %%
+away = {}
 for rate in (0.1, 0.01):
     path = descend(start, x, y, rate, tolerance=1e-3 / rate, max_steps=2200)
-    away = (path[-1] - best).norm()
-    print(
-        f"learning rate {rate:4}: stops after {len(path) - 1} steps, {away:.3f} from the lowest point"
-    )
+    away[rate] = (path[-1] - best).norm().item()
+    told = f"stops after {len(path) - 1} steps, {away[rate]:.3f} from the lowest point"
+    print(f"learning rate {rate:4}: {told}")
+assert away[0.01] > 5 * away[0.1]
 score("gradient / tolerance", times, 100, gradient(path[-1], x, y).norm().item() / 1e-3)
 
 # %% [markdown]
@@ -193,9 +196,13 @@ score("gradient / tolerance", times, 100, gradient(path[-1], x, y).norm().item()
 # number of steps.
 
 # %%
+num_steps = {}
 for rate in (0.01, 0.03, 0.1, 0.25, 0.3):
     path = descend(start, x, y, rate, tolerance=1e-3, max_steps=2200)
-    print(f"learning rate {rate:4}: {len(path) - 1:4} steps, w = {path[-1, 0]:.3f}")
+    num_steps[rate] = len(path) - 1
+    print(f"learning rate {rate:4}: {num_steps[rate]:4} steps, w = {path[-1, 0]:.3f}")
+assert 9 < num_steps[0.01] / num_steps[0.1] < 11
+assert not path[-1].isfinite().all(), "a learning rate of 0.3 diverges"
 
 # %% [markdown]
 # Up to 0.25, ten times the learning rate needs about a tenth of the steps. But with 0.3 the descent never
@@ -244,14 +251,19 @@ if check.ready("1.3"):
         print(
             f"{share} of the limit: distance {away[0]:.2f} at the start, {away[300]:.3g} after 300 steps"
         )
-    score("growth per step", growth, 1.04, (away[300] / away[200]) ** 0.01)
+        assert (away[300] < away[0]) == (share < 1)
+    measured = (away[300] / away[200]) ** 0.01
+    score("growth per step", growth, 1.04, measured)
+    assert abs(measured - 1.04) < 0.005
 
 # %% [markdown]
 # The limit is where the formula says it is. (The growth is measured over the last 100 steps, because at the
 # beginning the distance **along** the valley counts too, and that distance shrinks.)
 #
 # This limit is why learning rates need so much care. The steepest direction caps the learning rate, so the
-# way along the flattest direction takes many steps: the longer the valley, the more. For a real network
+# way along the flattest direction takes many steps: the longer the valley, the more. How long it is, is told
+# by the **condition number** of the Hessian, its largest eigenvalue divided by its smallest. At a learning
+# rate near the limit, the steps to a given tolerance are about proportional to this number. For a real network
 # nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
 
 # %% [markdown]
@@ -365,6 +377,8 @@ if check.ready("1.4", "1.5"):
         lowest = min(losses_there, key=losses_there.get)
         told = ", ".join(f"batch {batch}: {loss:.3f}" for batch, loss in losses_there.items())
         print(f"after {samples:4} samples {told}. Lowest: {lowest}, you said {said}")
+    assert found[1][0] < found[10][0] < found[100][0]
+    assert found[10][1] < found[1][1] < found[100][1]
 
 # %% [markdown]
 # Per sample looked at, small batches bring the loss down much faster at first, because they take many more
@@ -413,6 +427,7 @@ if check.ready("1.6"):
     print(f"variance of one sample's gradient: {V:.0f}; the line begins at {a:.0f}")
     score("slope", exponent, -1, -b)  # a power law is a * M ** -b
     score("variance of batch 4 / batch 64", fall, 16, variances[2] / variances[6])
+    assert abs(b - 1) < 0.1
 
 
 # %% [markdown]
@@ -438,6 +453,7 @@ def variance_without(batch, epochs):
 if check.ready("1.4", "1.6"):
     N, sizes = len(x), [1, 2, 4, 10, 20, 50, 80, 95]
     without = [variance_without(M, epochs=3 * M) for M in sizes]
+    assert without[-1] < V / sizes[-1] / 4, "nearly all samples make nearly no noise"
     fine = range(1, 100)
     measured = {"without replacement": (sizes, without), "with replacement": (batches, variances)}
     predicted = {
@@ -490,8 +506,10 @@ if check.ready("1.4", "1.5"):
         generator = torch.Generator().manual_seed(0)
         path = descend_in_batches(best, many_x, many_y, M, 4000, plain(rate), generator)
         heights[M, rate] = (mean_squared_error(path[500:], x, y) - lowest).mean().item()
-    score("learning rate halved", halved, 0.5, heights[1, 0.01] / heights[1, 0.02])
-    score("both four times", both_fourfold, 1, heights[4, 0.04] / heights[1, 0.01])
+    by_rate, by_both = heights[1, 0.01] / heights[1, 0.02], heights[4, 0.04] / heights[1, 0.01]
+    score("learning rate halved", halved, 0.5, by_rate)
+    score("both four times", both_fourfold, 1, by_both)
+    assert by_rate < 0.7 and 0.6 < by_both < 1.7
     at_best = torch.stack([gradient(best, x[[i]], y[[i]]) for i in range(len(x))])
     V_best = at_best.square().sum(dim=1).mean().item()
     measured = {
@@ -529,10 +547,13 @@ check.Momentum(Momentum)
 
 # %%
 if check.ready("1.4", "1.5", "1.7"):
+    arrived = {}
     for momentum in (0.0, 0.5, 0.8, 0.9, 0.95):
         path = walk(100, 1000, Momentum(0.1, momentum))
         near = (path - best).norm(dim=1) < 0.01
-        print(f"momentum {momentum:4}: {near.long().argmax().item():3} steps until within 0.01")
+        arrived[momentum] = near.long().argmax().item()
+        print(f"momentum {momentum:4}: {arrived[momentum]:3} steps until within 0.01")
+    assert arrived[0.8] < arrived[0.0] / 2 and arrived[0.8] < arrived[0.95] / 2
 
 # %% [markdown]
 # Up to a point momentum saves most of the steps, because where the gradient stays the same, momentum $\mu$
@@ -567,7 +588,7 @@ if check.ready("1.4", "1.5", "1.7"):
 
 # %%
 if check.ready("1.4", "1.5"):
-    figure, axes = figures.new_figure(9, 7, rows=3, cols=3)
+    figure, axes = figures.new_figure(8, 9.2, rows=3, cols=3)
     for row, batch in zip(axes, NAMES, strict=True):
         for ax, rate in zip(row, (0.02, 0.1, 0.26), strict=True):
             draw_path(ax, walk(batch, 60, plain(rate)), batch)
@@ -591,6 +612,7 @@ if check.ready("1.3"):
     print(
         f"all samples {largest_rate(x):.3f}, single ones from {min(limits):.3f} to {max(limits):.3f}"
     )
+    assert min(limits) > 0.1 and 0.4 < sum(limit < 0.26 for limit in limits) / len(x) < 0.5
 
 # %% [markdown]
 # The learning rate 0.1 lies just below the lowest of these limits, while 0.26 is above the limits of nearly

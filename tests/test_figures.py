@@ -143,6 +143,14 @@ def test_surfaces_share_one_scale_of_colours_and_have_a_relief_in_their_own():
     assert tops[0] == pytest.approx(10 * tops[1])
 
 
+def test_a_level_surface_is_drawn_and_a_shallow_one_has_contours_of_its_own():
+    shallow = [[1 + loss / 100 for loss in row] for row in BOWL]
+    level = [[1.0] * 3 for _ in range(3)]
+    figure = figures.loss_surfaces({"deep": BOWL, "shallow": shallow, "level": level}, [-1, 0, 1])
+    flat = {ax.get_title(): ax for ax in figure.axes if ax.get_title() and ax.name != "3d"}
+    assert sum(map(len, flat["shallow"].collections[-1].allsegs)) > 5
+
+
 def test_steps_by_batch_shows_the_regimes_the_range_and_the_fit():
     results = [{"batch": b, "mean": 100 / b, "steps": [90 / b, 110 / b]} for b in (1, 4, 64)]
     _, ax = figures.new_figure()

@@ -247,7 +247,8 @@ def _rows_of_ranges(
     for name, row in rows.items():
         found = [one[column] for one in values[name]]
         if None in found:
-            ax.text(0.04, row, "missed", transform=ax.get_yaxis_transform(), va="center", size=9)
+            words = f"missed by {found.count(None)} of {len(found)}"
+            ax.text(0.04, row, words, transform=ax.get_yaxis_transform(), va="center", size=9)
             continue
         mean = sum(found) / len(found)
         ends = [[mean - min(found)], [max(found) - mean]]
@@ -435,7 +436,8 @@ def loss_surfaces(surfaces: Mapping[str, Sequence], distances: Sequence[float]) 
     row = []
     for number, (name, losses) in enumerate(surfaces.items()):
         flat = figure.add_subplot(2, len(surfaces), number + 1)
-        own = geometric(min(map(min, losses)), max(map(max, losses)), 10)
+        lowest, highest = min(map(min, losses)), max(map(max, losses))
+        own = geometric(lowest, highest, 10) if lowest < highest else ()  # a dead network is level
         filled = contours(flat, distances, distances, losses, levels, lines=own)
         flat.set(aspect="equal")
         flat.set_title(name, fontsize=11, color=BLACK)

@@ -115,6 +115,29 @@ def test_a_folder_of_idx_files_packed_or_not(tmp_path, packed):
         assert np.allclose(found.numpy().reshape(wanted.shape), wanted, atol=1e-7)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_fashion_mnist_is_read_from_files_of_its_format(tmp_path, monkeypatch, packed):
+    """Its publisher's four files: names, sizes and header bytes are those of MNIST, classes ten."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "manyhands" / "fashion-mnist"
+    folder.mkdir(parents=True)
+    arrays = parts(20, 10, (28, 28))
+    for name in NAMES[1::2]:
+        arrays[name] = (np.arange(len(arrays[name])) % 10).astype(np.uint8)
+    for name, array in arrays.items():
+        magic = b"\0\0\x08\x03" if "images" in name else b"\0\0\x08\x01"
+        sides = b"".join(number.to_bytes(4, "big") for number in array.shape)
+        content = magic + sides + array.tobytes()
+        path = folder / (f"{name}.gz" if packed else name)
+        path.write_bytes(gzip.compress(content) if packed else content)
+    data = images.load("fashion-mnist")
+    check_form(data, 20, 10, 28, 28)
+    assert data.num_classes == 10 and "fashion-mnist" in data.note
+    for found, name in zip(data[:4], NAMES, strict=True):
+        wanted = arrays[name] / 255 if "images" in name else arrays[name]
+        assert np.allclose(found.numpy().reshape(wanted.shape), wanted, atol=1e-7)
+
+
 def test_a_home_folder_and_classes_that_only_the_test_set_has(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "set", t10k_labels=np.array([0, 7, 1, 2], dtype=np.uint8))

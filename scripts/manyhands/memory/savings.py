@@ -8,7 +8,7 @@
 
 Price: accumulation costs only smaller pieces of work; a checkpoint costs a second forward, which is
 a third more work; master weights cost 4 bytes per parameter, while weights and gradients shrink
-from 4 bytes each to 2.
+from 4 bytes each to 2. During its step the gradients are in fp32, 2 bytes per parameter more.
 Sources: Chen et al. 2016, https://arxiv.org/abs/1604.06174; Micikevicius et al. 2018, "Mixed
 Precision Training", https://arxiv.org/abs/1710.03740, section 3.1.
 """

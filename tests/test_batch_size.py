@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from manyhands.batch_size.figures import throughput_curve, trade_off
 from manyhands.batch_size.scaling import (
     average_over_ranks,
     best_rate,
@@ -16,6 +17,7 @@ from manyhands.batch_size.scaling import (
     steps_to_target,
     throughput,
 )
+from manyhands.instruments import figures
 from manyhands.ranks.lab import run_ranks
 from manyhands.training import storage
 
@@ -206,3 +208,24 @@ def test_what_the_lesson_says_of_the_stored_sweeps():
     for run in runs:
         rates = [one["rate"] for one in run["batches"][1:]]
         assert run is runs[0] or max(rates) < max(rate for _, rate, _ in run["all"])
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def draw_trade_off(ax):
+    results = [{"batch": 2**k, "mean": 46 * (1 + 23 / 2**k)} for k in range(9)]
+    trade_off(ax, results, 46.4, 22.7)
+
+
+def draw_throughput(ax):
+    throughput_curve(ax, {1: 4000.0, 2: 10_000.0, 4: 20_000.0}, 0.0002)
+
+
+@pytest.mark.parametrize("draw", [draw_trade_off, draw_throughput])
+def test_the_legend_lies_within_the_figure(draw):
+    figure, ax = figures.new_figure(7, 4.4)
+    draw(ax)
+    figure.draw_without_rendering()
+    box = ax.get_legend().get_window_extent()
+    assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1

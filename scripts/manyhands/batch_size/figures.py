@@ -12,12 +12,12 @@ from manyhands.instruments.figures import BLACK, BLUE, GREEN, GREY, ORANGE
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
-def throughput_curve(ax: Axes, speed: Mapping[int, float]) -> None:
-    """Draw the images per second of each batch size, and a rise in proportion from the first."""
+def throughput_curve(ax: Axes, speed: Mapping[int, float], shortest_s: float) -> None:
+    """Draw the images per second of each batch size, and what they would be if a step took (s)."""
     batches = list(speed)
-    ideal = [speed[batches[0]] * batch / batches[0] for batch in batches]
+    ideal = [batch / shortest_s for batch in batches]
     measured = {"images per second": (batches, list(speed.values()))}
-    predicted = {"twice the batch, twice the images": (batches, ideal)}
+    predicted = {"ideal: each step as short as the shortest": (batches, ideal)}
     names = ("batch size (images)", "images per second")
     figures.measured_and_predicted(ax, measured, predicted, *names)
     powers_of_two(ax, batches)
@@ -87,8 +87,8 @@ def trade_off(ax: Axes, results: Sequence[Mapping], least: float, critical: floa
     ax.plot(steps, samples, "o", color=BLUE, ms=5, label="measured, with the batch size")
     for batch, x, y in zip(batches, steps, samples, strict=True):
         ax.annotate(str(batch), (x, y), (5, 4), textcoords="offset points", size=9, color=BLACK)
-    twice = f"critical batch {critical:.0f}: twice the least of both"
-    ax.plot(2 * least, 2 * cheapest, "D", mfc="none", mec=BLACK, ms=9, ls="none", label=twice)
+    middle = f"critical batch {critical:.0f}"
+    ax.plot(2 * least, 2 * cheapest, "D", mfc="none", mec=BLACK, ms=9, ls="none", label=middle)
     ax.set(xscale="log", yscale="log")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

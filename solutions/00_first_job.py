@@ -182,6 +182,7 @@ all_days = days_on_devices(petaflops_days, 16_384, 989, 0.40)
 node_years = days_on_devices(petaflops_days, 8, 989, 0.40) / 365
 print(f"16,384 GPUs: you said {days_on_16384}, the formula says {all_days:.0f} days")
 print(f"8 GPUs:      you said {years_on_8}, the formula says {node_years:.0f} years")
+assert 54 < all_days < 2 * 54
 
 # %% [markdown]
 # The paper describes a period of 54 days, which was only a part of that training run, so the formula gives
@@ -235,8 +236,12 @@ growth = last.petaflops_days / first.petaflops_days
 of_one_gpu = 989 / 1.58
 print(f"all in all {growth:,.0f} times; the peak of one GPU grew {of_one_gpu:,.0f} times")
 print(f"left for more GPUs, longer runs and better use: {growth / of_one_gpu:,.0f} times")
+assert growth > 2 ** (years / 2) and growth / of_one_gpu > of_one_gpu
 
 # %% [markdown]
+# The first two lines compare the ends of a period only. Fitted to all runs up to 2017, the doubling time is 3.4
+# months (Amodei and Hernandez 2018).
+#
 # AlexNet was trained on two GTX 580 GPUs, whose peak is 1.58 TFLOP/s each, in five to six days. A single GPU
 # has become several hundred times as fast since then, partly by computing with fewer bits, but the training
 # runs have grown far more. Most of the rest came from using more devices at once: Llama 3 ran on 16,384 GPUs,
@@ -254,6 +259,7 @@ slide = days_on_devices(1000, 8, 4000, 1.0)  # 8 x 4000 TFLOP/s = 32 PF/s
 yours = days_on_devices(1000, 8, 989, 0.40)
 print(f"32 PF/s, all of it:           {slide:.0f} days")
 print(f"16 bits, dense, 40% of peak: {yours:.0f} days")
+assert 9 < yours / slide < 11
 
 # %% [markdown]
 # The two answers differ by a factor of ten, because the 32 PF/s are a peak that holds only for 8-bit
@@ -450,6 +456,7 @@ if check.ready("0.3"):
     line = a * sizes[-1] ** -b
     at_or_above = sum(error >= line for error in most)
     print(f"{sizes[-1]:,} images: {at_or_above} of {len(most)} networks on or above the line")
+    assert b > 0.3, "more data, fewer mistakes"
     print(f"to halve the error takes {2 ** (1 / b):.1f} times the data")
     print(f"for an error of 1% the line says {(a / 0.01) ** (1 / b):,.0f} images")
 
@@ -680,7 +687,8 @@ if check.ready("0.3"):
     folder_of_one = watch.run("../sbatch/first_job.sbatch", "--impl", "mine", ranks=1)
 
 # %% [markdown]
-# The last figure above is the report. The same folder holds a longer version, `report.html`, and the fitted
+# The last figure above is the report. It gives means over the whole job, while the line of numbers above it
+# shows what the last training run reported, so the two differ. The same folder holds a longer version, `report.html`, and the fitted
 # line, `power_law.png`. The head of the report says which of the granted devices had no rank; in the figure
 # they are hatched.
 #
@@ -758,7 +766,8 @@ if check.ready("0.3", "0.5"):
 # %% [markdown]
 # The printed "at most" assumes that every rank keeps one core busy from beginning to end, so it is an upper
 # bound. The measured shares come near it on a quiet machine and stay well below it if other programs use the
-# same cores, so compare the two jobs with each other. With one rank the other cores have no work from the
+# same cores, so compare the two jobs with each other. (The share in the job's own report is lower still, since
+# it also counts the time in which the processes start.) With one rank the other cores have no work from the
 # first second to the last. On a quiet machine more ranks use more of the granted cores and finish the
 # training sooner. (The whole job need not be much shorter here, because much of its time passes while the
 # processes start.)

@@ -43,7 +43,7 @@ class Config:
     explain: bool = False
     """Say where each byte and each millisecond of the best or the given plan comes from."""
     published: bool = False
-    """Hold the planner against runs that others published: a line for each source, and the bias."""
+    """Hold the planner against runs that others published, by source and by data-parallel ranks."""
     show: int = 10
     """Plans to print; 0 prints all, also those that do not fit."""
 
@@ -118,7 +118,11 @@ class Config:
 
 def main(config: Config) -> None:
     if config.published:
-        print(published.in_json() if config.json else published.table())
+        print(
+            published.in_json()
+            if config.json
+            else f"{published.table()}\n\n{published.by_replicas()}"
+        )
         return
     configurations = list(read(config))
     for one in configurations:
@@ -325,6 +329,9 @@ def tell(config: Config) -> None:
     if config.explain and shown:
         print()
         print(plan_words.explain(shown[0]))
+    if shown:
+        print()
+        print(published.caution(shown[0].layout))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from manyhands.gpu.peaks import peak_of
 from manyhands.memory.accounting import block_activations
 from manyhands.mesh import plan_messages, plan_words, published
-from manyhands.mesh.hardware import GPUS
+from manyhands.mesh.hardware import GPUS, group_link
 from manyhands.mesh.plan_memory import (
     Layout,
     Training,
@@ -136,11 +136,29 @@ def test_tensor_messages_are_lesson_13_s():
     assert time_of(training(), layout)["tensor messages"] == pytest.approx(8 * 4 * expected)
 
 
-def test_tensor_ranks_beyond_a_node_use_the_network():
-    inside, across = (Layout(1, 1, tp, True, 0, 4) for tp in (8, 16))
-    shape = SMALL._replace(heads=16, kv_heads=16)
-    found = [plan_messages.tensor_messages_s(training(shape), one) for one in (inside, across)]
-    assert found[1] > 3 * found[0]
+def test_tensor_ranks_beyond_a_node_use_all_network_cards_of_its_gpus():
+    inside, across = (
+        plan_messages.tensor_link(training(), Layout(1, 1, tp, True, 0, 4)) for tp in (8, 16)
+    )
+    assert inside.bytes_per_s == pytest.approx(0.8 * 450e9)
+    assert across.bytes_per_s == pytest.approx(0.8 * 8 * 50e9)
+    assert across.latency_s == pytest.approx((9.6e-6 + 7 * 3.4e-6) / 8)
+
+
+def test_a_second_node_costs_tensor_parallelism_about_what_was_measured():
+    """The Ultra-Scale Playbook, 2025: 43 % fewer tokens/s per GPU with tp 16 than with tp 8."""
+    shape = SMALL._replace(layers=28, hidden=3072, heads=32, kv_heads=32, ffn=8192, sequence=4096)
+    steps = [
+        price(training(shape, tp, 16), Layout(1, 1, tp, True, 0, 4)).step_s * tp for tp in (8, 16)
+    ]
+    assert 0.4 < 1 - steps[0] / steps[1] < 0.6
+
+
+def test_a_node_is_the_limit_of_what_its_network_cards_can_do():
+    slow = H100._replace(node=H100.node._replace(bytes_per_s=100e9))
+    assert group_link(slow, 16).bytes_per_s == 100e9
+    assert group_link(H100, 2, stride=8) == group_link(H100, 64, stride=16)
+    assert group_link(H100, 2, stride=8).bytes_per_s == H100.network.bytes_per_s
 
 
 def test_data_parallel_groups_use_a_network_card_for_each_of_their_gpus_in_a_node():
@@ -276,6 +294,18 @@ def test_published_runs_are_where_the_planner_says():
     assert found.out_right >= 6 and found.out_of_memory == 8
 
 
+def test_the_planner_is_too_fast_for_many_replicas_and_says_so():
+    """The headline of lesson 14's second table, and the words below every plan."""
+    errors = {
+        band.name: published.compare([run for run in published.runs() if band.has(run.layout)])
+        for band in published.BANDS
+    }
+    assert sum(one.timed for name, one in errors.items() if "ZeRO" not in name) == 416
+    assert errors["2 to 8"].median_error > -0.1 > -0.3 > errors["257 on"].median_error
+    few, many = (published.caution(Layout(dp, 1, 1, False, 3, 1)) for dp in (8, 1024))
+    assert "dp 2 to 8" in few and "dp 257 on, ZeRO-3" in many and " 0 is planned" in many
+
+
 def test_rank_correlation_shares_the_places_of_equal_values():
     assert published.ranks([3, 1, 3, 2]) == [2.5, 0, 2.5, 1]
     assert published.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
@@ -355,3 +385,4 @@ def test_a_page_for_people_names_the_winner_and_explains_it():
     assert done.returncode == 0
     for words in ("wins", "memory of a GPU", "time of a step", "GPU-hours", "layouts can run"):
         assert words in done.stdout
+    assert "published runs with dp 2 to 8" in done.stdout.splitlines()[-1]

@@ -8,6 +8,7 @@ from manyhands.instruments import figures as look
 from manyhands.mesh import bench, figures
 from manyhands.mesh.clock import replay, summary
 from manyhands.mesh.events import Collective, Compute, Wait
+from manyhands.mesh.hardware import GPUS, group_link
 from manyhands.mesh.ratio import largest_tensor_degree, step_s, tokens_to_hide
 from manyhands.mesh.traffic import Machine
 from manyhands.tensor.cost import Link, messages_s, products_s
@@ -78,7 +79,13 @@ def test_the_largest_tensor_degree_is_where_lesson_13_has_equal_times(width, flo
 
 
 def test_published_numbers():
-    """An H100 has 989 TFLOP/s in bfloat16; NVLink 450 GB/s, a network card 50 GB/s."""
+    """An H100 has 989 TFLOP/s in bfloat16; NVLink 450 GB/s, a network card 50 GB/s.
+
+    "How to Scale Your Model" has 2,200 tokens in a node and 2,475 beyond one, of 990 TFLOP/s.
+    """
+    h100 = GPUS["H100-80GB"]
+    assert round(tokens_to_hide(990e12 / group_link(h100, 8).bytes_per_s, 10**6)) == 2200
+    assert round(tokens_to_hide(990e12 / group_link(h100, 1024).bytes_per_s, 10**6)) == 2475
     assert round(tokens_to_hide(989e12 / 50e9, 1024)) == 19761
     assert largest_tensor_degree(8192, 989e12 / 450e9) == 17
     assert largest_tensor_degree(8192, 989e12 / 50e9) == 2

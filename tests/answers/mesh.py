@@ -485,18 +485,18 @@ def degree_or_the_largest(sequences, num_gpus, per_node=8):
 
 
 def ranks_by_search(num_parameters, unit_parameters, gpu_bytes):
-    if 4 * unit_parameters >= gpu_bytes:
+    if 6 * unit_parameters >= gpu_bytes:
         return None
     n = 1
-    while 16 * num_parameters / n + 4 * unit_parameters > gpu_bytes:
+    while 16 * num_parameters / n + 6 * unit_parameters > gpu_bytes:
         n += 1
     return n
 
 
 def ranks_in_halves(num_parameters, unit_parameters, gpu_bytes):
-    """Parameters in place of bytes."""
-    room = gpu_bytes / 4 - unit_parameters
-    return np.ceil(4 * num_parameters / room) if room > 0 else None
+    """Numbers of 2 bytes in place of bytes."""
+    room = gpu_bytes / 2 - 3 * unit_parameters
+    return np.ceil(8 * num_parameters / room) if room > 0 else None
 
 
 def ranks_that_raise(num_parameters, unit_parameters, gpu_bytes):
@@ -512,8 +512,8 @@ def ranks_up_to_a_limit(num_parameters, unit_parameters, gpu_bytes):
 
 
 def ranks_with_a_whole_state(num_parameters, unit_parameters, gpu_bytes):
-    """Of one unit all 16 bytes are whole."""
-    return ranks_by_search(num_parameters, 4 * unit_parameters, gpu_bytes)
+    """Of one unit all 16 bytes are whole, and the weights of another."""
+    return ranks_by_search(num_parameters, 3 * unit_parameters, gpu_bytes)
 
 
 RIGHT |= {

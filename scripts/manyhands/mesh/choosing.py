@@ -66,14 +66,14 @@ def smallest_tensor_degree(sequences: int, num_gpus: int, per_node: int = 8) -> 
 def ranks_to_fit(num_parameters: int, unit_parameters: int, gpu_bytes: int) -> int | None:
     """Return the fewest ranks on which FSDP has room for its state, or None if no number will do.
 
-    A rank holds 16 bytes of its share of the parameters, not rounded, and at the peak two units
-    whole, in 16 bits: one computes while the next one comes. More ranks make shares smaller, but
-    units stay whole.
+    A rank holds 16 bytes of its share of the parameters, not rounded. At the peak it also has the
+    weights of two units whole, since one computes while the next one is gathered, and the gradients
+    of one unit, all with 2 bytes per number. More ranks make shares smaller, but units stay whole.
 
     Args:
         unit_parameters: of the largest unit.
     """
-    room = gpu_bytes - 2 * 2 * unit_parameters
+    room = gpu_bytes - 3 * 2 * unit_parameters
     if room <= 0:
         return None
     return max(1, -(-STATE_BYTES * num_parameters // room))

@@ -93,7 +93,8 @@ def crossing(found: Crossing) -> Figure:
     predicted = {names[1]: (found.tokens, [1e3 * one for one in found.predicted_s])}
     figures.measured_and_predicted(ax, measured, predicted, "tokens per rank", "time (ms)")
     ax.axvline(found.predicted_tokens, color=figures.BLACK, ls="--", lw=1.2)
-    words = f"predicted: {found.predicted_tokens:.0f} tokens, measured: {found.measured_tokens:.0f}"
+    words = f"hidden from {found.predicted_tokens:.0f} tokens on (dashed: predicted), "
+    words += f"{found.measured_tokens:.0f} (measured)"
     ax.text(0.02, 0.04, words, transform=ax.transAxes, fontsize=9)
     ax.set_xscale("log", base=2)
     ax.set_xticks(found.tokens, [str(tokens) for tokens in found.tokens])

@@ -18,7 +18,7 @@ a ring, NVLink and network, "Simple"). Prices, of 2026 and in round numbers, are
 
 from typing import NamedTuple
 
-from manyhands.tensor.cost import Link
+from manyhands.tensor.cost import Link, between_nodes
 
 GIB = 2**30
 
@@ -116,6 +116,18 @@ GPUS = {
         ),
     )
 }
+
+
+def group_link(gpu: Gpu, size: int, stride: int = 1) -> Link:
+    """What joins a group of `size` GPUs, neighbours in which are `stride` GPUs apart.
+
+    Inside a node it is the node's link. A larger group has per_node / stride GPUs in each node, and
+    so the use of as many network cards.
+    """
+    if size * stride <= gpu.per_node:
+        return gpu.node
+    return between_nodes(gpu.node, gpu.network, max(1, gpu.per_node // stride))
+
 
 MEMORY_SHARE = 0.84  # of the memory's bandwidth: copies reach 0.79 to 0.90 on A100, H100 and H200
 # The first FlashAttention beside the second: 25 to 40 % of the peak on A100 beside 50 to 73 % (Dao

@@ -4,8 +4,8 @@
     data        weights and gradients, hidden behind forward and backward
     pipeline    between stages, waited for          across nodes
 
-Ranks are placed as on the lesson's mesh: tp innermost, then dp, then pp. A data-parallel group with
-k GPUs in each node has the use of k network cards.
+Ranks are placed as on the lesson's mesh: tp innermost, then dp, then pp. A group with k GPUs in
+each node has the use of k network cards (hardware.group_link).
 
 Sources: lesson 04 (a ring's time), 10 (what FSDP sends), 13 (four all-reduces per block).
 """
@@ -13,7 +13,7 @@ Sources: lesson 04 (a ring's time), 10 (what FSDP sends), 13 (four all-reduces p
 from typing import NamedTuple
 
 from manyhands.collectives.alpha_beta import predicted_s
-from manyhands.mesh.hardware import LINK_SHARE
+from manyhands.mesh.hardware import LINK_SHARE, group_link
 from manyhands.mesh.plan_memory import Layout, Training, num_micro_batches, stage_sizes
 from manyhands.tensor.cost import Link, messages_s
 
@@ -25,23 +25,12 @@ def slowed(link: Link) -> Link:
 
 def tensor_link(training: Training, layout: Layout) -> Link:
     """Between tensor ranks, which are consecutive."""
-    gpu = training.gpu
-    return slowed(gpu.node if layout.tp <= gpu.per_node else gpu.network)
+    return slowed(group_link(training.gpu, layout.tp))
 
 
 def data_link(training: Training, layout: Layout) -> Link:
-    """Between the ranks of a data-parallel group, of which tensor ranks lie in between.
-
-    A group that has k GPUs in each node uses k of the node's network cards, because NCCL makes
-    several rings. Its ring goes from node to node once every k hops.
-    """
-    gpu = training.gpu
-    if layout.tp * layout.dp <= gpu.per_node:
-        return slowed(gpu.node)
-    k = max(1, gpu.per_node // layout.tp)
-    speed = min(gpu.node.bytes_per_s, k * gpu.network.bytes_per_s)
-    latency_s = (gpu.network.latency_s + (k - 1) * gpu.node.latency_s) / k
-    return slowed(Link("data", speed, latency_s))
+    """Between the ranks of a data-parallel group, of which tensor ranks lie in between."""
+    return slowed(group_link(training.gpu, layout.dp, stride=layout.tp))
 
 
 def pipeline_link(training: Training, layout: Layout) -> Link:

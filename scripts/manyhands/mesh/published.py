@@ -35,6 +35,30 @@ SOFTWARE = {
     "deepspeed bf16": {"kernels": "fused", "attention": "unfused", "gradients": "both"},
 }
 WITHIN = 0.2  # of a step's time
+MANY = 10**9
+
+
+class Band(NamedTuple):
+    """Layouts with about the same number of data-parallel ranks."""
+
+    name: str
+    least: int
+    most: int
+    sharded: bool = False  # only those of ZeRO-3
+
+    def has(self, layout: Layout) -> bool:
+        """Is the layout one of them?"""
+        return self.least <= layout.dp <= self.most and (not self.sharded or layout.zero == 3)
+
+
+BANDS = (
+    Band("1", 1, 1),
+    Band("2 to 8", 2, 8),
+    Band("9 to 64", 9, 64),
+    Band("65 to 256", 65, 256),
+    Band("257 on", 257, MANY),
+    Band("257 on, ZeRO-3", 257, MANY, sharded=True),
+)
 
 
 class Run(NamedTuple):
@@ -152,6 +176,25 @@ def table() -> str:
             f" {one.out_right:6} {memory:>7}"
         )
     return "\n".join(lines)
+
+
+def by_replicas() -> str:
+    """The comparison by the number of data-parallel ranks, as text."""
+    lines = [f"{'dp':>15} {'timed':>6} {'near':>5} {'bias':>6}"]
+    for band in BANDS:
+        one = compare([run for run in runs() if band.has(run.layout)])
+        lines.append(f"{band.name:>15} {one.timed:6} {one.near:5} {one.median_error:+6.0%}")
+    return "\n".join(lines)
+
+
+def caution(layout: Layout) -> str:
+    """How far the planner is from published runs with about as many data-parallel ranks."""
+    band = [band for band in BANDS if band.has(layout)][-1]
+    one = compare([run for run in runs() if band.has(run.layout)])
+    return (
+        f"Of {one.timed} published runs with dp {band.name}, the time of {one.near} is planned "
+        f"within {WITHIN:.0%}; the median error is {one.median_error:+.0%} (below 0: too fast)."
+    )
 
 
 def in_json() -> str:

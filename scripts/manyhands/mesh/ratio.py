@@ -15,7 +15,8 @@ first unit of FSDP), which has nothing to hide behind.
 Sources: The Ultra-Scale Playbook, 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook
 (when data parallelism is hidden); tensor/cost.py.
 
-N parameters, n ranks, b bytes per number, D width.
+N parameters, n ranks, b bytes per number, D width. What W is between nodes depends on where the
+ranks of a group are: hardware.group_link.
 """
 
 import math

@@ -11,7 +11,8 @@ It leaves out what attention computes between its two matrices, which would make
 share larger, and assumes that no message is hidden behind a computation.
 
 D width, N ranks. Source of the messages: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053;
-of a collective's time: collectives/alpha_beta.py.
+of a collective's time: collectives/alpha_beta.py. Network cards of a group: NCCL builds a ring for
+each of them ("channels"), so that all of a node's cards carry a share of every message.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,24 @@ class Link(NamedTuple):
     name: str
     bytes_per_s: float  # that one rank sends, in one direction
     latency_s: float  # of a message that is empty
+
+
+def between_nodes(node: Link, card: Link, in_node: int) -> Link:
+    """What joins a group that has `in_node` GPUs in each of several nodes.
+
+    Each GPU has a network card of its own. NCCL makes as many rings as the group has GPUs in a
+    node, and each ring leaves the node by another card, so a message has the bandwidth of all these
+    cards, but never more than that inside the node. Once every `in_node` hops a ring goes from node
+    to node; all other hops are inside a node.
+
+    Args:
+        node: between the GPUs of a node.
+        card: of one GPU's network card.
+    """
+    bytes_per_s = min(node.bytes_per_s, in_node * card.bytes_per_s)
+    latency_s = (card.latency_s + (in_node - 1) * node.latency_s) / in_node
+    cards = "1 card" if in_node == 1 else f"{in_node} cards"
+    return Link(f"{card.name}, {cards}", bytes_per_s, latency_s)
 
 
 def products_s(width: int, num_tokens: int, num_ranks: int, flops_per_s: float) -> float:

@@ -20,7 +20,7 @@ def messages_against_products(ranks_of: Mapping[Link, Sequence[int]], flops_per_
         ranks_of: the numbers of ranks that are joined by a link.
         flops_per_s: of one rank.
     """
-    figure, axes = figures.new_figure(8, 3.8, cols=len(ranks_of))
+    figure, axes = figures.new_figure(3.4 * len(ranks_of), 3.8, cols=len(ranks_of))
     for ax, (link, ranks) in zip(figure.axes, ranks_of.items(), strict=True):
         series = {}
         for width in WIDTHS:
@@ -32,7 +32,7 @@ def messages_against_products(ranks_of: Mapping[Link, Sequence[int]], flops_per_
         ax.axhspan(1, 1e4, color=figures.ORANGE, alpha=0.12, lw=0)
         ax.axhline(1, color=figures.BLACK, lw=1, label="messages as long as products")
         figures.lines(ax, series, "ranks", "message time / product time")
-        ax.set_title(f"{link.name}, {link.bytes_per_s / 1e9:.0f} GB/s", fontsize=11)
+        ax.set_title(f"{link.name},\n{link.bytes_per_s / 1e9:.0f} GB/s", fontsize=11)
         ax.set(xscale="log", yscale="log", ylim=(0.01, 1000))
         ax.set_xscale("log", base=2)
         ax.set_xticks(ranks, [str(n) for n in ranks])

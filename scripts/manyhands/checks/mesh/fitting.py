@@ -11,6 +11,8 @@ from manyhands.checks.engine.values import show
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
 from manyhands.mesh import choosing as truth
 
+WHOLE_BYTES = 6  # of a parameter of a unit: the weights of two units, and the gradients of one
+
 
 class Fits(NamedTuple):
     """One call of ranks_to_fit."""
@@ -21,8 +23,9 @@ class Fits(NamedTuple):
 
 
 def fitting(ranks: float, unit: int, room: int) -> Fits:
-    """A model that takes about this many ranks, each with this room beside two whole units."""
-    return Fits(round(ranks * room / truth.STATE_BYTES), unit, room + 4 * unit)
+    """A model that takes about this many ranks, each with this room beside what is whole."""
+    whole = WHOLE_BYTES * unit
+    return Fits(round(ranks * room / truth.STATE_BYTES), unit, room + whole)
 
 
 def fits() -> list[Fits]:
@@ -37,14 +40,14 @@ def fits() -> list[Fits]:
         fitting(n, unit, room),
         fitting(0.4, unit, room),
         fitting(1, unit, room),
-        Fits(3 * unit, unit, 4 * unit),
-        Fits(unit * n, unit, 4 * unit - 2),
-        Fits(unit * n, unit, 3 * unit),
+        Fits(3 * unit, unit, 6 * unit),
+        Fits(unit * n, unit, 6 * unit - 2),
+        Fits(unit * n, unit, 5 * unit),
         Fits(unit * n, unit, unit),
-        Fits(unit, unit, 14 * unit),
+        Fits(unit, unit, 16 * unit),
         fitting(3 * n + 0.4, 20 * unit, 2 * unit),
         fitting(random.randint(500, 900) + 0.6, unit // 40, unit),
-        Fits(2 * odd, unit, odd + 4 * unit),  # 32 ranks, of which none has a whole number
+        Fits(2 * odd, unit, odd + 6 * unit),  # 32 ranks, of which none has a whole number
         fitting(random.randint(150_000, 200_000) + 0.6, unit, 10**8),
     ]
 
@@ -54,7 +57,7 @@ def ranks_or_none(answer: object, case: Fits) -> object:
     try:
         return called(answer, case)
     except ValueError as error:
-        if case.gpu_bytes > 4 * case.unit_parameters:
+        if case.gpu_bytes > WHOLE_BYTES * case.unit_parameters:
             raise
         said = "Where no number of ranks will do, None is asked for, and no error."
         raise Wrong("a ValueError was raised", said, "return None") from error
@@ -63,25 +66,26 @@ def ranks_or_none(answer: object, case: Fits) -> object:
 def room_of(found: float | None, wanted: int | None, case: Fits) -> str:
     """What a rank would hold, against what it has."""
     if wanted is None:
-        return "Two whole units alone leave no room on a GPU, however many ranks there are."
+        return "What is whole leaves no room on a GPU, however many ranks there are."
     if found is not None and found != found // 1:
         return "A number of ranks is whole."
     state = truth.STATE_BYTES * case.num_parameters
+    whole = WHOLE_BYTES * case.unit_parameters
     ranks = [found, wanted] if found and 1 <= found < math.inf else [wanted]
     parts = [
-        f"{show((state / n + 4 * case.unit_parameters) / case.gpu_bytes)} times its memory on "
+        f"{show((state / n + whole) / case.gpu_bytes)} times its memory on "
         f"{show(n)} {'rank' if n == 1 else 'ranks'}"
         for n in ranks
     ]
     return f"A rank needs {', and '.join(parts)}."
 
 
-ROOM = "gpu_bytes - 2 * 2 * unit_parameters"
+ROOM = "gpu_bytes - 3 * 2 * unit_parameters"
 ALL_STATE = "-(-STATE_BYTES * num_parameters // room)"
-UNITS = "Two units are whole, with 2 bytes per parameter: 2 * 2 * unit_parameters."
-LIMIT = "16 N / ranks + 4 * unit_parameters must be at most gpu_bytes."
+UNITS = "Whole are the weights of two units and the gradients of one: 3 * 2 * unit_parameters."
+LIMIT = "16 N / ranks + 6 * unit_parameters must be at most gpu_bytes."
 UP = "Round up: -(-a // b), or math.ceil(a / b)."
-NO_ROOM = "Where two units fill the GPU, no room is left for a share: return None."
+NO_ROOM = "Where the whole units fill the GPU, no room is left for a share: return None."
 ranks_to_fit = Spec(
     todo="14.11",
     truth=truth.ranks_to_fit,
@@ -91,11 +95,11 @@ ranks_to_fit = Spec(
     facts=room_of,
     tell=in_words("ranks_to_fit"),
     advice={"": LIMIT},
-    reasons={"by zero": ("Two units fill the GPU exactly here.", NO_ROOM)},
+    reasons={"by zero": ("The whole units fill the GPU exactly here.", NO_ROOM)},
     hints=(
         "A rank holds two things: its share of the state, which shrinks with the number of ranks, "
-        "and two whole units, which do not.",
-        "room = gpu_bytes - 2 * 2 * unit_parameters is left for a share of 16 N / ranks bytes. "
+        "and whole units, which do not.",
+        "room = gpu_bytes - 3 * 2 * unit_parameters is left for a share of 16 N / ranks bytes. "
         "What if there is no room?",
         "Divide 16 N by the room, and round up.",
     ),
@@ -105,12 +109,17 @@ ranks_to_fit = Spec(
             The whole units are left out. | {UNITS}
         {ROOM} => gpu_bytes - 2 * unit_parameters
             Only one unit is whole. | One computes while the next one comes. {UNITS}
-        {ROOM} => gpu_bytes - 2 * 4 * unit_parameters
+        {ROOM} => gpu_bytes - 2 * 2 * unit_parameters
+            The whole gradients of one unit are left out, or the weights of one. | {UNITS}
+        {ROOM} => gpu_bytes - 4 * 2 * unit_parameters
+            The gradients of two units are whole. | Those of a unit are reduced before the next ones
+            are complete. {UNITS}
+        {ROOM} => gpu_bytes - 3 * 4 * unit_parameters
             The whole units have 4 bytes per parameter, but they are gathered in 16 bits. | {UNITS}
         {ROOM} => gpu_bytes - 2 * STATE_BYTES * unit_parameters
-            The whole units have 16 bytes per parameter, but only their weights are gathered, in 16
-            bits, which are 2 bytes. | {UNITS}
-        {ROOM} => gpu_bytes / 2 - 2 * 2 * unit_parameters
+            The whole units have 16 bytes per parameter, but their optimizer state is never whole.
+            | {UNITS}
+        {ROOM} => gpu_bytes / 2 - 3 * 2 * unit_parameters
             Half of the GPU is kept free, as in 14.9. | Here the state may fill the GPU.
         if room <= 0: => if room < 0:
             ! A room of 0 bytes is divided by. | {NO_ROOM}

@@ -163,7 +163,7 @@ def parts_to_copy(
     """What this rank has to copy: file -> [(name, offset of a stored box, what is in common)].
 
     Args:
-        pieces: this rank's, by name.
+        pieces: this rank's, by name. A name that the index lacks is left out.
         tensors: those of the index: name -> {"pieces": [{"offset", "size", "file"}, ...]}. Files
             that hold nothing for this rank are left out.
     """

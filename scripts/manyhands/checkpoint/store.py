@@ -211,7 +211,8 @@ def write_whole(path: str | Path, fill: Callable[[IO[bytes]], object]) -> object
     this returns, the new file would outlive that, too.
 
     Args:
-        path: in a folder that is there; with or without an older file.
+        path: in a folder that is there, or a name alone in the working folder; with or without an
+            older file. Files of other names may be written beside it at the same time.
         fill: is called once, with a file that is open for writing bytes.
 
     Returns:
@@ -235,8 +236,11 @@ def write_whole(path: str | Path, fill: Callable[[IO[bytes]], object]) -> object
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Wait until the names in a folder are on the disk, not only in the system's memory."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Wait until the names in a folder are on the disk, not only in the system's memory.
+
+    An empty text is the working folder, as os.path.dirname says it.
+    """
+    descriptor = os.open(folder or os.curdir, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

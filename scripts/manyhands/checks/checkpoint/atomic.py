@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 from unittest import mock
@@ -15,6 +15,7 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
 OLD = b"the old file"
+SECOND = b"{}"
 STOP = "the disk is full"
 
 
@@ -25,16 +26,21 @@ class Writing(NamedTuple):
     has_old: bool
     num_bytes: int
     fails: bool
+    is_bare: bool = False  # the path is a name in the working folder
+    has_second: bool = False  # while `fill` writes, weights.json is written in the same way
 
 
 def writings() -> list[Writing]:
-    """A new name, an older file, one block and many, a disk that fills up."""
+    """A new name, an older file, one block and many, a disk that fills up, a name alone, and two
+    files at once."""
     seed = cases.draw_seed()
     return [
         Writing(seed, False, 10, False),
         Writing(seed + 1, True, 300_000, False),
         Writing(seed + 2, True, 50, True),
         Writing(seed + 3, False, 50, True),
+        Writing(seed + 4, True, 20, False, is_bare=True),
+        Writing(seed + 5, True, 20, False, has_second=True),
     ]
 
 
@@ -94,13 +100,15 @@ def writing_seen(answer: Callable, case: Writing) -> dict:
     """What a reader finds before, while and after, and what a power cut would leave."""
     folder = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
     try:
-        return _seen(answer, case, folder)
+        with chdir(folder):
+            return _seen(answer, case, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
-    path = folder / "weights.pt"
+    path = Path("weights.pt") if case.is_bare else folder / "weights.pt"
+    second = folder / "weights.json"
     if case.has_old:
         path.write_bytes(OLD)
     new = bytes(case.seed % 200 + 20 for _ in range(case.num_bytes))
@@ -111,6 +119,8 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
         for start in range(0, len(new), 4096):
             file.write(new[start : start + 4096])
             readers.append(words_of(path, new))
+        if case.has_second:
+            answer(second, lambda other: other.write(SECOND))
         if case.fails:
             file.flush()
             raise OSError(28, STOP)
@@ -121,16 +131,19 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
         try:
             returned = answer(path if case.seed % 2 else str(path), fill)
         except OSError as raised:
-            if raised.errno != 28:
+            if raised.errno != 28 and not case.has_second:
                 raise
             error = raised.strerror
-    left = sorted(file.name for file in folder.iterdir() if file != path)
+    known = (path.name, second.name) if case.has_second else (path.name,)
+    left = sorted(file.name for file in folder.iterdir() if file.name not in known)
     seen = {
         "what a reader finds while `fill` writes": ", then ".join(dict.fromkeys(readers)),
         "what a reader finds afterwards": words_of(path, new),
-        "the error of `fill` comes out": error == (STOP if case.fails else ""),
+        "the error that comes out": error or "none",
         "nothing is left beside the file": not left,
     }
+    if case.has_second:
+        seen["the second file"] = second.read_bytes() if second.exists() else "is not there"
     if not case.fails:
         seen["what is returned"] = returned
         seen["what a power cut would leave after the call"] = disk.state()
@@ -149,12 +162,15 @@ def tell_writing(case: Writing) -> str:
     """The call in words."""
     where = "over an older file" if case.has_old else "under a new name"
     ends = ", whose `fill` finds the disk full in the middle," if case.fails else ""
-    return f"write_whole of {case.num_bytes:,} bytes {where}{ends}"
+    ends = ", while weights.json is written in the same way" if case.has_second else ends
+    name = "weights.pt, a name alone," if case.is_bare else "weights.pt,"
+    return f"write_whole of {name} {case.num_bytes:,} bytes {where}{ends}"
 
 
 SWAP = "Write to another name in the same folder, and os.replace it to `path` at the end."
 SYNC = "file.flush() hands Python's buffer to the system, os.fsync(file.fileno()) to the disk."
 FOLDER = "sync_folder(os.path.dirname(path)) after os.replace."
+APPENDED = "Make the other name from the whole name of the file: append PARTIAL to it."
 CLEAN = "On any exception remove the partial file, and raise the exception again."
 REPLACE = "os.replace(partial, path)"
 FSYNC = "os.fsync(file.fileno())"
@@ -191,6 +207,8 @@ write_whole = Spec(
         """
         partial = f"{path}{PARTIAL}" => partial = path
             The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
+        partial = f"{path}{PARTIAL}" => partial = Path(path).with_suffix(PARTIAL)
+            weights.pt and weights.json are written under the same other name. | {APPENDED}
         {FSYNC} => pass
             {UNSAFE} | {SYNC}
         file.flush() => pass

@@ -110,6 +110,9 @@ best_interval = Spec(
         if save_s >= 2 * mtbf_s: => if save_s >= mtbf_s:
             mtbf_s is returned too early: the series holds as long as a save takes less than twice
             that time.
+        math.sqrt(save_s / (2 * mtbf_s)) => math.sqrt(save_s / 2 * mtbf_s)
+            x is the root of save_s / 2 times mtbf_s: / and * are taken from left to right.
+            | x = sqrt(save_s / (2 mtbf_s))
         math.sqrt(save_s / (2 * mtbf_s)) => save_s / (2 * mtbf_s)
             x lacks its square root. | x = sqrt(save_s / (2 mtbf_s))
         node_mtbf_s / num_nodes) => node_mtbf_s)

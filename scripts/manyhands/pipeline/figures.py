@@ -66,11 +66,13 @@ def sweep(found: Sweep, p: int) -> Figure:
     measured = {"a step in the pipeline": (counts, [1e3 * found.step_s[m] for m in counts])}
     lines = {
         "a step in the pipeline": (counts, guess_ms),
-        "the work of a stage, without a bubble": (counts, work_ms),
+        "the work of a stage alone, measured": (counts, work_ms),
     }
     figure, ax = figures.new_figure(7, 3.6)
     name = "micro-batches, into which a batch of 32 sequences is cut"
     figures.measured_and_predicted(ax, measured, lines, name, "time of a step (ms)")
+    title = "points: measured; solid line: predicted from the dashed one"
+    ax.get_legend().set_title(title, {"size": 9})
     ax.set_xscale("log", base=2)
     ax.set_yscale("linear")
     ax.set_ylim(bottom=0)

@@ -12,7 +12,7 @@ machine are tried once more in new ranks; after that the answer is not judged.
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -473,7 +473,7 @@ def _words_of_an_end(trial: Trial) -> Words:
     index = min(len(trial.found), len(trial.steps) - 1)
     said = trial.said(index, failed.rank)
     if isinstance(failed, RanksHung):
-        return _words_of_a_hang(said, failed, trial.answer)
+        return _words_of_a_hang(said, failed, trial.answer, trial.spec.reasons)
     if failed.failure.error == "Wrong":
         return _colon(said, failed.failure.message), "", _advice(trial.spec, None)
     if is_echo(failed.failure):
@@ -482,8 +482,10 @@ def _words_of_an_end(trial: Trial) -> Words:
     return raised(said, failed.failure, trial.answer, trial.spec.reasons)
 
 
-def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
-    """Who waits and who computes, and where; no cause is told that was not seen."""
+def _words_of_a_hang(
+    said: str, failed: RanksHung, answer: object, reasons: Mapping[str, tuple[str, str]]
+) -> Words:
+    """Who waits and who computes, and where; a cause only where the exercise has one for a line."""
     if len(failed.stacks) + len(failed.finished) == 1:
         lines = [_line(stack, answer) for stack in failed.stacks.values() if stack]
         at = f": it is still in{lines[0]}" if lines else ""
@@ -502,11 +504,11 @@ def _words_of_a_hang(said: str, failed: RanksHung, answer: object) -> Words:
     seen = f"{said} never ended ({'; '.join(parts)})"
     if any(rank in failed.computing for rank in failed.stacks):
         return seen, "A rank still computes.", "What ends the loop in that line, on every rank?"
-    return (
-        seen,
+    waiting = (
         "All ranks that are left wait.",
         "For each line: which rank has to come, or to send?",
     )
+    return seen, *next((words for line, words in reasons.items() if line in seen), waiting)
 
 
 def _line(stack: Sequence[Frame], answer: object) -> str:

@@ -214,6 +214,8 @@ shard_and_cut = Spec(
         model, group=groups["tp"]) => model, group=groups["dp"])
         replicas, group=groups["dp"]) => replicas, group=groups["tp"])
             The two groups have changed places. | {OVER_TP} {OVER_DP}
+        {REPLICAS} => replicas = None
+            Replicas of the shards are never averaged. | replicas=groups.get("replicate")
         , group=groups["dp"]) => )
             FSDP shards over all ranks, of which some hold different parts of a matrix. | {OVER_DP}
         TensorParallel(model, group=groups["tp"]) => TensorParallel(model)
@@ -237,8 +239,6 @@ shard_and_cut = Spec(
             list(part.blocks).
         list(part.blocks) => list(part.blocks)[1:]
             The first block is no unit. | The units are list(part.blocks).
-        {REPLICAS} => replicas = None
-            Replicas of the shards are never averaged. | replicas=groups.get("replicate")
         {REPLICAS} => replicas = groups["dp"]
             dp is taken for the replicas as well. | replicas=groups.get("replicate")
         """,

@@ -250,6 +250,10 @@ make_groups = Spec(
             PLACES,
         ),
         "unhashable type: 'list'": ("A list cannot be in a set.", "tuple(ranks_along(...))"),
+        "dist.new_group(": (
+            "A rank waits for others that do not make this group, or make another one first.",
+            ALL_CALL,
+        ),
     },
     hints=(
         "Along an axis every rank is in one line, and several ranks are in the same one. Collect "

@@ -6,12 +6,12 @@ bash sbatch/fsdp.sbatch --impl mine         with your own functions in it
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset
@@ -20,7 +20,8 @@ from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.ddp import wrapping as ddp
-from manyhands.fsdp import flat, fully_shard, units, zero
+from manyhands.fsdp import flat, fully_shard, meta, units, zero
+from manyhands.fsdp.meta import Draw
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
@@ -45,7 +46,8 @@ class Config(TrainConfig):
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory, and bring a unit when needed; for torch."""
     limit_mb: float = 0.0
-    """Stop when a rank's tensors take more than so many MB; 0 for no limit. Slow."""
+    """Stop when a rank's tensors take more than so many MB, from the model's building on; 0 for no
+    limit. Slow."""
 
 
 class Parts(NamedTuple):
@@ -106,16 +108,16 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
 
     # Model
-    model = Transformer(*shape).to(world.device)
-    torch.manual_seed(world.data_seed)
-    model, optimizer = shard(config, impl, parts, model, mesh)
     limit = int(config.limit_mb * 1e6) or None
-    live = Live(parts_of(model, optimizer), limit, device=world.device)  # not what is offloaded
+    live = Live(dict, limit, device=world.device)  # not what is offloaded
+    with live if limit else nullcontext():  # the limit holds from the first byte on
+        model, optimizer = shard(config, impl, parts, shape, mesh, world)
+    live.parts = parts_of(model, optimizer)
 
     # Training
     inner = getattr(optimizer, "optimizer", optimizer)  # the one whose state a checkpoint holds
     run.resume(model, inner, sharded=SHARDED.get(impl, ["model", "optimizer"]))
-    reset_peaks(world.device)  # the whole model, which each rank built first, is set-up
+    reset_peaks(world.device)  # what it took to build the model is set-up
     for epoch in run.epochs(loader):
         sampler.set_epoch(epoch)
         for inputs, targets in run.batches(loader):
@@ -130,7 +132,7 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     # Result
     total, count = valid_total(run, model, data.valid, batch)
     valid_loss = ddp.mean_over_ranks(total, count)
-    plain = model if impl in SHARDED else unshard(model, Transformer(*shape), world)
+    plain = model if impl in SHARDED else unshard(model, shape, world)
     return finish(run, plain, valid_loss, live)
 
 
@@ -149,10 +151,30 @@ def mesh_of(config: Config, world: World, parts: Parts) -> DeviceMesh | None:
     return parts.make_mesh(int(replicas), int(shards), world.device.type)
 
 
+def first_model(
+    impl: str, parts: Parts, shape: tuple[int, int, int], world: World
+) -> tuple[Transformer, Draw | None]:
+    """The model without memory, and a function that draws its weights; or with memory, and None.
+
+    Stages 1 and 2 keep whole weights, and your torch_fsdp sends rank 0's weights to all ranks.
+    """
+    is_your_torch_fsdp = impl == "torch" and parts.torch_fsdp is not fully_shard.torch_fsdp
+    if impl in SHARDED or is_your_torch_fsdp:
+        return Transformer(*shape).to(world.device), None
+    return meta.record(partial(Transformer, *shape), world.device)
+
+
 def shard(
-    config: Config, impl: str, parts: Parts, model: Transformer, mesh: DeviceMesh | None
+    config: Config,
+    impl: str,
+    parts: Parts,
+    shape: tuple[int, int, int],
+    mesh: DeviceMesh | None,
+    world: World,
 ) -> tuple[nn.Module, object]:
-    """Shard the model, block by block, and make the optimizer of this rank's shards."""
+    """Build the model in shards, block by block, and make the optimizer of this rank's shards."""
+    model, draw = first_model(impl, parts, shape, world)
+    torch.manual_seed(world.data_seed)
     blocks = list(model.blocks)
     adamw = partial(torch.optim.AdamW, lr=config.learning_rate, fused=True)
     dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
@@ -164,20 +186,23 @@ def shard(
         return model, parts.ShardedOptimizer(flats, adamw)
     if impl == "torch":
         # Without a mesh PyTorch would take GPUs wherever a node has some, also with --device cpu.
-        every = (dist.get_world_size(),)
-        where = mesh or init_device_mesh(model.head.weight.device.type, every)
+        where = mesh or init_device_mesh(world.device.type, (world.world_size,))
         model = parts.torch_fsdp(model, blocks, where, dtype=dtype, offload=config.offload)
+        if draw is not None:
+            meta.fill(model, draw, "cpu" if config.offload else world.device)
     elif mesh is None:
-        model = parts.FSDP(model, blocks, dtype=dtype)
+        model = parts.FSDP(model, blocks, dtype=dtype, draw=draw)
     else:
         groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
-        model = parts.FSDP(model, blocks, dtype=dtype, **groups)
+        model = parts.FSDP(model, blocks, dtype=dtype, draw=draw, **groups)
     return model, adamw(model.parameters())
 
 
-def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:
-    """Set `plain`, on the CPU of rank 0, to the weights of all shards; returns it on all ranks."""
+def unshard(sharded: nn.Module, shape: tuple[int, int, int], world: World) -> nn.Module:
+    """The model with the weights of all shards, on the CPU of rank 0; elsewhere without memory."""
     state = fully_shard.full_state(sharded)
+    with torch.device("cpu" if world.is_main else "meta"):
+        plain = Transformer(*shape)
     if world.is_main:
         plain.load_state_dict(state)
     return plain

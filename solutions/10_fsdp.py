@@ -27,7 +27,6 @@
 
 # %%
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -51,7 +50,7 @@ from manyhands.fsdp.fully_shard import full_state
 from manyhands.fsdp.guard import guard
 from manyhands.fsdp.meta import Draw
 from manyhands.fsdp.model import ShardedModel
-from manyhands.instruments import figures
+from manyhands.instruments import figures, timing
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import watch as jobs
@@ -390,10 +389,15 @@ if check.ready("10.1", "10.4", "10.5"):
     roles = {"weights": "weights", "optimizer": "optimizer", "gradients": "gradients"}
     roles |= {"other": "activations"}
     figure, axes = figures.new_figure(8, 3.4, cols=2)
+    ends = []
     for ax, name in zip(axes, ("all whole", "stage 3"), strict=True):
         steps = run_ranks(history, 4, name == "stage 3")[0]
         areas = {role: [now[part] / 1e6 for now in steps] for part, role in roles.items()}
         figures.stack(ax, range(len(steps)), areas, f"operations, {name}", "MB on rank 0")
+        least = min(sum(now.values()) for now in steps) / 1e6
+        most = max(sum(now.values()) for now in steps) / 1e6
+        print(f"{name}: between {least:.1f} and {most:.1f} MB on rank 0")
+        ends.append((least, most))
     highest = max(ax.get_ylim()[1] for ax in axes)
     for ax in axes:
         ax.set_ylim(0, highest)
@@ -402,6 +406,8 @@ if check.ready("10.1", "10.4", "10.5"):
         figure,
         "Memory over a step: all whole, level weights and growing gradients; in stage 3 a plateau.",
     )
+    (whole_least, whole_most), (least, most) = ends
+    assert least < 0.3 * whole_least and most < 0.6 * whole_most
 
 # %% [markdown]
 # On the left all weights and Adam's state are there all the time, and backward adds a whole set of gradients.
@@ -450,6 +456,7 @@ if check.ready("10.1", "10.4", "10.5"):
     without, prefetched = run_ranks(bench.record_steps, 2, (WithoutPrefetch, FSDP))[0]
     saved_s = bench.length_s(without) - bench.length_s(prefetched)
     score("gathers that are hidden", hidden_gathers, 6, saved_s / bench.MESSAGE_S)
+    assert [bench.num_overlapped(spans) for spans in (without, prefetched)] == [0, 6]
     gather_ms = 1e3 * bench.MESSAGE_S
     print(
         f"prefetch makes the step {1e3 * saved_s:.0f} ms shorter; a gather takes {gather_ms:.0f} ms"
@@ -472,8 +479,10 @@ if check.ready("10.1", "10.4", "10.5"):
 # Two costs remain. A gather that takes longer than the computation beside it is hidden only in part. And the
 # reductions are not hidden at all, because `reduce` waits in the middle of backward. With NCCL it would not
 # be different. A GPU works through queues of operations, its **streams**, and a reduce-scatter that is called
-# like this holds up the stream that computes. `fully_shard` reduces on a stream of its own, while backward
-# goes on with the block before.
+# like this holds up the stream that computes. Besides, a group of ranks carries its messages one after the
+# other, as the simulated link does: if the gather that was prefetched for the block before is still under way,
+# the reduction has to wait for it as well. `fully_shard` reduces on a stream of its own, while backward goes on
+# with the block before.
 
 # %% [markdown]
 # ## 6. Predict the messages (optional)
@@ -523,6 +532,7 @@ if check.ready("10.1", "10.4", "10.5", "10.6"):
         sent[reshard] = total / nbytes
     root = (V * D + T * D + D) / num_parameters(V, T, L, D)
     score("times an all-reduce", times_as_much, (3 - root) / 2, sent[True] / 2)
+    assert abs(sent[True] - (3 - root)) < 0.01 and abs(sent[False] - 2) < 0.01
 
 # %% [markdown]
 # The ledger counts the whole vector in each call; in a ring of four a rank sends three quarters of that. An
@@ -642,7 +652,9 @@ def optimizer_first():
 
 # %% tags=["nbval-check-output"]
 if check.ready("10.7"):
-    print("losses:", run_ranks(optimizer_first, 2)[0])
+    losses = run_ranks(optimizer_first, 2)[0]
+    print("losses:", losses)
+    assert len(set(losses)) == 1
 
 # %% [markdown]
 # The loss does not move, because the optimizer holds the old parameters, which the model no longer has.
@@ -752,7 +764,7 @@ def all_ways():
 if check.ready("10.7", "10.8"):
     for (how, same_seed), apart in run_ranks(all_ways, 4)[0].items():
         print(f"{how:11} {'equal' if same_seed else 'unequal'} seeds: {apart:.2f} apart")
-        assert apart == 0 or (how, same_seed) == ("fully_shard", False)
+        assert (apart > 0.01) == ((how, same_seed) == ("fully_shard", False))
 
 # %% [markdown]
 # With unequal seeds bare `fully_shard` trains a patchwork: every rank took its shard from a different model,
@@ -799,10 +811,14 @@ check.train_sharded(train_sharded)
 # %% [markdown]
 # ## 11. What it costs and what it saves (optional)
 #
-# Which stage is worth its price? The cell measures the peak memory and the time of a step on four ranks, for
-# plain data parallelism, stages 1 to 3, hybrid sharding, and PyTorch's version. The model has 0.8 million
-# parameters. Look at the memory first. The ranks share the cores of one machine, so the times show that every
-# saving costs time here, while their order says little about GPUs.
+# Which stage is worth its price? The cell measures, on four ranks, the peak memory of a step, the bytes that it
+# sends, and its time, for plain data parallelism, stages 1 to 3, hybrid sharding, and PyTorch's version. The
+# model has 0.8 million parameters.
+#
+# Memory and bytes are counted, so they are the same on every machine. The bytes are those of section 6: of a
+# gather or a reduce-scatter among n ranks each rank sends (n-1)/n of the vector, and of an all-reduce twice
+# that. The times are measured in turn, several steps of each way, because the four ranks share the cores of one
+# machine with whatever else runs there. Two ways whose ranges overlap are a tie.
 
 
 # %%
@@ -826,55 +842,66 @@ def build(how):
     return model, ADAMW(model.parameters())
 
 
-def cost(how, repeats=3):
-    """Peak bytes of this rank, and the median seconds of a step."""
-    model, optimizer = build(how)
+def sent(entries):
+    """The bytes that this rank sends for these calls, if each of them runs on a ring."""
+    shares = [(len(entry.ranks) - 1) / len(entry.ranks) * entry.nbytes for entry in entries]
+    twice = [1 + (entry.op == "all_reduce") for entry in entries]
+    return sum(share * times for share, times in zip(shares, twice, strict=True))
+
+
+def costs_of(names, num_rounds=7):
+    """For each way: peak bytes of this rank, bytes that it sends in a step, and seconds of steps."""
+    steps, counts = [], []
     inputs, targets = batches(1)[0, :, :1]
+    for how in names:
+        model, optimizer = build(how)
 
-    def step():
-        model(inputs, targets).backward()
-        optimizer.step()
-        model.zero_grad()
+        def step(model=model, optimizer=optimizer):
+            model(inputs, targets).backward()
+            optimizer.step()
+            model.zero_grad()
 
-    step()
-    with Live(parts_of(model, optimizer)) as live:
         step()
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        start_s = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start_s)
-    return live.total, sorted(seconds)[repeats // 2]
-
-
-def costs_of(names):
-    return {how: cost(how) for how in names}
+        with Ledger() as ledger, Live(parts_of(model, optimizer)) as live:
+            step()
+        steps.append(step)
+        counts.append((live.total, sent(ledger.entries)))
+    return counts, timing.in_turn(steps, num_rounds)
 
 
 # %%
 HOW = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP", "hybrid", "torch")
 if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
-    costs = run_ranks(costs_of, 4, HOW)[0]
-    for how, (nbytes, spent_s) in costs.items():
-        print(f"{how:7} {nbytes / 1e6:5.1f} MB at most, {1e3 * spent_s:4.0f} ms per step")
-    peaks = [costs[how][0] for how in ("FSDP", "ZeRO-2", "ZeRO-1", "DDP")]
-    assert peaks == sorted(peaks) and costs["FSDP"][0] < costs["hybrid"][0]
+    results = run_ranks(costs_of, 4, HOW)
+    peaks, traffic = (dict(zip(HOW, one, strict=True)) for one in zip(*results[0][0], strict=True))
+    slowest_s = timing.slowest_rank([found for _, found in results])
+    times_s = dict(zip(HOW, slowest_s, strict=True))
+    for how in HOW:
+        low, *_, high = ms = sorted(1e3 * time_s for time_s in times_s[how])
+        print(
+            f"{how:7} {peaks[how] / 1e6:4.1f} MB at most, sends {traffic[how] / 1e6:.1f} MB per step, "
+            f"{ms[len(ms) // 2]:.0f} ms ({low:.0f} to {high:.0f})"
+        )
+    falling = [peaks[how] for how in ("FSDP", "ZeRO-2", "ZeRO-1", "DDP")]
+    assert falling == sorted(falling) and peaks["FSDP"] < peaks["hybrid"]
+    times_ddp = {how: nbytes / traffic["DDP"] for how, nbytes in traffic.items()}
+    assert all(abs(times_ddp[how] - 1) < 0.01 for how in ("ZeRO-1", "ZeRO-2"))
+    assert all(1.45 < times_ddp[how] < 1.51 for how in ("FSDP", "torch"))
+    assert 1.3 < times_ddp["hybrid"] < 1.36
     copies = 4 * num_parameters(V, T, 4, 128)
     print(
         f"{copies / 1e6:.1f} MB of DDP's peak are buffers into which BucketedDDP copies its gradients"
     )
+    ties = [how for how in HOW[1:] if min(times_s[how]) <= max(times_s["DDP"])]
+    print(f"ways whose times overlap with DDP's, a tie: {', '.join(ties) or 'none'}")
 
 # %%
 if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
-    figure, axes = figures.new_figure(8, 3, cols=2)
-    values = [[nbytes / 1e6, 1e3 * spent_s] for nbytes, spent_s in costs.values()]
-    for ax, numbers, name in zip(
-        axes, zip(*values, strict=True), ("peak (MB per rank)", "step (ms)"), strict=True
-    ):
-        figures.bars(ax, {"": numbers}, HOW, name)
+    in_mb = [{how: nbytes / 1e6 for how, nbytes in one.items()} for one in (peaks, traffic)]
+    in_ms = {how: [1e3 * time_s for time_s in found] for how, found in times_s.items()}
     figures.show(
-        figure, "Bars: peak memory falls from DDP to FSDP, hybrid is between; times of a step."
+        pictures.costs(*in_mb, in_ms),
+        "Rows: memory falls from DDP to FSDP, bytes sent rise; the times of a step overlap or not.",
     )
 
 # %% [markdown]
@@ -882,14 +909,18 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 # state and DDP's copies. Hybrid holds shards of half the model in place of a quarter, so it needs more than
 # FSDP.
 #
-# The price is time, and on an idle machine it is higher here than section 6 suggests. gloo makes a
-# reduce-scatter out of a whole all-reduce, so stages 1 and 2 send about 1.5 times as much as DDP in this
-# cell, and FSDP twice as much. NCCL, on GPUs, has a real reduce-scatter. Bytes alone do not explain the
-# order, and it can change from run to run: stage 2 may take longer than FSDP. Besides, the reductions and the
-# gather of new weights make your rank wait, whereas DDP's messages travel during backward. Hybrid's groups of
-# two ranks tend to be quicker than one of four. Where PyTorch's version takes longest, one reason may be that
-# it shards every parameter by itself, which takes many small copies. On a GPU those are cheap, and
-# `fully_shard` reduces on a stream of its own while backward continues, so the order may be different there.
+# The price is traffic. Stages 1 and 2 send as many bytes as DDP, because an all-reduce is a reduce-scatter and a
+# gather. FSDP, by hand or PyTorch's, sends half as much again, because it gathers the blocks twice. Hybrid sends
+# a third more than DDP: its gathers and reduce-scatters run among two ranks, where a rank sends only one half of
+# a vector in place of three quarters, and the all-reduce over the replicas carries only shards.
+#
+# The times say less. The last line names the ways that this run cannot tell from DDP, and where ranges overlap,
+# another run may order them differently. Even a clear difference is one between ranks that share the cores of
+# one machine, so it need not hold on GPUs: gloo makes a reduce-scatter out of a whole all-reduce, so here the
+# sharded ways send more than the table says, and NCCL does not; the reductions by hand and the gather of new
+# weights make your rank wait, whereas DDP's messages, and those of `fully_shard` on a GPU, travel during
+# backward; and PyTorch's version shards every parameter by itself, which takes many small copies that are cheap
+# on a GPU.
 #
 # So FSDP needs a fast network. Where the network is slow, as between nodes with plain Ethernet, a pipeline
 # may be better (lesson 12).
@@ -905,8 +936,9 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 # FSDP paper calls this deferred initialization. `materialise` does it for one unit, and `ShardedModel` calls
 # it when it is given `draw`, a function that returns the first values of a parameter by its name.
 #
-# Are these the weights that one process would draw? They are, if no number depends on those drawn before it,
-# so `draw_weight` makes a random generator of its own for each parameter, seeded by the parameter's name.
+# To get the weights that one process would draw, a rank must be able to draw each parameter without those
+# before it. That is why `draw_weight` makes a random generator of its own for each parameter, seeded by the
+# parameter's name.
 
 # %% show="true"
 from manyhands.fsdp.meta import draw_weight, materialise
@@ -955,7 +987,8 @@ if check.ready("10.1", "10.4", "10.5"):
 
 # %% [markdown]
 # So no rank ever holds the whole model. `fully_shard` can do the same: after it has sharded a model on the
-# meta device, `to_empty` gives memory to the shards only, and your code fills them.
+# meta device, `to_empty` gives memory to the shards only, and your code fills them. The job of section 13 builds
+# its model in shards both ways (`record` and `fill` in `scripts/manyhands/fsdp/meta.py`).
 #
 # Now train it. `Live` can also enforce a limit, as a GPU does. With Adam a parameter takes 16 bytes; allow
 # each rank only 8 bytes per parameter, from the first byte on. Can one rank train, and can four?
@@ -981,22 +1014,30 @@ if check.ready("10.1", "10.4", "10.5"):
     limit = 8 * num_parameters(V, 8, 8, 64)
     for num_ranks in (1, 4):
         try:
-            print(f"{num_ranks} rank(s): losses {run_ranks(train_within, num_ranks, limit)[0]}")
+            losses = run_ranks(train_within, num_ranks, limit)[0]
+            print(f"{num_ranks} rank(s): losses {losses}")
+            assert num_ranks == 4 and losses[-1] < losses[0]
         except RankFailed as failed:
             print(f"{num_ranks} rank(s): {failed.failure.message}")
+            assert num_ranks == 1 and failed.failure.error == "OverLimit"
 
 # %% [markdown]
 # One rank fails, and four train. But part of the memory does not fall with the number of ranks: a rank must
-# hold the root and two more units whole, the gradients of one unit, and its own activations. Beyond that the
-# layers themselves have to be split (lesson 13).
+# hold the root and two more units whole, the gradients of one unit, those of the root, and its own activations.
+# The root's gradients are complete only when the embedding has its own at the end of backward, while the head's
+# is there from the beginning. A head with V = 128,256 and D = 4096 has 0.5 billion numbers, so its whole gradient
+# alone takes 2.1 GB in float32 during all of backward. Beyond that the layers themselves have to be split (lesson
+# 13).
 
 # %% [markdown]
 # ## 13. Run it as a job
 #
-# The job trains with your own functions; with your `FSDP`, that is stage 3. Its checkpoints hold a file for
-# each rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live` does, in the
-# first two steps, which are slower for that reason. "Memory of each device" is the whole process, and most of
-# that is PyTorch.
+# The job trains with your own functions; with your `FSDP`, that is stage 3. Its model is built in shards,
+# so no rank holds all of it before the end, when rank 0 collects the weights on its CPU. `--limit-mb 8`
+# stops a rank whose tensors take more than 8 MB, from the first weight on. The job's checkpoints hold a
+# file for each rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live`
+# does, in the first two steps, which are slower for that reason. "Memory of each device" is the whole
+# process, and most of that is PyTorch.
 
 # %%
 if check.ready("10.1", "10.4", "10.5"):

@@ -3,7 +3,6 @@ collectives are those predicted; and what is too large for one rank trains on fo
 
 import copy
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.data_parallel.replicas import broadcast_state
-from manyhands.fsdp import bench, flat, fully_shard, meta, zero
+from manyhands.fsdp import bench, flat, fully_shard, zero
 from manyhands.fsdp import units as fsdp
 from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.ledger import Ledger, calls
@@ -542,74 +541,6 @@ def test_what_one_rank_cannot_hold_trains_on_four():
     over = int(said.message.split(" bytes of tensors, ")[1].split(" more than")[0].replace(",", ""))
     total = int(said.message.split(" bytes of tensors, ")[0].replace(",", ""))
     assert over == total - limit > 0
-
-
-# ---- a model that is never whole ---------------------------------------------------------------
-
-LAYERS, WIDTH = 8, 32
-DRAW = partial(meta.draw_weight, layers=LAYERS, seed=5)
-
-
-def drawn_in_one_process():
-    model = Transformer(VOCAB, 16, LAYERS, heads=2, width=WIDTH)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(DRAW(name, param))
-    return model
-
-
-def deferred(dtype=None):
-    with torch.device("meta"):
-        model = Transformer(VOCAB, 16, LAYERS, heads=2, width=WIDTH)
-    return fsdp.FSDP(model, list(model.blocks), dtype, draw=DRAW)
-
-
-def train_deferred():
-    with Live(dict, device="cpu") as live:
-        model = deferred()
-    first = fully_shard.full_state(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in text(dist.get_rank(), dist.get_world_size()):
-        model(x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model.module.head.weight is model.module.tokens.weight  # tied, as it was built
-    return live.total, first, fully_shard.full_state(model)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_deferred_initialisation_equals_that_of_one_process_and_is_never_whole(num_ranks):
-    model = drawn_in_one_process()
-    results = run_ranks(train_deferred, num_ranks)
-    _, first, trained = results[0]
-    for name, weight in weights_of(model).items():
-        assert torch.equal(first[name], weight), name
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in text():
-        optimizer.zero_grad()
-        model(x, y).backward()
-        optimizer.step()
-    for name, weight in weights_of(model).items():
-        torch.testing.assert_close(trained[name], weight, atol=1e-5, rtol=0)
-    nbytes = sum(param.nbytes for param in model.parameters())
-    block = sum(param.nbytes for param in model.blocks[0].parameters())
-    for peak, *_ in results:
-        assert peak <= nbytes / num_ranks + 2 * block + 1024  # of padding
-
-
-def wrap_on_meta(has_draw):
-    with torch.device("meta"):
-        model = Transformer(VOCAB, 16, 2)
-    if has_draw:
-        model.norm.to_empty(device="cpu")
-    fsdp.FSDP(model, list(model.blocks), draw=DRAW if has_draw else None)
-
-
-def test_a_model_that_is_on_meta_in_part_or_without_draw_is_told():
-    with pytest.raises(RankFailed, match="say by draw= how it begins"):
-        run_ranks(wrap_on_meta, 2, False)
-    with pytest.raises(RankFailed, match="norm.weight has memory already"):
-        run_ranks(wrap_on_meta, 2, True)
 
 
 # ---- prefetch, and the peak beside PyTorch's -----------------------------------------------------

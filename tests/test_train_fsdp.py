@@ -1,9 +1,18 @@
 """The job of lesson 10: every way to shard trains like one process, also after a kill."""
 
+from functools import partial
+
 import pytest
+import torch
+import torch.distributed as dist
 
 import train_fsdp
+from manyhands.fsdp import fully_shard
+from manyhands.instruments.live import Live
+from manyhands.models.transformer import Transformer
 from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.runtime import World
 from training import (
     SAVING,
     Runs,
@@ -82,6 +91,36 @@ def test_a_limit_that_one_rank_passes_and_two_do_not(runs, tmp_path):
     with pytest.raises(RankFailed, match=r"[\d,]+ more than the limit of 300,000"):
         runs.train(1, tmp_path / "one", **config)
     runs.train(4, tmp_path / "four", **config)
+
+
+SHAPE = (40, 16, 8)  # vocabulary, block and layers: no unit is a large part of this model
+
+
+def built(impl, yours=False):
+    """The most bytes that live while a rank builds the job's model, and all its weights."""
+    config = train_fsdp.Config(impl=impl)
+    parts = train_fsdp.Parts(torch_fsdp=partial(fully_shard.torch_fsdp)) if yours else None
+    world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
+    torch.manual_seed(5)
+    with Live(dict, device="cpu") as live:
+        parts = parts or train_fsdp.Parts()
+        model, _ = train_fsdp.shard(config, impl, parts, SHAPE, None, world)
+    return live.total, torch.rand(1), fully_shard.full_state(model)
+
+
+@pytest.mark.parametrize(
+    ("impl", "yours", "is_deferred"),
+    [("zero3", False, True), ("torch", False, True), ("torch", True, False)],
+)
+def test_no_rank_ever_holds_the_whole_model(impl, yours, is_deferred):
+    torch.manual_seed(5)
+    whole = Transformer(*SHAPE)
+    nbytes = sum(param.nbytes for param in whole.parameters())
+    results = run_ranks(built, 4, impl, yours)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(results[0][2][name], weight), name
+    assert all((total < 0.6 * nbytes) == is_deferred for total, *_ in results)
+    assert len({number.item() for _, number, _ in results}) == 4  # each rank's own data follow
 
 
 def test_the_script_starts_by_itself(tmp_path):

@@ -128,10 +128,10 @@ class Recorder:
         return model
 
     def begin(self, lane: str, unit: int) -> None:
-        self.since[lane, unit] = time.time()
+        self.since[lane, unit] = time.perf_counter()
 
     def end(self, lane: str, unit: int) -> None:
-        self.spans.append(Span(lane, unit, self.since[lane, unit], time.time()))
+        self.spans.append(Span(lane, unit, self.since[lane, unit], time.perf_counter()))
 
     def computed(self, unit: int, _: nn.Module, __: tuple, output: Tensor) -> None:
         self.end("forward", unit)
@@ -140,7 +140,7 @@ class Recorder:
 
     def carry(self) -> tuple[float, float]:
         """When the link begins to carry a message that is sent now, and when it has arrived."""
-        start_s = max(time.time(), self.link_free_s)
+        start_s = max(time.perf_counter(), self.link_free_s)
         self.link_free_s = start_s + MESSAGE_S
         return start_s, self.link_free_s
 
@@ -153,7 +153,7 @@ class Recorder:
     def reduce(self, unit: int, real: Callable) -> None:
         start_s, arrives_s = self.carry()
         real()
-        time.sleep(max(0.0, arrives_s - time.time()))
+        time.sleep(max(0.0, arrives_s - time.perf_counter()))
         self.spans.append(Span("reduce", unit, start_s, arrives_s))
 
 
@@ -165,7 +165,7 @@ class SlowWork(NamedTuple):
 
     def wait(self) -> None:
         self.work.wait()
-        time.sleep(max(0.0, self.arrives_s - time.time()))
+        time.sleep(max(0.0, self.arrives_s - time.perf_counter()))
 
 
 def record_steps(versions: Sequence[Callable], num_rounds: int = 5) -> list[list[Span]]:
@@ -181,6 +181,16 @@ def record_steps(versions: Sequence[Callable], num_rounds: int = 5) -> list[list
             model.zero_grad()
             runs.append(recorder.spans)
     return [min(runs, key=length_s) for runs in found]
+
+
+def num_overlapped(spans: Sequence[Span]) -> int:
+    """How many gathers are on the link while a block computes."""
+    computing = [span for span in spans if span.lane in ("forward", "backward")]
+    gathers = [span for span in spans if span.lane == "gather"]
+    return sum(
+        any(gather.start_s < one.stop_s and one.start_s < gather.stop_s for one in computing)
+        for gather in gathers
+    )
 
 
 def length_s(spans: Sequence[Span]) -> float:

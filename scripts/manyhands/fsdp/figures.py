@@ -1,6 +1,7 @@
 """Draws what lesson 10 measures."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from matplotlib.figure import Figure
 
@@ -39,4 +40,31 @@ def steps_of_a_rank(versions: Mapping[str, Sequence[Span]]) -> Figure:
         ax.grid(visible=False, axis="y")
         figures.label(ax, "time (ms)", "", legend=True)
     figures.legend_below(figure, figure.axes[0])
+    return figure
+
+
+def costs(
+    peak_mb: Mapping[str, float],
+    sent_mb: Mapping[str, float],
+    times_ms: Mapping[str, Sequence[float]],
+) -> Figure:
+    """Draw each way to shard as a row: bars for its memory and traffic, a range for its times."""
+    figure, axes = figures.new_figure(9, 3, cols=3)
+    rows = range(len(peak_mb))
+    axes[0].barh(rows, peak_mb.values(), color=figures.ROLE["weights"])
+    axes[1].barh(rows, sent_mb.values(), color=figures.ROLE["communication"])
+    for ax in axes[:2]:
+        ax.bar_label(ax.containers[0], fmt="%.1f", fontsize=9, padding=2)
+        ax.margins(x=0.15)
+    for row, found in enumerate(times_ms.values()):
+        middle = median(found)
+        ends = [[middle - min(found)], [max(found) - middle]]
+        axes[2].errorbar(middle, row, xerr=ends, fmt="o", color=figures.BLUE, capsize=3)
+    axes[2].set_xlim(left=0)
+    names = ("peak (MB per rank)", "sent per step (MB per rank)", "step (ms), median and range")
+    for ax, name in zip(axes, names, strict=True):
+        ax.set_yticks(rows, peak_mb if ax is axes[0] else [])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.grid(visible=False, axis="y")
+        figures.label(ax, name, "")
     return figure

@@ -52,7 +52,8 @@ def torch_fsdp(
         dtype: to send weights and to compute in; gradients are summed in fp32.
         offload: keep shards and optimizer in the memory of the CPU, and bring a unit when needed.
     """
-    broadcast_state(module)
+    if not any(param.is_meta for param in module.parameters()):  # these have no weights to send
+        broadcast_state(module)
     options: dict[str, object] = {"mesh": mesh}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

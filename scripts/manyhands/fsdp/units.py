@@ -6,9 +6,10 @@
 
 The root unit holds what is in no other: embedding, last norm, head. It stays whole from forward to
 the end of backward. Price for P parameters in fp32 with AdamW: 16 P/n bytes a rank; the whole
-weights of the root and of two more units (one computes, the next one comes), and the gradients of
-one. Units are gathered twice and reduced once: 3 (n-1)/n x 4P bytes on the wire, where an
-all-reduce sends 2 (n-1)/n x 4P.
+weights of the root and of two more units (one computes, the next one comes); and the gradients of
+one, besides those of the root, which wait for the embedding's at the end of backward. Units are
+gathered twice and reduced once: 3 (n-1)/n x 4P bytes on the wire, where an all-reduce sends
+2 (n-1)/n x 4P.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277, section 3.
 """

@@ -1,7 +1,7 @@
 """Train with a large batch and one remedy after another: which of them reaches the target?
 
 bash sbatch/large_batch.sbatch                      on all GPUs of this machine, or 2 CPU ranks
-sbatch --array=1-13 sbatch/large_batch.sbatch       a job for each remedy
+sbatch --array=1-14 sbatch/large_batch.sbatch       a job for each remedy
 python scripts/train_large_batch.py --data mnist --small 32 --large 1024 --seeds 5
 
 Each pair of a remedy and a seed is a task for one rank. What is done is kept in the run's folder,
@@ -40,7 +40,7 @@ class Config(TaskConfig):
     """Images in a step of the reference."""
     large: int = 256
     """Images in a step of the others."""
-    rate: float = 0.2
+    rate: float = 0.4
     """Learning rate of the reference."""
     epochs: int = 12
     """The budget: how often each image is seen."""

@@ -76,7 +76,7 @@ print("everything works")
 # | [04_collectives](04_collectives.ipynb) | broadcast, reduce, gather and the ring all-reduce, from send and receive |
 # | [05_data_parallel](05_data_parallel.ipynb) | data parallelism by hand: a parameter server, all-reduce, buckets, overlap |
 # | [06_ddp](06_ddp.ipynb) | a program of one process converted to DDP: samplers, evaluation, saving, two nodes |
-# | [07_large_batch](07_large_batch.ipynb) | what a batch far too large costs, and thirteen ways to train compared, with error bars |
+# | [07_large_batch](07_large_batch.ipynb) | what a batch far too large costs, and fourteen ways to train compared, with error bars |
 # | [08_layerwise](08_layerwise.ipynb) | LARS, LARC, LAMB and NovoGrad from their papers, also over shards |
 # | [09_memory](09_memory.ipynb) | where the memory goes, to the byte, and three ways to need less |
 # | [10_fsdp](10_fsdp.ipynb) | sharded optimizer, gradients and weights by hand, and fully_shard message by message |

@@ -4,6 +4,7 @@ import copy
 import statistics
 
 import pytest
+import scipy.stats
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -181,6 +182,13 @@ def test_every_remedy_sees_as_many_images() -> None:
         assert 0 <= seen - 4 * num_images * remedy.longer < task.large
 
 
+def test_a_tuned_rate_is_counted_in_rates_of_the_reference() -> None:
+    task = Task(rate=0.1, tuned=3.0)
+    for name in ("tuned rate", "longer training"):
+        first = next(remedies.settings(REMEDIES[name], task, 1000, remedies.COURSE))
+        assert first == (task.large, pytest.approx(0.3))
+
+
 def test_a_training_is_the_same_again_and_reaches_its_target() -> None:
     data = images.load("embedded")
     task = Task(epochs=3, target=0.6)
@@ -198,11 +206,18 @@ def test_what_seeds_cannot_tell_apart_is_a_tie() -> None:
     values = {"sure": sure, "far": far, "near": near}
     assert ties.ranked(values) == [["near", "sure"], ["far"]]
     assert ties.ranked(values, "lowest") == [["far"], ["sure", "near"]]
+    assert ties.is_tie([0.9, 0.9], [0.9, 0.9])
 
 
-def test_chance_is_called_a_tie_most_of_the_time() -> None:
-    """Of two ways that do not differ: with 5 seeds each about one of ten pairs is told apart."""
+def test_the_limits_are_those_of_students_t() -> None:
+    found = [ties.student(degrees) for degrees in range(1, 11)]
+    assert found == pytest.approx(scipy.stats.t.ppf(0.975, range(1, 11)), abs=0.0005)
+    assert ties.student(40) == ties.student(10) > scipy.stats.t.ppf(0.975, 40)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_of_two_ways_that_do_not_differ_chance_tells_five_percent_apart(seeds) -> None:
     draw = torch.Generator().manual_seed(1)
-    pairs = torch.randn(2000, 2, 5, generator=draw, dtype=torch.float64).tolist()
+    pairs = torch.randn(4000, 2, seeds, generator=draw, dtype=torch.float64).tolist()
     wrong = sum(not ties.is_tie(*pair) for pair in pairs) / len(pairs)
-    assert 0.04 < wrong < 0.12
+    assert 0.04 < wrong < 0.06

@@ -6,13 +6,14 @@ import math
 import statistics
 
 import numpy as np
+import scipy.stats
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
 from manyhands.checks.engine.answer import Pair
-from manyhands.large_batch import noise, norms
+from manyhands.large_batch import noise, norms, ties
 from manyhands.large_batch.rates import Setting
 
 # ---- 7.1 ------------------------------------------------------------------------------------
@@ -54,6 +55,12 @@ def rate_by_branches(rate, factor, rule):
 
 def rate_of_functions(rate, factor, rule):
     return rate * {"none": lambda _: 1, "root": np.sqrt, "linear": lambda k: k}[rule](factor)
+
+
+def rate_of_torch(rate, factor, rule):
+    """In float32, as torch computes it."""
+    power = {"none": 0.0, "root": 0.5, "linear": 1.0}[rule]
+    return (rate * torch.tensor(factor).pow(power)).item()
 
 
 def rate_of_two_rules(rate, factor, rule):
@@ -345,6 +352,37 @@ class AveragedStatistics(Merged):
         return x_hat, mean, variance, ctx.total
 
 
+class MeanOfMeans(Merged):
+    """The ranks' means are averaged, and the squares are summed around that mean."""
+
+    @staticmethod
+    def forward(ctx, x, eps, group):
+        rows = flat(x)
+        mean = rows.mean(0)
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+        total, squares = x.new_tensor(len(rows)), (rows - mean).square().sum(0)
+        for one in (total, squares):
+            dist.all_reduce(one, group=group)
+        ctx.scale, ctx.total, ctx.group = (squares / total + eps).rsqrt(), total, group
+        x_hat = (x - per_channel(mean, x)) * per_channel(ctx.scale, x)
+        ctx.save_for_backward(x_hat)
+        return x_hat, mean, squares / total, total
+
+
+class OwnVariance(Merged):
+    """The mean is that of all ranks, and the variance that of this rank."""
+
+    @staticmethod
+    def forward(ctx, x, eps, group):
+        _, mean, _, total = Merged.forward(ctx, x, eps, group)
+        variance = flat(x).var(0, correction=0)
+        ctx.scale, ctx.total, ctx.group = (variance + eps).rsqrt(), total, group
+        x_hat = (x - per_channel(mean, x)) * per_channel(ctx.scale, x)
+        ctx.save_for_backward(x_hat)
+        return x_hat, mean, variance, total
+
+
 class WithoutMessagesOfNothing(Merged):
     """A rank without samples takes no part."""
 
@@ -359,15 +397,6 @@ class WithoutMessagesOfNothing(Merged):
     @staticmethod
     def backward(ctx, grad, *others):
         return (grad, None, None) if ctx.is_empty else Merged.backward(ctx, grad)
-
-
-class StandardDeviation(Merged):
-    """The scale is returned in the place of the variance."""
-
-    @staticmethod
-    def forward(ctx, x, eps, group):
-        x_hat, mean, variance, total = Merged.forward(ctx, x, eps, group)
-        return x_hat, mean, variance.sqrt(), total
 
 
 class ThreeResults(Merged):
@@ -428,7 +457,18 @@ def growth_that_keeps_the_noise(epoch, start, largest, milestones, fall):
 
 def tie_of_numpy(some, others):
     squares = [np.var(one, ddof=1) / len(one) for one in (some, others)]
-    return np.abs(np.mean(some) - np.mean(others)) < 2 * np.sqrt(sum(squares))
+    limit = ties.student(len(some) + len(others) - 2) * np.sqrt(sum(squares))
+    return np.abs(np.mean(some) - np.mean(others)) <= limit
+
+
+def tie_below_the_limit(some, others):
+    """Of two means that are equal, and have no spread, none is the better one."""
+    return tie_of_numpy(some, others) and some != list(others)
+
+
+def tie_of_two_errors(some, others):
+    squares = statistics.variance(some) / len(some) + statistics.variance(others) / len(others)
+    return abs(statistics.fmean(some) - statistics.fmean(others)) <= 2 * squares**0.5
 
 
 def tie_of_squares(some, others):
@@ -438,16 +478,12 @@ def tie_of_squares(some, others):
         return mean, squares / (len(values) - 1) / len(values)
 
     (one, first), (other, second) = mean_and_error(some), mean_and_error(others)
-    return (one - other) ** 2 <= 4 * (first + second)
+    limit = scipy.stats.t.ppf(0.975, len(some) + len(others) - 2)
+    return (one - other) ** 2 <= limit**2 * (first + second)
 
 
 def tie_of_ranges(some, others):
     return min(some) <= max(others) and min(others) <= max(some)
-
-
-def tie_of_deviations(some, others):
-    spread = math.hypot(statistics.stdev(some), statistics.stdev(others))
-    return abs(statistics.fmean(some) - statistics.fmean(others)) < 2 * spread
 
 
 def tie_without_words(some, others):
@@ -504,7 +540,7 @@ def ranked_in_pairs(values, best="highest"):
 
 RIGHT = {
     "7.1": [variance_of_numpy, variance_of_lengths],
-    "7.2": [rate_by_branches, rate_of_functions],
+    "7.2": [rate_by_branches, rate_of_functions, rate_of_torch],
     "7.3": [warm_up_of_a_table, warm_up_in_a_loop],
     "7.4": [Pair(size_of_math, mean_of_normal), Pair(size_of_torch, mean_and_noise)],
     "7.5": [GhostInALoop, GhostByHand],
@@ -547,8 +583,9 @@ WRONG = {
     "7.6": [
         (OwnBatch, "the statistics of its own batch"),
         (AveragedStatistics, "means and variances are averaged"),
+        (MeanOfMeans, "weighed by their counts"),
+        (OwnVariance, "this rank's batch alone"),
         (WithoutMessagesOfNothing, "never ended"),
-        (StandardDeviation, "variance of the first call"),
         (ThreeResults, "the four tensors"),
     ],
     "7.7": [
@@ -559,7 +596,8 @@ WRONG = {
     ],
     "7.8": [
         (Pair(tie_of_ranges, ranked_with(tie_of_ranges)), "the ranges of the values"),
-        (Pair(tie_of_deviations, ranked_with(tie_of_deviations)), "standard deviation of single"),
+        (Pair(tie_below_the_limit, ranked_with(tie_of_numpy)), "equal means without any spread"),
+        (Pair(tie_of_two_errors, ranked_with(tie_of_two_errors)), "two standard errors, however"),
         (Pair(tie_without_words, ranked_by_first), "True or False"),
         (Pair(tie_of_numpy, ranked_flat), "a list of names for each class"),
         (Pair(tie_of_numpy, ranked_in_pairs), ""),

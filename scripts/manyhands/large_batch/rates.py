@@ -61,7 +61,8 @@ def grown_batch(
 ) -> Setting:
     """Let the batch grow where the rate would fall, so that the noise falls alike.
 
-    The noise of a step is about rate / batch. At each milestone the batch is divided by `fall` as
+    Meant is the noise per distance that the weights travel, which goes with rate / batch; that of
+    one step goes with rate^2 / batch. At each milestone the batch is divided by `fall` as
     long as it stays at most `largest`; from the first milestone on at which it would not, the rate
     is multiplied by `fall` instead.
 

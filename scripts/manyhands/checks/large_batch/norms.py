@@ -76,8 +76,9 @@ def norm_seen(answer: Callable, case: Rows, place: Place) -> dict:
         leaf = own.clone(memory_format=torch.preserve_format).requires_grad_()
         x = leaf * 1  # no leaf, as between two layers
         found = answer_of(getattr(answer, "apply", answer)(x, case.eps, place.group))
-        seen |= {f"{name}{of}": tensor(value) for name, value in found.items() if name != "count"}
+        seen |= {f"{name}{of}": tensor(found[name]) for name in ("mean", "variance")}
         seen[f"the count{of}"] = tensor(found["count"]).double()
+        seen[f"x_hat{of}"] = tensor(found["x_hat"])  # last, because it follows from the others
         seen[f"x is unchanged by forward{of}"] = torch.equal(x.detach(), own)
         given.append((leaf, found["x_hat"], grad))
     for of, (leaf, x_hat, grad) in zip(CALLS, given, strict=True):
@@ -144,6 +145,7 @@ MEAN = "mean = sums[:-1] / count"
 CENTRED = "squares = centred.square().sum(axes)"
 GRAD = "grad - of_grad - x_hat * of_product"
 ADD = "Add up sums and counts over the ranks, and divide only then."
+WEIGH = f"A mean of the ranks' means has to be weighed by their counts. {ADD}"
 AVERAGED = (
     "own_mean = x.mean(axes); mean = own_mean.clone(); dist.all_reduce(mean, group=group); "
     "mean /= dist.get_world_size(group)"
@@ -158,9 +160,9 @@ EMPTY = (
 )
 OF_PARTS = {
     "x_hat": "Subtract the mean of all ranks and multiply by (variance + eps).rsqrt().",
-    "mean": ADD,
+    "mean": WEIGH,
     "variance": DIFFERENCES,
-    "the count": "Count the numbers per channel on all ranks, which includes the pixels.",
+    "the count": "Count x.numel() // x.shape[1] numbers on each rank, and return their sum.",
     "the gradient of x": FORMULA,
 }
 over_ranks = Spec(
@@ -227,6 +229,16 @@ over_ranks = Spec(
         variance = squares / count => variance = squares / dist.get_world_size(group)
             The ranks' means and variances are averaged, although their batches differ in size.
             | {ADD}
+        {MEAN} => {AVERAGED}
+            The ranks' means are averaged, although their batches differ in size. | {WEIGH}
+        {CENTRED} => squares = x.var(axes, correction=0)
+        variance = squares / count => variance = squares / dist.get_world_size(group)
+            The ranks' own variances are averaged. That ignores the size of their batches, and the
+            differences between their means. | {DIFFERENCES}
+        {CENTRED} => squares = x.var(axes, correction=0)
+        {SQUARES} => pass
+        variance = squares / count => variance = squares
+            The variance is that of this rank's batch alone. | {DIFFERENCES}
         {CENTRED} => squares = (x - _per_channel(x.mean(axes), x)).square().sum(axes)
             The differences are taken from each rank's own mean, so the variance lacks the
             differences between the ranks. | {DIFFERENCES}
@@ -238,17 +250,10 @@ over_ranks = Spec(
             The variance is divided by count - 1. | Divide by the count: the batch is all there is.
         (variance + eps).rsqrt() => 1 / (variance.sqrt() + eps)
             eps is added to the standard deviation. | Add eps to the variance, under the root.
-        return x_hat, mean, variance, count => return x_hat, mean, variance, own_count[0]
-            The count is that of this rank. | Return the count of all ranks.
-        x.numel() // x.shape[1] => len(x)
-            The count is that of the samples, but each of them has many numbers per channel.
-            | Count x.numel() // x.shape[1] numbers on each rank.
         {GRAD} => grad
             The mean and the variance are treated as constants in backward. | {FORMULA}
         {GRAD} => grad - of_grad
             backward lacks the part of the variance. | {FORMULA}
-        {GRAD} => grad - x_hat * of_product
-            backward lacks the part of the mean. | {FORMULA}
         {BACK} => pass
             backward adds up the gradients of this rank only. | {WHOLE}
         sums / count).chunk => sums / max(1, grad.numel() // grad.shape[1])).chunk

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import Malformed, malformed, number, show, whole
+from manyhands.checks.engine.values import Malformed, malformed, number, same, show, whole
 from manyhands.large_batch import rates
 from manyhands.large_batch.rates import Setting
 
@@ -35,12 +35,14 @@ def scalings() -> list[Scaled]:
 
 POWERS = '"none": 0.0, "root": 0.5, "linear": 1.0'
 RESULT = "return rate * factor ** powers[rule]"
+FLOAT32 = 1e-6  # the formula is judged, also where torch.sqrt gives seven digits
 RULES = "The rate is multiplied by 1, by the root of the factor, or by the factor itself."
 scaled_rate = Spec(
     todo="7.2",
     truth=rates.scaled_rate,
     cases=scalings,
     form=lambda value: float(number(value)),
+    same=lambda found, wanted, case: same(found, wanted, FLOAT32),
     advice={"": RULES},
     hints=(
         "Each rule multiplies the rate by a number that follows from the factor alone.",

@@ -26,8 +26,8 @@ class Many(NamedTuple):
 
 FEW = [-0.5, 0.5]
 MANY = [-1.4, -1.0, -0.6, -0.2, 0.2, 0.6, 1.0, 1.4]
-THREE = [-1.0, 0.0, 1.0]  # two of them tie if their means are at most 1.63 apart
-CHAIN = {"ghost norm": 0.0, "root rule": -1.2, "warm-up": -2.4, "noise": -3.0, "linear rule": -5.0}
+THREE = [-1.0, 0.0, 1.0]  # two of them tie if their means are at most 2.27 apart
+CHAIN = {"ghost norm": 0.0, "root rule": -1.7, "warm-up": -3.4, "noise": -4.2, "linear rule": -7.0}
 LUCKY = {"steady": [0.0, 0.1, 0.2], "lucky": [-6.0, -3.0, 0.5]}
 UNLUCKY = {"unlucky": [6.0, 3.0, -0.5], "steady": [0.2, 0.0, 0.1]}
 
@@ -35,20 +35,25 @@ UNLUCKY = {"unlucky": [6.0, 3.0, -0.5], "steady": [0.2, 0.0, 0.1]}
 def seeds() -> list[Two | Many]:
     """Differences of two means from none to large; then one name, chains of ties, and no name.
 
-    The limits of the mistakes lie between these differences: for FEW and MANY that is 1.22 for
-    twice the standard error, 0.61 for one, 0.96 with variances that divide by the number, 0.76 for
-    a common number, 1.69 for the sum of two standard errors, 2.42 for the standard deviation.
+    The limits of the mistakes lie between these differences: for FEW and MANY that is 1.40 for
+    2.306 standard errors, 1.22 for two, 0.61 for one, 1.11 with variances that divide by the
+    number, 0.88 for a common number, 1.95 for the sum of two standard errors, 2.79 for the
+    standard deviation; for FEW twice 3.04, and 2.25 or 8.98 with one degree more or less. The last
+    pair has no spread and no difference, which is a tie.
     """
     chain = {name: [mean + one for one in THREE] for name, mean in CHAIN.items()}
     pairs = [
         (FEW, MANY, 0.1),
-        (FEW, MANY, 2.05),
-        (MANY, FEW, 0.68),
-        (FEW, MANY, -0.86),
-        (FEW, MANY, 1.09),
-        (MANY, FEW, -1.45),
-        (FEW, MANY, 1.45),
-        (FEW, FEW, -1.1),
+        (FEW, MANY, 2.3),
+        (MANY, FEW, 0.76),
+        (FEW, MANY, -0.99),
+        (FEW, MANY, 1.16),
+        (MANY, FEW, -1.31),
+        (MANY, FEW, -1.7),
+        (FEW, MANY, 1.7),
+        (FEW, FEW, -2.6),
+        (FEW, FEW, 4.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
     ]
     return [
         *(_moved(*pair) for pair in pairs),
@@ -104,9 +109,11 @@ KEY = "sorted(values, key=lambda name: sign * fmean(values[name]))"
 OVERLAP = "min(some) <= max(others) and min(others) <= max(some)"
 SIGN = '-1 if best == "highest" else 1'
 FIRST = "is_tie(values[classes[-1][0]], values[name])"
+LIMIT = "student(len(some) + len(others) - 2)"
 STANDARD = (
-    "Add variance / number of both lists, take the root, and compare the difference with twice it."
+    "Add variance / number of both lists, take the root, and multiply it by student(degrees)."
 )
+DEGREES = "There are len(some) + len(others) - 2 degrees of freedom."
 IN_ORDER = "Go through the names in the order of their means, the best one first."
 CLASSES = "A name joins the last class if it ties with that class's first name."
 ranked = Spec(
@@ -116,7 +123,7 @@ ranked = Spec(
     observe=one_of,
     tell=tell_one,
     say=lambda found, wanted: f"gives {found}, not {wanted}",
-    advice={"": f"For is_tie: {STANDARD} For ranked: {IN_ORDER} {CLASSES}"},
+    advice={"": f"For is_tie: {STANDARD} {DEGREES} For ranked: {IN_ORDER} {CLASSES}"},
     reasons={
         "list index out of range": (
             "At the first name there is no class yet.",
@@ -135,7 +142,7 @@ ranked = Spec(
         "is_tie: statistics.variance divides by one less than the number of values. Divide it by "
         "that number once more, and you have the squared standard error of the mean.",
         "is_tie: the squared standard error of the difference is the sum of both. Compare the "
-        "absolute difference of the means with twice its root.",
+        f"absolute difference of the means with its root times student(degrees). {DEGREES}",
         f"ranked: sort the names by their means. {CLASSES} Otherwise it begins a class of its own.",
     ),
     mistakes=mistakes(
@@ -147,23 +154,25 @@ ranked = Spec(
 (1 - 1 / len(others)) / len(others)
             is_tie: the variance divides by the number of values, and not by one less.
             | Use statistics.variance, or correction=1.
-        {ERROR} => (variance(some) + variance(others)) / (len(some) + len(others))
-            is_tie: the sum of the variances is divided by the number of all values. | {STANDARD}
         ({ERROR}) ** 0.5 => (variance(some) / len(some)) ** 0.5 + \
 (variance(others) / len(others)) ** 0.5
             is_tie: the two standard errors are added, but only their squares add up.
         ({ERROR}) ** 0.5 => {ERROR}
             is_tie: the root is missing, so the difference is compared with a variance.
-        2 * error => error
-            is_tie: the difference is compared with one standard error, and not with two.
-        return abs(fmean(some) - fmean(others)) <= 2 * error => return {OVERLAP}
+        {LIMIT} => 2
+            is_tie: the difference is compared with two standard errors, however few values there
+            are. | {STANDARD} {DEGREES}
+        {LIMIT} => student(len(some) - 1)
+            is_tie: the degrees of freedom are those of the first list alone. | {DEGREES}
+        return abs(fmean(some) - fmean(others)) <= limit * error => return {OVERLAP}
             is_tie: the ranges of the values are compared, which depend on the luckiest seeds.
             | {STANDARD}
         abs(fmean(some) - fmean(others)) => fmean(some) - fmean(others)
             is_tie: without abs(), a large negative difference counts as a tie.
             | Take the absolute value of the difference.
-        <= 2 * error => > 2 * error
-            is_tie: the answer is the wrong way round. | Return True for a tie.
+        <= limit * error => < limit * error
+            is_tie: a difference of exactly the limit is refused, so equal means without any spread
+            do not tie. | Write <=, because the difference may be at most the limit.
         {SIGN} => 1 if best == "highest" else -1
             ranked: the worst class comes first. | {IN_ORDER}
         {SIGN} => -1

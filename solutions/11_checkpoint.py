@@ -1447,8 +1447,8 @@ if check.ready("11.12"):
 #
 # The job trains a Transformer whose weights are sharded over all ranks. It saves a sharded checkpoint every
 # few steps, keeps the newest three and the best, and goes on from the newest intact one when it is started
-# again with the same `--out`, on any number of ranks that divides the batch. (Unlike the jobs of other lessons
-# it runs the course's functions and not yours.)
+# again with the same `--out`, on any number of ranks that divides the batch. Here it runs with the course's
+# functions. Of yours it can take `samples_of_step` (section 10): call `check.keep()`, and add `--impl mine`.
 #
 # All jobs of this course save with the code of this lesson. Most of them resume only on the number of ranks
 # that they began with: their order of samples depends on it, and the jobs of lessons 12 to 14 save each

@@ -719,8 +719,8 @@ except RuleBroken as broken:
 # %% [markdown]
 # With NCCL's rules even `isend` waits here: each rank sets up the connection to the next one, which
 # is busy setting up its own, and the circle is closed. On GPUs the program would hang in its first
-# step. Your ring sends the same messages, but as one batch, which NCCL carries together. The rules
-# have no objection to it.
+# step if, as by default, each pair sets up its connection at its first message. Your ring sends the same
+# messages, but as one batch, which NCCL carries together. The rules have no objection to it.
 
 
 # %%

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -304,9 +305,9 @@ for name, wrap in (("by hand", BucketedDDP), ("PyTorch's", torch_ddp)):
 # order. Note that each rank built a *different* model, from its own seed, before the model was wrapped.
 # DDP hides that mistake, since it sends rank 0's weights to all ranks when it wraps the model. Sharded
 # training (lesson 10) does not hide it. So use **the same seed for the model, and a different seed per
-# rank for what must differ**, such as dropout. In the scripts `world.seed` is the first of these seeds.
-# The second is `world.data_seed`, for the random numbers that a rank draws while it trains; the sampler,
-# whose order must be equal on all ranks, uses the first kind.
+# rank for what must differ**, such as dropout. In the scripts `world.seed` is the same on all ranks, and
+# it fixes the initial weights and the sampler's order. `world.data_seed` differs from rank to rank, and it
+# drives the random numbers that a rank draws while it trains. Despite its name it must not order the data.
 #
 # ### When does it communicate?
 #
@@ -343,9 +344,37 @@ for name in ("forward", "backward", "step"):
 
 # %% [markdown]
 # Wrapping sends rank 0's model, and backward averages the gradients. Nothing is sent in
-# `optimizer.step()`, because each rank steps for itself. (One all-reduce is enough here because
-# PyTorch's DDP uses a single bucket in its first backward, whatever the model's size. Then it packs
-# the buckets anew, by `bucket_cap_mb` and in the order in which the gradients arrived.)
+# `optimizer.step()`, because each rank steps for itself.
+#
+# This model's gradients would fit into one bucket anyway. How many does DDP use for a larger model? The
+# next one has eight layers of 263,168 bytes each, and buckets are full at 1 MiB (1,048,576 bytes). Four
+# layers hold 1,052,672 bytes, a little more than that, and three hold less. Predict the number of
+# all-reduces in the first step and in the second.
+
+
+# %%
+CAP_BYTES = 2**20
+
+
+def buckets_of_two_steps():
+    model = torch_ddp(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), bucket_mb=1)
+    with Ledger() as ledger:
+        for _ in range(2):
+            model(torch.randn(4, 256)).sum().backward()
+            yield [entry.nbytes for entry in ledger.entries if entry.op == "all_reduce"]
+            ledger.entries.clear()
+
+
+first, second = run_ranks(lambda: list(buckets_of_two_steps()), 2)[0]
+for step, sizes in (("first", first), ("second", second)):
+    print(f"{step} step: {len(sizes)} all-reduce(s) of {', '.join(f'{n:,}' for n in sizes)} bytes")
+assert len(first) == 1 and len(second) == 2 and second[0] > CAP_BYTES
+
+# %% [markdown]
+# DDP uses a single bucket in its first backward, whatever the model's size, and packs the buckets anew
+# after it, in the order in which the gradients arrived. A bucket is closed once it holds *at least* the
+# cap, so both buckets hold four layers. `BucketedDDP`, whose buckets never exceed their size, would
+# need three.
 
 # %% [markdown]
 # ## 5. Fewer messages, and layers that look at the batch (optional)
@@ -817,6 +846,8 @@ healthy = seen["two nodes"]
 slowed = seen["B"].step_s / healthy.step_s
 print(f"B against the healthy job: the same losses, and a step takes {slowed:.1f} times as long")
 assert seen["B"].losses == healthy.losses
+assert seen["A"].losses == one.losses != healthy.losses
+assert max(abs(a - b) for a, b in zip(seen["C"].losses, one.losses, strict=True)) < 1e-3
 
 # %% [markdown]
 # <details><summary>The diagnosis, once you have yours</summary>
@@ -860,7 +891,7 @@ assert seen["B"].losses == healthy.losses
 # each other's way, so that a step took longer than on one rank. The formula assumes a fixed amount of
 # work, so the cell below prints $e$ for strong scaling only.
 #
-# The six settings are timed in turn on the same processes, nine times each, and the fastest time of
+# The six settings are timed in turn on the same processes, five times each, and the fastest time of
 # each counts, because other work on the machine can only make a step slower. Predict the efficiency of
 # strong scaling on 2 ranks and on 4 for your machine. (How many cores does it have?)
 
@@ -943,9 +974,11 @@ for n, minutes in ((4, 25), (8, 14)):
 # steps, and so fewer all-reduces, than in strong scaling. And the times say nothing about the loss. So
 # train the same model three times on the same number of samples, with the same learning rate:
 #
-# - on 1 rank with batch 16,
-# - on 2 ranks with the *global* batch still 16, so 8 each,
-# - on 2 ranks with the *per-rank* batch still 16, so 32 in all.
+# - on 1 rank with batch 64,
+# - on 2 ranks with the *global* batch still 64, so 32 each,
+# - on 2 ranks with the *per-rank* batch still 64, so 128 in all.
+#
+# A batch of 64 gives a rank much more to compute per message than a few sequences would.
 #
 # Predict: which curves coincide when you plot the loss against the samples seen? Which run has the
 # lowest loss at the end?
@@ -984,16 +1017,24 @@ def smooth(values, width=10):
 
 # %%
 if check.ready("6.3", "6.5"):
-    runs = {"1 rank, 16": (1, 16), "2 ranks, 16 in all": (2, 16), "2 ranks, 16 each": (2, 32)}
-    curves = {name: run_ranks(train_share, n, batch, 1600)[0] for name, (n, batch) in runs.items()}
+    runs = {"1 rank, 64": (1, 64), "2 ranks, 64 in all": (2, 64), "2 ranks, 64 each": (2, 128)}
+    curves = {name: run_ranks(train_share, n, batch, 4096)[0] for name, (n, batch) in runs.items()}
+    last = {name: smooth([point[2] for point in curve])[-1] for name, curve in curves.items()}
     for name, curve in curves.items():
-        loss = smooth([point[2] for point in curve])[-1]
-        print(f"{name:18} {len(curve)} steps, {curve[-1][1]:.1f} s, loss {loss:.2f}")
+        print(f"{name:18} {len(curve)} steps, {curve[-1][1]:.1f} s, loss {last[name]:.2f}")
     print(f"you said: lowest loss {lowest_loss}")
     first, second = (curves[name] for name in list(runs)[:2])
     apart = max(abs(a[2] - b[2]) for a, b in zip(first, second, strict=True))
     print(f"same global batch, 1 and 2 ranks: losses differ by at most {apart:.1e}")
     assert apart < 0.02
+    assert last["2 ranks, 64 each"] > last["2 ranks, 64 in all"] + 0.05
+    gain = first[-1][1] / second[-1][1]
+    if gain > 1.1:
+        print(f"Two ranks did the same training {gain:.1f} times as fast as one.")
+    else:
+        print(
+            f"Speed-up {gain:.1f}: the second rank had no free core to itself. Measure again later."
+        )
 
 # %%
 if check.ready("6.3", "6.5"):
@@ -1011,9 +1052,9 @@ if check.ready("6.3", "6.5"):
 
 # %% [markdown]
 # At the same global batch the curves against samples coincide, because it is the same training, done by
-# one rank or by two. Which run is done first depends on the machine, and the line above says how it was
-# on yours. (This model is so small that the messages can take as much time as the second rank saves, and
-# a second rank helps only if it has a core of its own.)
+# one rank or by two. If each rank has a core of its own, two ranks finish it sooner, because each of them
+# computes only half of every batch, and the messages and the small operations of a step cost less than
+# that saves. Had the global batch been 4 instead of 64, they could have cost more.
 #
 # At the same per-rank batch the global batch doubles. The same number of samples then takes half as
 # many steps, and with the same learning rate the loss after them is *higher*. So more ranks can make
@@ -1028,34 +1069,62 @@ if check.ready("6.3", "6.5"):
 # A fast model has to wait if its data comes slowly. How do you see that, and what helps? The loop below
 # reads samples that take 3 ms each, as small files on a busy file system may, and trains a small model
 # on batches of 8. With `num_workers=0` the process reads a batch itself, and only then computes. With
-# `num_workers=1` another process, a **worker**, reads the next batch in the meantime. Predict for both
-# settings the share of the time that is spent waiting for data.
+# more, other processes, the **workers**, read the next batches in the meantime, each a batch of its own.
+#
+# The cell first runs without workers, and prints the time $r$ for reading a batch and the time $c$ for
+# computing on it. Before you run the cell after it, predict from these two times: what share of a step is
+# spent waiting with 1 worker and with 2, and how many workers would be enough?
+
+
+# %%
+def times_ms(spans):
+    """Per step: the time spent waiting for data, and the time of the rest."""
+    steps = sum(role == "data" for _, role, *_ in spans)
+    waiting = sum(stop - start for _, role, start, stop in spans if role == "data")
+    whole = sum(stop - start for _, _, start, stop in spans)
+    return 1e3 * waiting / steps, 1e3 * (whole - waiting) / steps
+
+
+fed = {0: run_ranks(bench.feed, 1, 0)[0]}
+read_ms, compute_ms = times_ms(fed[0])
+print(f"reading {read_ms:.0f} ms per batch, computing {compute_ms:.0f} ms per batch")
+
+# %% [markdown]
+# With $w$ workers a batch arrives every $r/w$ on average. If the computing takes longer than that, the
+# next batch is always there; otherwise the loop waits for the rest, $r/w - c$, in each step. So the share
+# spent waiting is $\max(0, r/w - c)$ divided by $\max(r/w, c)$, and $\lceil r/c \rceil$ workers are enough.
 
 # %%
 waits = {}
-longest = 0.0
-figure, axes = figures.new_figure(width=7.5, height=3.6, rows=2)
-for ax, workers in zip(axes, (0, 1), strict=True):
-    spans = run_ranks(bench.feed, 1, workers)[0]
-    spent = {role: sum(e - s for _, r, s, e in spans if r == role) for _, role, *_ in spans}
-    waits[workers] = spent["data"] / sum(spent.values())
+for workers in (0, 1, 2):
+    fed[workers] = fed.get(workers) or run_ranks(bench.feed, 1, workers)[0]
+    waiting_ms, rest_ms = times_ms(fed[workers])
+    waits[workers] = waiting_ms / (waiting_ms + rest_ms)
+    arrival_ms = read_ms / max(workers, 1)
+    wait_ms = arrival_ms - compute_ms if workers else read_ms
+    share = max(0, wait_ms) / (max(0, wait_ms) + compute_ms)
+    print(f"num_workers={workers}: predicted {share:.0%} waiting, measured {waits[workers]:.0%}")
+print(f"enough here: {math.ceil(read_ms / compute_ms)} worker(s)")
+assert max(waits[1], waits[2]) < waits[0]
+
+# %%
+figure, axes = figures.new_figure(width=7.5, height=5.0, rows=3)
+longest = max(1e3 * (spans[-1][3] - spans[0][2]) for spans in fed.values())
+for ax, (workers, spans) in zip(axes, fed.items(), strict=True):
     figures.timeline(ax, spans)
-    longest = max(longest, 1e3 * (spans[-1][3] - spans[0][2]))
     ax.set_title(f"num_workers={workers}", size=10, loc="left")
-    print(f"num_workers={workers}: {waits[workers]:.0%} of the time waiting for data")
-for ax in axes:
     ax.set_xlim(0, longest)
 figures.legend_below(figure, axes[0])
 figures.show(
-    figure, "Two time lines of one rank: without workers it waits for data, then computes."
+    figure, "Three time lines of one rank: without workers it waits for data, then computes."
 )
-helped = "takes most of the waiting away" if waits[1] < waits[0] / 2 else "helps too little here"
-print(f"One worker {helped}.")
 
 # %% [markdown]
 # In the first time line orange and blue alternate, so a step takes the time for reading *plus* the time
-# for computing. In the second the reading happens during the computing, so a step takes about as long
-# as the longer of the two, if a core is free for the worker. Some practical rules about loaders:
+# for computing. With workers the reading happens during the computing. One worker cannot read faster than
+# the loop did, so it removes all of the waiting only if $r \le c$. The measured share differs from the
+# predicted one when workers and loop compete for the cores, because $c$ then grows. Some practical rules
+# about loaders:
 #
 # - Give each rank as many workers as the job has spare cores for it. For example, `--cpus-per-task=16`
 #   with four ranks means four cores per rank: one for the rank and up to three for its workers. If
@@ -1137,6 +1206,101 @@ assert abs(means[0] - means[1]) < found.max() - found.min()
 # matter to split sorted data (say, one topic per file) once *and* without shuffling, because each rank
 # would then see a different kind of data.
 
+# %% [markdown]
+# ## 15. Programs that run and are wrong (optional)
+#
+# A program that stops with an error is easy to mend, for example a `setup()` that returns three values to
+# a caller with four names. Which faults leave no trace? Here are two, both from published teaching
+# material, and each is found by a measurement. In the first, a function that reads a file is to be cached,
+# but the `@` in front of `lru_cache` is missing. How often does each function read in three calls?
+
+
+# %% tags=["nbval-check-output"]
+reads = {"without @": 0, "with @": 0}
+
+lru_cache(maxsize=1)
+
+
+def read_without():
+    reads["without @"] += 1
+
+
+@lru_cache(maxsize=1)
+def read_with():
+    reads["with @"] += 1
+
+
+for _ in range(3):
+    read_without()
+    read_with()
+print(reads)
+assert reads == {"without @": 3, "with @": 1}
+
+# %% [markdown]
+# Without the `@` the line makes a decorator and throws it away. Nothing is cached, and only the count
+# shows it.
+#
+# The second fault is in a language model. In training, every position of a block predicts the token
+# after it, and that token stands in the same block, one position further on. So attention needs a
+# **causal mask**, which hides all later positions. Below the same model is trained with the mask and
+# without it. The grammar of the text is known, and no model that predicts can have an expected loss below
+# its entropy. Predict the two losses. Then predict both for the last position alone, which has no later one.
+
+
+# %%
+class Reader(nn.Module):
+    """One Transformer layer over blocks of 32 characters, with the given attention mask."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+        self.tokens = nn.Embedding(text.tokenizer.vocab_size, 64)
+        self.positions = nn.Parameter(torch.randn(32, 64))
+        self.layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, text.tokenizer.vocab_size)
+
+    def forward(self, inputs):
+        return self.head(self.layer(self.tokens(inputs) + self.positions, self.mask))
+
+
+def train_reader(mask, steps=250):
+    torch.manual_seed(0)
+    model = Reader(mask)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(text.train, 16, shuffle=True)
+    for _, (inputs, targets) in zip(range(steps), loader, strict=False):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    return model.requires_grad_(False)
+
+
+# %%
+inputs, targets = next(iter(DataLoader(text.valid, 128)))
+changed = inputs.clone()
+changed[:, 20] = (changed[:, 20] + 1) % text.tokenizer.vocab_size
+causal = nn.Transformer.generate_square_subsequent_mask(32)
+print(f"entropy of the text: {text.entropy_floor:.2f} nats per character")
+for name, mask in (("with", causal), ("without", None)):
+    model = train_reader(mask)
+    outputs = model(inputs)
+    losses = nn.functional.cross_entropy(outputs.mT, targets, reduction="none").mean(0)
+    moved = (model(changed) - outputs)[:, :20].abs().max().item()
+    print(
+        f"{name:7} mask: loss {losses.mean():.2f}, at the last position {losses[-1]:.2f}; ", end=""
+    )
+    print(f"position 20 changed, outputs before it move by {moved:.1g}")
+    assert (losses.mean() < text.entropy_floor / 2) == (moved > 0.01) == (name == "without")
+    assert name == "with" or losses[-1] > 2 * text.entropy_floor
+
+# %% [markdown]
+# Without the mask the loss falls far below what is possible, because the model does not predict the next
+# token but copies it. At the last position, the only one that is used to write, there is nothing to copy,
+# and the model fails. Its validation loss shows the same wonderful number as its training loss, so neither
+# raises suspicion. Two tests reveal the leak: compare the loss with what is possible, and change a later
+# token to see whether an earlier output moves. The course's own model passes the second for every position
+# in `tests/test_transformer.py`.
+
 # %%
 check.summary()
 
@@ -1195,11 +1359,13 @@ check.summary()
 # passed to three loaders (4-7) and `set_epoch` (9): TODO 6.3 and 6.8. Wrapping the model (8): TODO
 # 6.8. All-reduced losses (10): TODO 6.5. Printing and saving once (11, 12): TODO 6.6. Leaving the
 # group (13): TODO 6.2. GPUs in the job file (14), address and port (15), torchrun under srun (16):
-# TODO 6.7.
+# TODO 6.7. (Its slides use the number 17 twice, for a second node and for FSDP, which is lesson 10 here.
+# In this course one file holds each number, and both versions of a notebook are made from it.)
 # </details>
 #
 # **Sources**: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704; PyTorch
 # documentation, torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html, and
 # DistributedDataParallel,
 # https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html;
-# Karp and Flatt 1990, "Measuring parallel processor performance", CACM 33(5).
+# Karp and Flatt 1990, "Measuring parallel processor performance", CACM 33(5); Jülich Supercomputing
+# Centre, course "Parallelize Training", 2026 (slides): the times on 1, 4 and 8 GPUs.

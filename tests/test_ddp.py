@@ -117,7 +117,7 @@ def test_scaling_is_timed_for_each_number_of_ranks():
     assert all(seconds > 0 for times in found.values() for seconds in times.values())
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_fed_loop_is_waiting_or_computing(num_workers):
     spans = run_ranks(bench.feed, 1, num_workers, 3)[0]
     assert [role for _, role, *_ in spans] == 3 * ["data", "compute", "optimizer"]

@@ -31,7 +31,7 @@ from manyhands.ranks.lab import run_ranks
 
 
 def time_scaling(
-    sizes: tuple[int, ...] = (1, 2, 4), batch: int = 16, num_rounds: int = 9
+    sizes: tuple[int, ...] = (1, 2, 4), batch: int = 32, num_rounds: int = 5
 ) -> dict[str, dict[int, float]]:
     """Seconds of a step by kind of scaling and number of ranks: the quietest of several rounds.
 

@@ -715,8 +715,8 @@ def large_batch_levers(card: Card) -> None:
 
 def layerwise_ratio(card: Card) -> None:
     """A rate for each layer: in three layers the norms of the weights and of the gradients differ
-    by orders of magnitude; one rate moves one layer by half of itself and another one hardly at
-    all; with a trust ratio each layer moves by the same share of its norm.
+    several times; one rate moves them by very different shares of their norms; with a trust ratio
+    each layer moves by the same share.
     """
     heads = ((24, "layer"), (190, "|weights|"), (330, "|gradient|"))
     for x, name in heads:

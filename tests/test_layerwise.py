@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from manyhands.data import images
+from manyhands.layerwise.comparison import Outcome, climb, compared, is_inside
 from manyhands.layerwise.norms import shard_norms, whole_norms
 from manyhands.layerwise.optimizers import LAMB, LARC, LARS, Layerwise, NovoGrad
+from manyhands.layerwise.training import Split, Way, split
 from manyhands.ranks.lab import run_ranks
 
 CONSTANT = [0.1] * 5
@@ -212,9 +215,9 @@ def test_shards_by_hand_equal_whole_layers(kind: type[Layerwise], num_ranks: int
         torch.testing.assert_close(joined, one.detach(), rtol=1e-6, atol=1e-9)
 
 
-def network() -> nn.Module:
+def network(hidden: int = 9) -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
 
 
 def batch() -> Tensor:
@@ -254,6 +257,57 @@ def test_fully_sharded_models_equal_one_process(
         assert ratios == pytest.approx(wanted, rel=1e-6)
         for found, one in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(found, one.detach(), rtol=1e-6, atol=1e-9)
+
+
+def split_and_sharded(kind: type[Layerwise]) -> dict[str, list]:
+    """Tensor parallelism over one dimension of a grid, `fully_shard` over the other."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = network(hidden=8)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["data"])
+    norms = [float(one) for one in whole_norms(list(model.parameters()))]
+    own = batch().chunk(2)[mesh["data"].get_local_rank()]
+    ratios = five_steps(model, kind, own)
+    weights = [one.full_tensor().detach() for one in model.parameters()]
+    return {"norms": norms, "ratios": ratios, "weights": weights}
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_layers_that_are_split_and_sharded_equal_one_process(kind: type[Layerwise]) -> None:
+    """A matrix is cut along both dimensions of the mesh, by a placement that is no `Shard`."""
+    model = network(hidden=8)
+    norms = [float(one.detach().norm()) for one in model.parameters()]
+    wanted = five_steps(model, kind, batch())
+    for found in run_ranks(split_and_sharded, 4, kind):
+        assert found["norms"] == pytest.approx(norms, rel=1e-12)
+        assert found["ratios"] == pytest.approx(wanted, rel=1e-6)
+        for own, one in zip(found["weights"], model.parameters(), strict=True):
+            torch.testing.assert_close(own, one.detach(), rtol=1e-6, atol=1e-9)
+
+
+def partial_sums() -> str:
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    summand = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    try:
+        whole_norms([summand])
+    except ValueError as problem:
+        return str(problem)
+    return "a norm"
+
+
+def test_a_tensor_that_still_has_to_be_added_up_is_refused() -> None:
+    for words in run_ranks(partial_sums, 2):
+        assert words.startswith("a DTensor with placements") and words.endswith("reduce it first")
+        assert "\n" not in words
 
 
 def replicated(kind: type[Layerwise]) -> tuple[list[float], list[Tensor]]:
@@ -366,8 +420,31 @@ def test_state_is_of_the_weight_s_type(kind: type[Layerwise]) -> None:
         optimizer = kind([weight], lr=0.1)
         weight.grad = torch.ones(3, dtype=dtype)
         optimizer.step()
-        state = {name: one for name, one in optimizer.state[weight].items() if name != "step"}
-        assert weight.dtype == dtype and {one.dtype for one in state.values()} == {dtype}
+        state = [one for one in optimizer.state[weight].values() if one.shape == weight.shape]
+        assert weight.dtype == dtype and state and {one.dtype for one in state} == {dtype}
+
+
+def test_a_step_allocates_no_state_that_is_there_already(
+    kind: type[Layerwise], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    make, made = torch.zeros_like, []
+    monkeypatch.setattr(torch, "zeros_like", lambda one: made.append(one.numel()) or make(one))
+    optimizer.step()
+    assert all(size == 1 for size in made)
+
+
+def test_the_average_of_novograd_is_precise_where_weights_are_not() -> None:
+    """In bfloat16 the average would stay where 0.98 of it and 0.02 of the new one round to it."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = NovoGrad([weight], lr=0.0)
+    for norm_of_gradient in (2.0, *[1.0] * 300):
+        weight.grad = torch.full((4,), norm_of_gradient / 2, dtype=torch.bfloat16)
+        optimizer.step()
+    assert optimizer.state[weight]["square"].item() == pytest.approx(1 + 3 * 0.98**300, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -393,3 +470,34 @@ def test_other_gradients_are_refused(kind: type[Layerwise], words: str, gradient
 def test_options_below_zero_are_refused(kind: type[Layerwise], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is -1: it must not be negative"):
         kind([nn.Parameter(torch.ones(1))], **({"lr": 0.1} | {name: -1}))
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def test_a_search_ends_with_a_worse_rate_on_each_side() -> None:
+    for best in (0.01, 0.3, 1.0, 50.0):
+        tried = climb(lambda rate, best=best: -abs(math.log(rate / best)), 1.0)
+        outcome = Outcome(max(tried, key=tried.__getitem__), sorted(tried.items()), [])
+        assert is_inside(outcome) and best / 2**0.51 < outcome.rate < best * 2**0.51
+        assert sorted(tried) == [min(tried) * 2**k for k in range(len(tried))]
+    assert sorted(climb(lambda rate: 0.5, 1.0)) == [0.5, 1.0, 2.0]
+    assert not is_inside(Outcome(1.0, [(0.5, 0.1), (1.0, 0.2)], []))
+
+
+def test_what_chooses_a_rate_does_not_judge_it() -> None:
+    """Where only the test images are labelled at random, the same rate is chosen, and fails."""
+    data = split(images.load("embedded"))
+    assert [len(part) for part in data[:6:2]] == [973, 324, 500]
+    assert "973 images to train on, 324 for validation and 500 to test on, 8 x 8" in data.note
+    draw = torch.Generator().manual_seed(1)
+    shuffled = data.test_labels[torch.randperm(len(data.test_labels), generator=draw)]
+    way = Way(torch.optim.SGD, {"momentum": 0.9})
+
+    def found(data: Split) -> Outcome:
+        return compared(data, way, 64, 0.2, 60, tuning=1, seeds=(1, 2))
+
+    honest = found(data)
+    fooled = found(data._replace(test_labels=shuffled))
+    assert honest[:2] == fooled[:2] and len(honest.accuracies) == 2
+    assert min(honest.accuracies) > 0.6 and max(fooled.accuracies) < 0.3

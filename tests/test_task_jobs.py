@@ -38,9 +38,9 @@ SMALL = {
     "batch_size": {"rates": (0.4,), "networks": 1, "target": 0.5, "max_steps": 300},
     "loss_surface": {"networks": 1, "blocks": 1, "grid": 3, "images": 32, "epochs": 2},
     "large_batch": {"seeds": 2, "small": 4, "large": 16, "epochs": 2, "target": 0.5},
-    "layerwise": {"seeds": 2, "small": 16, "small_steps": 4, "large_steps": 3},
+    "layerwise": {"seeds": 2, "tuning": 1, "small": 16, "small_steps": 4, "large_steps": 3},
 }
-NUM_TASKS = {"batch_size": 7, "loss_surface": 4, "large_batch": 28, "layerwise": 50}
+NUM_TASKS = {"batch_size": 7, "loss_surface": 4, "large_batch": 28, "layerwise": 12}
 PICTURES = {
     "batch_size": "batch_size.png",
     "loss_surface": "surfaces.png",
@@ -51,7 +51,7 @@ SHARES = {
     "batch_size": [4, 3],
     "loss_surface": [3, 1],
     "large_batch": [14, 14],
-    "layerwise": [25, 25],
+    "layerwise": [6, 6],
 }
 FREE = ("date", "ranks", "remake")  # what may differ between two runs of the same numbers
 
@@ -127,8 +127,11 @@ def test_the_folder_of_a_finished_job(whole):
         assert sorted(sum(found["classes"], [])) == sorted(train_large_batch.NAMES)
         assert {len(rows) for rows in found["outcomes"].values()} == {2}
     elif word == "layerwise":
-        assert list(found["classes"]) == ["16", "130"]
-        assert sorted(sum(found["classes"]["130"], [])) == sorted(train_layerwise.NAMES)
+        assert list(found["classes"]) == ["16", "98"]  # 32 of 130 images are for validation
+        assert sorted(sum(found["classes"]["98"], [])) == sorted(train_layerwise.NAMES)
+        best = {(name, batch): rate for name, batch, rate, _ in found["all"]}
+        for name, batch, tried in found["tried"]:
+            assert tried[0][0] < best[name, batch] < tried[-1][0]
     else:
         assert [one["kind"] for one in found["networks"]] == ["skip", "plain"]
         assert all(one["losses"][1][1] == one["center"] for one in found["networks"])
@@ -321,6 +324,7 @@ def test_own_functions_that_cannot_be_right_are_named(trained, run, write_mine, 
         ("layerwise", {"small": 64, "large": 32}, "--small 64 --large 32: the large batch"),
         ("layerwise", {"large_steps": 0}, "--large-steps 0: take at least 1"),
         ("layerwise", {"seeds": 1}, "--seeds 1: take at least 2"),
+        ("layerwise", {"tuning": 0}, "--tuning 0: take at least 1"),
     ],
 )
 def test_settings_that_cannot_be(word, changes, words):

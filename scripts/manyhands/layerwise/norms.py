@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def shard_norms(
@@ -36,7 +36,7 @@ def shard_norms(
     if largest:
         parts = [shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in shards]
     else:
-        parts = [torch.linalg.vector_norm(shard.double()).square() for shard in shards]
+        parts = [torch.linalg.vector_norm(shard, dtype=torch.float64).square() for shard in shards]
     norms = torch.stack(parts).double()
     dist.all_reduce(norms, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return norms if largest else norms.sqrt()
@@ -47,9 +47,12 @@ def whole_norms(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
 
     Args:
         tensors: plain ones are parts over `group`, or whole where there is none; a DTensor knows
-            over which ranks it is sharded.
+            over which ranks it is sharded, along one dimension of its mesh or along several.
 
     Returns: numbers of float64 without dimensions.
+
+    Raises:
+        ValueError: a DTensor whose parts still have to be added up ("Partial") has no norm yet.
     """
     by_groups: dict[tuple, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -57,7 +60,7 @@ def whole_norms(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
     norms: dict[int, Tensor] = {}
     for groups, indices in by_groups.items():
         parts = [_local(tensors[index]) for index in indices]
-        found = torch.stack([torch.linalg.vector_norm(part.double()) for part in parts])
+        found = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts])
         for one in groups:  # the norm of the parts' norms is the norm of the whole
             found = shard_norms(list(found), one)
         norms |= zip(indices, found.unbind(), strict=True)
@@ -65,12 +68,19 @@ def whole_norms(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
 
 
 def _sharded_over(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple:
-    """The process groups over which the tensor is divided."""
+    """The process groups over which the tensor is divided: all but those that hold copies of it.
+
+    Under tensor parallelism `fully_shard` gives its own kind of placement, which is no `Shard`.
+    """
     if not isinstance(tensor, DTensor):
         return (group,) if group is not None else ()
+    if any(place.is_partial() for place in tensor.placements):
+        raise ValueError(
+            f"a DTensor with placements {tensor.placements} has no norm: reduce it first"
+        )
     mesh = tensor.device_mesh
     places = enumerate(tensor.placements)
-    return tuple(mesh.get_group(number) for number, place in places if isinstance(place, Shard))
+    return tuple(mesh.get_group(number) for number, place in places if not place.is_replicate())
 
 
 def _local(tensor: Tensor) -> Tensor:

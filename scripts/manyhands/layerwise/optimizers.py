@@ -11,8 +11,11 @@
 
 Implementations disagree on small choices that move the weights. Each choice has a name here, and
 its default is what the paper says. Price: two norms per layer and step; over shards one message.
-Sources: LARS https://arxiv.org/abs/1708.03888, LARC https://github.com/NVIDIA/apex (parallel/LARC),
-LAMB https://arxiv.org/abs/1904.00962, NovoGrad https://arxiv.org/abs/1905.11286.
+LAMB also holds the directions of all weights during a step, which is once more the size of the
+model, because the norms of all of them travel in that one message.
+Sources: LARS https://arxiv.org/abs/1708.03888, LARC https://github.com/NVIDIA/caffe (larc_policy)
+and https://github.com/NVIDIA/apex (parallel/LARC), LAMB https://arxiv.org/abs/1904.00962, NovoGrad
+https://arxiv.org/abs/1905.11286.
 """
 
 from collections.abc import Iterable
@@ -75,7 +78,10 @@ class LARS(Layerwise):
         ratio = self.ratio(size, length, options)
         decay = decay_of(size, length, options)
         scaled = weight.grad.add(weight * decay).mul(ratio)
-        buffer = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+        state = self.state[weight]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight)
+        buffer = state["momentum"]
         inside = options["lr_inside"]
         buffer.mul_(options["momentum"]).add_(scaled * options["lr"] if inside else scaled)
         weight.sub_(buffer if inside else buffer * options["lr"])
@@ -86,8 +92,10 @@ class LARC(LARS):
     """LARS that never takes a longer step than the rate alone: rate * min(ratio / rate, 1).
 
     The rate, which multiplies the ratio in LARS, is a ceiling here, so rate and trust are chosen
-    anew. It has no paper: the defaults are those of its first implementation, NVIDIA's apex, which
-    multiplies by the rate after the momentum. Where a norm is 0 it has a ratio of 1 and no decay.
+    anew. LARC has no paper. NVIDIA's Caffe has it in two variants, `larc_policy: "clip"` with the
+    ceiling and `"scale"` without it, and so has NVIDIA's apex, by its argument `clip`. This is the
+    variant with the ceiling. The defaults are those of apex, which multiplies by the rate after the
+    momentum; where a norm is 0 it has a ratio of 1 and no decay.
     """
 
     def __init__(
@@ -149,8 +157,11 @@ class LAMB(Layerwise):
         """Adam's direction, from both averages."""
         beta1, beta2 = options["betas"]
         state = self.state[weight]
-        mean = state.setdefault("mean", torch.zeros_like(weight))
-        square = state.setdefault("square", torch.zeros_like(weight))
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(weight)
+            state["square"] = torch.zeros_like(weight)
+        mean = state["mean"]
+        square = state["square"]
         step = state.setdefault("step", torch.zeros(()))
         step += 1
         mean.lerp_(weight.grad, 1 - beta1)
@@ -182,7 +193,9 @@ class NovoGrad(Layerwise):
         first_square: the average of squared norms begins with |g|^2 of the first gradient that is
             not 0 ("whole"), or with 0, so that its first value is (1 - beta2) |g|^2 ("average").
         averaging: False adds each scaled gradient to the momentum, True only 1 - beta1 of it.
-    `eps` counts in every step; the paper's first step has none. There is no bias correction.
+    `eps` counts in every step; the paper's first step has none. There is no bias correction. The
+    average is a single number for each layer, and float32 at least: in bfloat16, 0.98 of it plus a
+    share of 0.02 would often be rounded back to the old value.
     """
 
     def __init__(
@@ -211,13 +224,15 @@ class NovoGrad(Layerwise):
         """v <- beta2 v + (1 - beta2) |g|^2; m <- beta1 m + g / |v|^0.5 + decay w; w <- w - lr m"""
         beta1, beta2 = options["betas"]
         state = self.state[weight]
-        new = length.square().to(weight.dtype)
+        new = length.square().to(torch.promote_types(weight.dtype, torch.float32))
         old = state.get("square", torch.zeros_like(new))
         starts_whole = options["first_square"] == "whole" and old == 0
         state["square"] = new if starts_whole else beta2 * old + (1 - beta2) * new
         ratio = 1 / (state["square"].sqrt() + options["eps"])
         scaled = (direction * ratio).add(weight, alpha=options["weight_decay"])
-        mean = state.setdefault("mean", torch.zeros_like(weight))
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(weight)
+        mean = state["mean"]
         mean.mul_(beta1).add_(scaled, alpha=1 - beta1 if options["averaging"] else 1.0)
         weight.sub_(mean * options["lr"])
         return ratio

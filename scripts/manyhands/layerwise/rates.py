@@ -6,7 +6,8 @@
          +-----------------------> rate (log)
 
 Price: as many steps as rates are tried, and one copy of the weights to go back to.
-Source: Smith 2017, https://arxiv.org/abs/1506.01186 (section 3.3).
+Sources: Smith 2017, https://arxiv.org/abs/1506.01186 (section 3.3; his rate grows linearly, and he
+plots the accuracy), and https://docs.fast.ai/callback.schedule.html (constant factor, early stop).
 """
 
 import math

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from manyhands.batch_size.sweep import Labelled
-from manyhands.large_batch.remedies import accuracy
+from manyhands.batch_size.problem import Labelled, of_images
 from manyhands.layerwise import optimizers
 
 HIDDEN = 64
@@ -34,26 +33,56 @@ class Parts(NamedTuple):
 
 
 class Way(NamedTuple):
-    """An optimizer with its settings, and the rates that are tried with it."""
+    """An optimizer with its settings, and the rates at which the search for its best one begins."""
 
     optimizer: Callable
     options: dict
-    rates: tuple[float, ...]
+    first: tuple[float, float] = (1.0, 1.0)  # with a small batch, and with a large one
 
 
 def ways(parts: Parts) -> dict[str, Way]:
-    """All that are compared. Above some rate LARC does not change: its ceiling is out of reach."""
+    """All that are compared."""
     return {
-        "SGD": Way(torch.optim.SGD, {"momentum": 0.9}, (0.03, 0.1, 0.3, 1.0)),
-        "AdamW": Way(torch.optim.AdamW, {}, (0.003, 0.01, 0.03, 0.1)),
-        "LARS": Way(parts.LARS, {"trust": 0.02}, (0.3, 1.0, 3.0, 10.0)),
-        "LARC": Way(parts.LARC, {}, (0.1, 0.3, 1.0, 3.0, 10.0)),
-        "LAMB": Way(parts.LAMB, {}, (0.01, 0.03, 0.1, 0.3)),
-        "NovoGrad": Way(parts.NovoGrad, {}, (0.003, 0.01, 0.03, 0.1)),
+        "SGD": Way(torch.optim.SGD, {"momentum": 0.9}, (0.2, 0.4)),
+        "AdamW": Way(torch.optim.AdamW, {}, (0.02, 0.02)),
+        "LARS": Way(parts.LARS, {"trust": 0.02}, (1.0, 3.0)),
+        "LARC": Way(parts.LARC, {}, (0.2, 2.0)),
+        "LAMB": Way(parts.LAMB, {}, (0.04, 0.1)),
+        "NovoGrad": Way(parts.NovoGrad, {}, (0.04, 0.02)),
     }
 
 
-def network(data: Labelled, seed: int) -> nn.Module:
+class Split(NamedTuple):
+    """Images in three parts: to train on, to choose learning rates on, and to judge on."""
+
+    train_inputs: Tensor  # (N, 1, height, width)
+    train_labels: Tensor  # (N,), int64
+    valid_inputs: Tensor
+    valid_labels: Tensor
+    test_inputs: Tensor
+    test_labels: Tensor
+    num_classes: int
+    note: str
+
+
+def split(data: Labelled) -> Split:
+    """Keep the last of the training images for validation, as lesson 03 does."""
+    parts = of_images(data)
+    name, _, more = data.note.partition(",")
+    _, _, rest = more.partition(" and ")
+    sizes = f"{len(parts.train_inputs):,} images to train on, {len(parts.valid_inputs):,} for"
+    note = f"{name}, {sizes} validation and {rest}"
+    return Split(*parts[:4], data.test_inputs, data.test_labels, data.num_classes, note)
+
+
+class Scores(NamedTuple):
+    """Accuracies at the end of a training."""
+
+    valid: float
+    test: float
+
+
+def network(data: Split, seed: int) -> nn.Module:
     """An MLP; the seed decides its weights. (B, 1, H, W) to (B, classes)"""
     torch.manual_seed(seed)
     width = data.train_inputs[0].numel()
@@ -71,15 +100,15 @@ def rate_at(step: int, num_steps: int, peak: float) -> float:
 
 
 def train(
-    data: Labelled,
+    data: Split,
     way: Way,
     batch: int,
     rate: float,
     num_steps: int,
     seed: int,
     look: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda model, optimizer: None,
-) -> float:
-    """Train, and return the accuracy on the test images.
+) -> Scores:
+    """Train, and return the accuracies on the validation images and on the test images.
 
     Args:
         look: is called after each step.
@@ -98,7 +127,10 @@ def train(
         loss_of(model, data.train_inputs[own], data.train_labels[own]).backward()
         optimizer.step()
         look(model, optimizer)
-    return accuracy(model, data)
+    with torch.no_grad():
+        valid = model(data.valid_inputs).argmax(dim=1) == data.valid_labels
+        test = model(data.test_inputs).argmax(dim=1) == data.test_labels
+    return Scores(valid.float().mean().item(), test.float().mean().item())
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

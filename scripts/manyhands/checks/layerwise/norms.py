@@ -79,7 +79,7 @@ def facts(found: dict, wanted: dict, case: Shards) -> str:
     return "The norms are nearly right: digits are lost on the way." if same(*pair, 0.02) else ""
 
 
-NORM = "torch.linalg.vector_norm(shard.double())"
+NORM = "torch.linalg.vector_norm(shard, dtype=torch.float64)"
 LARGEST = "shard.abs().max()"
 OP = "dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM"
 REDUCE = f"dist.all_reduce(norms, {OP}, group=group)"
@@ -152,9 +152,9 @@ shard_norms = Spec(
             Only the first rank of the group has the norms. | Every rank needs them: all_reduce.
         {ROOT} => norms.max() if largest else norms.sum().sqrt()
             This is one norm of all tensors together. | Each tensor has a norm of its own.
-        shard.double() => shard
+        shard, dtype=torch.float64 => shard
             The norms of the parts are computed in the type of the shards, and digits are lost.
-            | Call double() on a part before its norm is taken.
+            | vector_norm(shard, dtype=torch.float64) adds the squares in float64.
         {ROOT} => (norms if largest else norms.sqrt()).float()
             The norms are returned in float32. | Return them in float64.
         """,

@@ -304,7 +304,7 @@ def novograd_drawn() -> list[Training]:
     ]
 
 
-LENGTH = "length.square().to(weight.dtype)"
+LENGTH = "length.square().to(torch.promote_types(weight.dtype, torch.float32))"
 STARTS = 'options["first_square"] == "whole" and old == 0'
 AVERAGE = "beta2 * old + (1 - beta2) * new"
 NOVO_ROOT = 'state["square"].sqrt() + options["eps"]'
@@ -363,7 +363,7 @@ novograd = of_optimizer(
             The two betas have changed places. | beta1 is that of the momentum.
         {LENGTH} => length.square().float()
             The average is kept in float32, even where the weights are float64: torch.zeros(())
-            makes float32. | Let the average have the type of the weight, or of `length`.
+            makes float32. | Let the average have the type of `length`.
         {AVERAGE} => {AVERAGE}; ratio = 1 / ((old if old > 0 else new).sqrt() + options["eps"])
         ratio = 1 / ({NOVO_ROOT}) => ratio = ratio
             The gradient is divided by the average from before this step. | {RULE}

@@ -94,6 +94,35 @@ from manyhands.data_parallel.loops import steps_that_change
 check.steps_that_change(steps_that_change)
 
 # %% [markdown]
+# ### The same in fifteen parts
+#
+# The eight steps are the ones that the exercises need. Seen more closely, one training step of one GPU has
+# fifteen parts, and several of them run at the same time. The table says who does each part, and what
+# else can run meanwhile.
+#
+# | | part | done by | can overlap with |
+# |---:|---|---|---|
+# | 1 | the sampler chooses the samples of the batch | CPU | the GPU's work on earlier batches (7 to 13) |
+# | 2 | the samples are read from storage | disk or network | the same |
+# | 3 | they travel to the node's memory | network, bus | the same |
+# | 4 | they are decoded and augmented | CPU, in workers | the same |
+# | 5 | they are put together as one batch | CPU, in workers | the same |
+# | 6 | the batch waits in a queue | memory | the same |
+# | 7 | the batch is copied to GPU memory | bus | computing on the batch before, if the memory is pinned |
+# | 8 | the CPU puts the operations of the step into the GPU's queue | CPU | the GPU's work on earlier operations |
+# | 9 | forward computes the output and keeps activations | GPU | 1 to 6 for later batches |
+# | 10 | the loss is computed | GPU | the same |
+# | 11 | backward computes the gradients, from the last layer to the first | GPU | the same |
+# | 12 | the optimizer updates its own state, such as a momentum | GPU | the same |
+# | 13 | the optimizer writes new weights | GPU | the same |
+# | 14 | the loss is copied to the CPU, which waits until the GPU has computed it | bus | 1 to 6, in workers |
+# | 15 | control returns to the program, which may print and starts the next step | CPU | 1 to 6, in workers |
+#
+# With several GPUs every rank does all fifteen parts for its own share of the batch. In part 1 the ranks
+# have to choose different samples, and between parts 11 and 12 stands a new part, the averaging of the
+# gradients. It is done by the network, and most of it can overlap with part 11, as section 7 shows.
+
+# %% [markdown]
 # ### When are the gradients averaged?
 #
 # Some slides say that gradients are averaged "at the end of the forward pass". Ask PyTorch: what is in
@@ -103,6 +132,7 @@ check.steps_that_change(steps_that_change)
 layer = nn.Linear(3, 1)
 loss = layer(torch.ones(2, 3)).mean()
 print("after forward: ", layer.weight.grad)
+assert layer.weight.grad is None
 loss.backward()
 print("after backward:", layer.weight.grad.tolist())
 
@@ -459,22 +489,22 @@ if check.ready("5.3", "5.4"):
 #
 # To compare the two, count both in one unit: the bytes in and out of the busiest rank together. With 8
 # workers a server moves $64P$ bytes, and each of 8 ranks in a ring moves $14P$. The time follows from the
-# messages that have to pass one after the other. Suppose a message of $s$ bytes takes $\alpha + s/\beta$,
-# where $\alpha$ is the latency and $\beta$ is the bandwidth (lesson 04 writes $\beta$ for its inverse, the
-# time per byte). The server receives $n$ messages of $4P$ bytes and then sends $n$. A ring takes $2(n-1)$
+# messages that have to pass one after the other. As in lesson 04, a message of $s$ bytes takes
+# $\alpha + \beta s$, where $\alpha$ is the latency and $\beta$ is the time per byte, the inverse of the
+# bandwidth. The server receives $n$ messages of $4P$ bytes and then sends $n$. A ring takes $2(n-1)$
 # turns with a chunk of $4P/n$ bytes each, and in each turn all ranks send at once:
 #
-# $$t_\text{server} = 2n\Big(\alpha + \frac{4P}{\beta}\Big), \qquad
-# t_\text{ring} = 2(n-1)\Big(\alpha + \frac{4P}{n\beta}\Big)$$
+# $$t_\text{server} = 2n\Big(\alpha + 4P\beta\Big), \qquad
+# t_\text{ring} = 2(n-1)\Big(\alpha + \frac{4P\beta}{n}\Big)$$
 
 
 # %%
 def formula_ms(name, n):
     alpha_s = NETWORK["latency_s"]
-    beta = NETWORK["bytes_per_s"]
+    beta_s = 1 / NETWORK["bytes_per_s"]
     if name == "server":
-        return 1e3 * 2 * n * (alpha_s + MODEL_BYTES / beta)
-    return 1e3 * 2 * (n - 1) * (alpha_s + MODEL_BYTES / n / beta)
+        return 1e3 * 2 * n * (alpha_s + beta_s * MODEL_BYTES)
+    return 1e3 * 2 * (n - 1) * (alpha_s + beta_s * MODEL_BYTES / n)
 
 
 if check.ready("5.3", "5.4"):
@@ -664,8 +694,9 @@ if check.ready("5.10", "5.11"):
 #
 # Watch how long a rank waits in a step. The link needs 42 ms for the model's 8.4 MB, to which each
 # message adds 1 ms: that makes 58 ms with 16 messages and 46 ms with 4 buckets. With overlap only the
-# last bucket is left over, which takes 11.5 ms. The three versions take turns, so that other work on this
-# machine disturbs all of them alike, and the fastest step of each is shown.
+# last bucket must be left over, which takes 11.5 ms; what else is left depends on how long backward
+# takes. The three versions take turns, so that other work on this machine disturbs all of them alike, and
+# for each the step in which rank 0 waited least is shown.
 
 # %%
 HOW = ("naive", "bucketed", "overlapped")
@@ -726,33 +757,43 @@ def end_ms(spans):
     return 1e3 * (max(stop for *_, stop in spans) - min(start for _, _, start, _ in spans))
 
 
-def waiting_ms(spans, rank=0):
-    return 1e3 * sum(b - a for r, role, a, b in spans if (r, role) == (rank, "idle"))
+def waiting_ms(spans):
+    return 1e3 * sum(stop - start for r, role, start, stop in spans if (r, role) == (0, "idle"))
+
+
+def sent_by_rank_0(spans):
+    """How many messages rank 0 sends, and how many of them before it first waits for one."""
+    starts = [start for r, role, start, _ in spans if (r, role) == (0, "communication")]
+    first_wait = min(start for r, role, start, _ in spans if (r, role) == (0, "idle"))
+    return len(starts), sum(start <= first_wait for start in starts)
 
 
 if check.ready("5.6", "5.8", "5.11"):
     rank_0, rank_1 = run_ranks(record, 2)
-    shown = {}
+    shown, waits_ms, link_ms, sent = {}, {}, {}, {}
     for how in HOW:
         runs = [one + other for one, other in zip(rank_0[how], rank_1[how], strict=True)]
-        shown[how] = min(runs, key=end_ms)
-    link_ms = {"naive": 58, "bucketed": 46, "overlapped": 11.5}
-    for how, spans in shown.items():
-        told = f"rank 0 waits {waiting_ms(spans):4.0f} ms, the link alone {link_ms[how]:g}"
-        print(f"{how:10} step {end_ms(spans):4.0f} ms; {told}")
-    by_buckets = end_ms(shown["naive"]) - end_ms(shown["bucketed"])
-    by_overlap = end_ms(shown["bucketed"]) - end_ms(shown["overlapped"])
+        shown[how] = min(runs, key=waiting_ms)
+        waits_ms[how] = waiting_ms(shown[how])
+        messages, early = sent[how] = sent_by_rank_0(shown[how])
+        model_s = 8 * (512 * 512 + 512) * 4 / LINK["bytes_per_s"]
+        link_ms[how] = 1e3 * (messages * LINK["latency_s"] + model_s)
+        print(f"{how:10} {messages:2} messages, {early} sent before the first wait: ", end="")
+        print(f"link busy {link_ms[how]:.0f} ms, rank 0 waits {waits_ms[how]:.0f} ms")
+    assert sent == {"naive": (16, 1), "bucketed": (4, 1), "overlapped": (4, 4)}
+    by_buckets = waits_ms["naive"] - waits_ms["bucketed"]
+    by_overlap = waits_ms["bucketed"] - waits_ms["overlapped"]
     if min(by_buckets, by_overlap) > 0:
-        print(
-            f"Buckets save {by_buckets:.0f} ms of a step, and overlap saves {by_overlap:.0f} more."
-        )
+        more = "buckets" if by_buckets > by_overlap else "overlap"
+        print(f"Buckets save {by_buckets:.0f} ms of waiting per step, and overlap saves ", end="")
+        print(f"{by_overlap:.0f} more, so here {more} saved the larger part.")
     else:
         print("This machine was too busy to show what they save: run this cell again.")
     figure, axes = figures.new_figure(height=7.2, rows=3)
     longest = max(map(end_ms, shown.values()))
     for ax, (how, spans) in zip(axes, shown.items(), strict=True):
         figures.timeline(ax, sorted(spans, key=lambda span: span[1] == "idle"))
-        ax.set_title(f"{how}: {end_ms(spans):.0f} ms", fontsize=10)
+        ax.set_title(f"{how}: rank 0 waits {waits_ms[how]:.0f} ms", fontsize=10)
         ax.set_xlim(0, 1.02 * longest)
     figures.legend_below(figure, axes[0])
     figures.show(figure, "Time lines of two ranks: naive, bucketed and overlapped messages.")
@@ -760,10 +801,13 @@ if check.ready("5.6", "5.8", "5.11"):
 # %% [markdown]
 # Each rank has two lanes, with its work above and its messages below. Grey means that the rank waits,
 # usually for longer than the link alone needs, because the other rank may be late. In the first two
-# panels every message comes after backward. With buckets there are fewer messages, so the fixed cost is
-# paid less often. In the third panel most messages lie under backward. The last bucket is always left
-# over, because the gradients of the first layer are ready last. Forward and backward are real work whose
-# time varies from run to run, and so do the totals.
+# panels every message comes after backward, so the rank waits at least as long as the link is busy. With
+# buckets there are fewer messages, so the fixed cost is paid less often: the link is busy for 12 ms less.
+# In the third panel the messages lie under backward as far as it is long enough, and overlap can hide the
+# 34.5 ms of three buckets. The last bucket is always left over, because the gradients of the first layer
+# are ready last. So overlap saves more than buckets unless backward takes less than about 16 ms or the
+# latency is much higher. Forward and backward are real work, whose length varies from run to run. That is
+# why the cell compares the waiting and not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)
@@ -917,7 +961,7 @@ if check.ready("5.6", "5.8", "5.11"):
     score("messages, one per parameter", messages_by_parameter, 2 * 8, counted["naive"][0])
     score("messages, one per bucket", messages_by_bucket, num_buckets, counted["overlapped"][0])
     score("gradient bytes", total_bytes, 8 * layer_bytes, counted["overlapped"][1], "bytes")
-    assert counted["bucketed"] == counted["overlapped"]
+    assert counted["bucketed"] == counted["overlapped"] == (3, counted["naive"][1])
 
 # %% [markdown]
 # Three layers fit into a bucket of 1 MB, so eight layers need three buckets. The number of bytes stays

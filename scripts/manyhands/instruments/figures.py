@@ -209,6 +209,9 @@ def remedies_compared(
         label(ax, title, "")
         ax.set(ylim=(-0.5, len(order) - 0.5), yticks=list(rows.values()), xscale="log")
         ax.set_yticklabels(order if ax is axes[0] else [])
+        low, high = ax.get_xlim()
+        margin = max(1, 10 * low / high) ** 0.5  # less than a decade has too many ticks
+        ax.set_xlim(low / margin, high * margin)
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         ax.xaxis.set_major_formatter("{x:,g}")
         ax.xaxis.set_minor_formatter(NullFormatter())

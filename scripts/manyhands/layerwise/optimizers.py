@@ -129,7 +129,7 @@ class LAMB(Layerwise):
 
     Choices on which implementations differ; the first of each is Algorithm 2 of the paper:
         bias_correction: True divides both averages by 1 - beta^t, False leaves that out.
-        clamp: None takes |w| as it is; a number, often 10, is the most that counts of it.
+        clamp: None takes |w| as it is; a number, often 10, is an upper limit for |w| in the ratio.
         decay_in_ratio: weight decay is part of the direction whose norm counts ("joint"), or is
             added after it was scaled ("none": decoupled, as in AdamW).
         zero_norm: where a norm is 0, the ratio is 1 ("one") or 0 ("stay"), as in LARS.

@@ -1013,13 +1013,14 @@ if check.ready(*GRID):
 #
 # ### Your own runs in the plane
 #
-# Can the planner also say what *your* machine takes? Tell it C and W, as measured in section 7, and that nothing
-# else costs time. The next cell measures four ways on two ranks and puts them into the plane of all plans for the
+# Can the planner also say what *your* machine takes? Tell it C and W, measured once more, and that nothing else
+# costs time. The next cell measures four ways on two ranks and puts them into the plane of all plans for the
 # same model. Before you run it: should your runs need more or less than planned, of time and
 # of memory?
 
 # %%
 if check.ready("14.7"):
+    here = bench.measure_ratio(num_rounds=3)
     names = ("DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
     chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
     setting = ways.Setting(block=64)

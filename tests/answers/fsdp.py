@@ -314,6 +314,15 @@ class FreesFrozenToo(fsdp.FSDP):
             one.free()
 
 
+@wrong("10.5", "needs room beside them")
+class ReducesFirst(fsdp.FSDP):
+    def after_backward(self, index):
+        for one in self.units[index]:
+            if one.shard.requires_grad:
+                one.reduce()
+                one.free()
+
+
 # ---- 10.6 calls_per_step --------------------------------------------------------------------
 
 

@@ -66,6 +66,7 @@ class Watch:
         self.works: dict[int, dist.Work] = {}
         for flat in self.flats():
             flat.gather = partial(self.gather, flat, flat.gather)
+            flat.reduce = partial(self.reduce, flat, flat.reduce)
         for name in METHODS:
             setattr(model, name, partial(self.call, name, getattr(model, name)))
 
@@ -77,6 +78,13 @@ class Watch:
         """Keep the work."""
         self.works[id(flat)] = real()
         return self.works[id(flat)]
+
+    def reduce(self, flat: object, real: Callable) -> None:
+        """Write down whether the reduction finds the room that the whole weights had."""
+        number = next(n for n, unit in enumerate(self.model.units) if any(flat is f for f in unit))
+        weights = "are still whole" if flat.is_whole else "have been freed"
+        self.log.append(f"when unit {number} is reduced, its trainable weights {weights}")
+        real()
 
     def words(self, holds: Callable) -> str:
         """The units of which this holds; of a unit with two flats which of them."""
@@ -227,6 +235,9 @@ fsdp = Spec(
             The backward of the root brings no unit. | {LAST}
         {REDUCE} => flat.reduce()
             Units stay whole after backward. | free() each trainable flat, and reduce() it.
+        {REDUCE} => flat.reduce()\n            flat.free()
+            A unit is reduced while its weights are whole, so the reduction needs room beside them.
+            | free() first, and then reduce(): the gradients stay until then.
         {REDUCE} => flat.free()
             The gradients are never reduced. | reduce() turns them into shard.grad.
         {REDUCE} => flat.shard.grad = None; flat.reduce(); flat.free()

@@ -1042,9 +1042,9 @@ if check.ready("14.7"):
 # %% [markdown]
 # Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and these
 # ranks keep 32. Usually they also take longer, since the planner leaves out all that Python and the operating system
-# do between two products. Tensor parallelism is then the furthest from its plan, because it waits for several
-# messages in each block, and the planner was told that messages have no latency. (If the machine was busy with
-# other work for a part of the cell, the times say little.)
+# do between two products. On an idle machine tensor parallelism is the furthest from its plan, because it waits for
+# several messages in each block, and the planner was told that messages have no latency. (If the machine was busy
+# with other work for a part of the cell, the times say little.)
 #
 # ## Recap
 #

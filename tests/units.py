@@ -37,6 +37,7 @@ BESIDES = {
     "tests/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "README.md"),
     "tests/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "README.md"),
     "tests/test_solutions.py": ("solutions/*.py",),
+    "tests/test_items.py": ("solutions/*.py",),
     "tests/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
     "tests/test_slurm.py": ("sbatch/*", ".ci/run"),
     "tests/test_bench.py": ("bench.json", "README.md"),

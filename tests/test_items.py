@@ -37,7 +37,7 @@ def faults(rows: list[tuple[str, ...]]) -> list[str]:
         if text is None:
             found.append(f"{item} ({subject}): {word} has no heading {heading!r}")
         elif words.lower() not in text.lower():
-            found.append(f"{item} ({subject}): {words!r} stands no more below {heading!r} in {word}")
+            found.append(f"{item} ({subject}): {words!r} is gone below {heading!r} in {word}")
     return found
 
 

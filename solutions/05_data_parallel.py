@@ -801,13 +801,14 @@ if check.ready("5.6", "5.8", "5.11"):
 # %% [markdown]
 # Each rank has two lanes, with its work above and its messages below. Grey means that the rank waits,
 # usually for longer than the link alone needs, because the other rank may be late. In the first two
-# panels every message comes after backward, so the rank waits about as long as the link is busy, or longer if
-# the other rank is late. With buckets there are fewer messages, so the fixed cost is paid less often: the link is busy for 12 ms less.
-# In the third panel the messages lie under backward as far as it is long enough, and overlap can hide the
-# 34.5 ms of three buckets. The last bucket is left over, because the gradients of the first layer are ready
-# last. (A rank that other programs delay before it waits finds less of it left.) So overlap saves more than buckets unless backward takes less than about 16 ms or the
-# latency is much higher. Forward and backward are real work, whose length varies from run to run. That is
-# why the cell compares the waiting and not the whole steps.
+# panels every message comes after backward, so the rank waits about as long as the link is busy, or
+# longer if the other rank is late. With buckets there are fewer messages, so the fixed cost is paid less
+# often: the link is busy for 12 ms less. In the third panel the messages lie under backward as far as it
+# is long enough, and overlap can hide the 34.5 ms of three buckets. The last bucket is left over,
+# because the gradients of the first layer are ready last. (A rank that other programs delay before it
+# waits finds less of it left.) So overlap saves more than buckets unless backward takes less than about
+# 16 ms or the latency is much higher. Forward and backward are real work, whose length varies from run
+# to run. That is why the cell compares the waiting and not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)

@@ -95,6 +95,7 @@ for name, said in (("A", a_on_8_ms), ("B", b_on_8_ms)):
         f"program {name} on 8 ranks: you said {said} ms, measured {ms:.0f} ms, "
         f"the time of {num_messages:.1f} messages of the whole tensor"
     )
+assert riddle_s["A"][-1] > riddle_s["B"][-1]
 figures.show(
     against_ranks(RANKS, riddle_s, looks={"A": "naive", "B": "ring"}),
     "Time of two all-reduces of 8 MB against the number of ranks: A climbs steeply, B hardly.",
@@ -286,10 +287,12 @@ if check.ready("4.2", "4.3"):
         (broadcast_naive, naive_64, lambda n: n - 1),
         (broadcast_tree, tree_64, lambda n: math.ceil(math.log2(n))),
     ):
+        measured = sent_by_root(fn, 8)
         print(
             f"{fn.__name__}: 64 ranks: you said {said}, formula {formula(64)}; "
-            f"8 ranks: formula {formula(8)}, measured {sent_by_root(fn, 8)}"
+            f"8 ranks: formula {formula(8)}, measured {measured}"
         )
+        assert measured == formula(8)
 
 # %% [markdown]
 # ## 4. All to all, through one rank
@@ -322,8 +325,9 @@ def busiest_bytes(fn, world_size, nbytes):
 
 
 if check.ready("4.2"):
-    for fn in (all_reduce_naive, all_reduce_tree):
+    for fn, tensors in ((all_reduce_naive, 7), (all_reduce_tree, 3)):
         sent, received = busiest_bytes(fn, 8, nbytes=8000)
+        assert sent == received == tensors * 8000
         print(
             f"{fn.__name__:16} 8 ranks, 8000 bytes: sends up to {sent}, receives up to {received}"
         )
@@ -488,6 +492,7 @@ if check.ready("4.10"):
     num_bytes = sum(entry.nbytes for entry in sends)
     score("messages sent by a rank", ring_messages, 2 * 3, len(sends))
     score("bytes sent by a rank", ring_bytes, 2 * 3 / 4 * 4800, num_bytes, "bytes")
+    assert (len(sends), num_bytes) == (2 * 3, 2 * 3 / 4 * 4800)
 
 # %% [markdown]
 # What happens with more ranks? For 1 to 8 ranks, the table shows how many bytes the busiest rank
@@ -503,6 +508,7 @@ if check.ready("4.2", "4.10"):
             for fn in (all_reduce_naive, all_reduce_tree, all_reduce_ring)
         ]
         print(f"{n:5}  {sent[0]:5.2f}  {sent[1]:5.2f}  {sent[2]:5.2f}  {2 * (n - 1) / n:5.2f}")
+        assert sent[:2] == [n - 1, math.log2(n)] and sent[2] == 2 * (n - 1) / n
 
 # %% [markdown]
 # The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never

@@ -471,8 +471,9 @@ if check.ready("0.3"):
     figures.show(figure, f"Error against data size on logarithmic axes: a line of slope -{b:.2f}.")
 
 # %% [markdown]
-# The points of one size scatter around the line, because the four networks saw different images. If most
-# networks of the largest size lie on or above the line, as in our run, the line may not go on for ever.
+# The points of one size scatter around the line, because the four networks began with different weights and
+# saw other images in another order. If most networks of the largest size lie on or above the line, as in
+# our run, the line may not go on for ever.
 #
 # A straight line on these axes says two things. Progress can be **predicted**: small training runs tell you
 # what a large one will reach before you pay for it. But progress is also **expensive**, as the last two lines
@@ -544,10 +545,10 @@ assert bounds[4, "like cards"] == 4 and bounds[4, "solid pieces"] < 1.5
 # | scratch | runs and their checkpoints | large and fast; files that nobody touches for some weeks are deleted |
 # | a node's own disk (often `$TMPDIR`) | a copy of data that is read again and again | no other node sees it, and it is emptied when the job ends |
 #
-# Names and rules differ from site to site, so look yours up. The Python environment is installed once, on the
-# login node, by `make install` in the course's folder: PyTorch alone is tens of thousands of files, which can
-# be too many for a home folder. Most of what a job writes, such as its log, is known to all ranks, so rank 0
-# alone writes it.
+# Names and rules differ from site to site, so look yours up. The Python environment is installed once, on
+# the login node, by `make install` in the course's folder: PyTorch alone is more than ten thousand files,
+# which can be too many for a home folder. Most of what a job writes, such as its log, is known to all
+# ranks, so rank 0 alone writes it.
 #
 # ### A job file, line by line
 #
@@ -620,10 +621,10 @@ for name, text in (
 print("they look for one another at", starts[0].words[-2].partition("=")[2])
 
 # %% [markdown]
-# The file as it is starts one torchrun on the first node, which waits in vain for a second one. With `srun`
-# there are eight torchruns, one for each of the four tasks on each node, and each of them is told to start
-# four processes: 32 processes where eight were meant. And all of them would look for g07, a node of some
-# earlier job for which the file was written.
+# The file as it is starts one torchrun, on the first node, where two should meet; and it looks in vain for
+# g07, a node of some earlier job for which the file was written. With `srun` there are eight torchruns, one
+# for each of the four tasks on each node, and each of them is told to start four processes: 32 processes
+# where eight were meant. They, too, would look for g07.
 #
 # Mend the file. Copy its text into your function and change it there. The check reads the `#SBATCH` lines as
 # Slurm does, rehearses the rest on nodes of its own choice, and names the first fault that is left.
@@ -657,11 +658,11 @@ if check.ready("0.4"):
         print(late)
 
 # %% [markdown]
-# Both nodes of a job meet at its first node, and the two jobs do not meet each other. In the real run the two
-# torchruns found each other, and numbered the eight processes from 0 to 7, and those of each node from 0
-# to 3. (If the cell shows something else, this machine lacks what your file uses, such as the GPUs that
-# `--nproc-per-node=gpu` counts.) In lesson 06 you write the arguments of torchrun yourself. The job files of
-# this course leave all this to `launch.sh`.
+# Both nodes of a job meet at its first node, and the two jobs do not meet each other. In the real run the
+# two torchruns found each other, and numbered the eight processes from 0 to 7, and those of each node from
+# 0 to 3. (If the cell shows something else, this machine is very busy, or lacks what your file uses, such
+# as the GPUs that `--nproc-per-node=gpu` counts.) In lesson 06 you write the arguments of torchrun
+# yourself. The job files of this course leave all this to `launch.sh`.
 #
 # A job file of this course does not say two things: which account pays, and what the queue with the GPUs is
 # called. Both differ from site to site, so they are kept in one file, `sbatch/site.env`. The README's section
@@ -687,13 +688,14 @@ if check.ready("0.3"):
     folder_of_one = watch.run("../sbatch/first_job.sbatch", "--impl", "mine", ranks=1)
 
 # %% [markdown]
-# The last figure above is the report. It gives means over the whole job, while the line of numbers above it
-# shows what the last training run reported, so the two differ. The same folder holds a longer version, `report.html`, and the fitted
-# line, `power_law.png`. The head of the report says which of the granted devices had no rank; in the figure
-# they are hatched.
+# The last figure above is the report. It gives the median speed of the training runs and the mean error of
+# the networks with most images, while the line of numbers above it shows what the last training run
+# reported, so the two differ. The same folder holds a longer version, `report.html`, and the fitted line,
+# `power_law.png`. The head of the report says which of the granted devices had no rank; in the figure they
+# are hatched.
 #
 # Slurm charges for what was **granted**, whether or not it was used. Asking for four GPUs does not use four
-# GPUs: that takes four processes. This is the most common waste on shared machines, and no error message
+# GPUs: here that takes four processes. This is a common waste on shared machines, and no error message
 # tells you about it.
 #
 # So how much was used? Twice a second the job recorded how busy each rank's device was. (On a machine without
@@ -765,12 +767,12 @@ if check.ready("0.3", "0.5"):
 
 # %% [markdown]
 # The printed "at most" assumes that every rank keeps one core busy from beginning to end, so it is an upper
-# bound. The measured shares come near it on a quiet machine and stay well below it if other programs use the
-# same cores, so compare the two jobs with each other. (The share in the job's own report is lower still, since
-# it also counts the time in which the processes start.) With one rank the other cores have no work from the
-# first second to the last. On a quiet machine more ranks use more of the granted cores and finish the
-# training sooner. (The whole job need not be much shorter here, because much of its time passes while the
-# processes start.)
+# bound. The measured shares come near it on a quiet machine and stay well below it if other programs use
+# the same cores, so compare the two jobs with each other. (The share in the job's own report is about the
+# same. Under Slurm it is lower, since there it also counts the time in which the processes start.) With one
+# rank the other cores have no work from the first second to the last. On a quiet machine more ranks use
+# more of the granted cores and finish the training sooner. (The whole job need not be much shorter here,
+# because much of its time passes while the processes start.)
 #
 # On a node with four GPUs the picture is the same: a job that asks for all four and starts one rank uses at
 # most a quarter of what it is charged for.

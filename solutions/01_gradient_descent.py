@@ -261,10 +261,10 @@ if check.ready("1.3"):
 # beginning the distance **along** the valley counts too, and that distance shrinks.)
 #
 # This limit is why learning rates need so much care. The steepest direction caps the learning rate, so the
-# way along the flattest direction takes many steps: the longer the valley, the more. How long it is, is told
-# by the **condition number** of the Hessian, its largest eigenvalue divided by its smallest. At a learning
-# rate near the limit, the steps to a given tolerance are about proportional to this number. For a real network
-# nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
+# way along the flattest direction takes many steps: the longer the valley, the more. The **condition
+# number** of the Hessian, its largest eigenvalue divided by its smallest, tells how long it is. At a
+# learning rate near the limit, the steps to a given tolerance are about proportional to this number. For a
+# real network nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
 
 # %% [markdown]
 # ## 4. Some samples instead of all
@@ -577,7 +577,7 @@ if check.ready("1.4", "1.5", "1.7"):
 
 # %% [markdown]
 # The two paths do end at about the same place. The path with momentum swings across the valley at first,
-# because there the gradients alternate, and then its steps along the valley grow as long as those of the
+# until the alternating gradients cancel, and then its steps along the valley grow as long as those of the
 # learning rate 0.1.
 
 # %% [markdown]

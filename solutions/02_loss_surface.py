@@ -545,13 +545,13 @@ if check.ready("2.6"):
     figures.show(figure, "Sharpness falls with the training loss; larger batches stay sharper.")
 
 # %% [markdown]
-# Training goes from left to right, and both curves fall: for either batch size, a place with a lower loss is
-# a flatter one. At equal loss the factor between the batch sizes is smaller than it was at the ends, but it
-# does not disappear. This fits the claim of Keskar et al.: the noise of small batches leads to flatter
-# places. (In lesson 01 the noise depended on the ratio of learning rate to batch size. Here this ratio is 40
-# times as large for the small batches.) But now look at the test errors. Where the ranges of the two batch
-# sizes overlap, three seeds cannot tell which of the two makes fewer mistakes, although their sharpness
-# clearly differs.
+# Training goes from left to right, and on the whole both curves fall: for either batch size, a much lower
+# loss goes with a flatter place. At equal loss the factor between the batch sizes is smaller than it was at
+# the ends, but it does not disappear. This fits the claim of Keskar et al.: the noise of small batches
+# leads to flatter places. (In lesson 01 the noise depended on the ratio of learning rate to batch size.
+# Here this ratio is 40 times as large for the small batches.) But now look at the test errors. Where the
+# ranges of the two batch sizes overlap, three seeds cannot tell which of the two makes fewer mistakes,
+# although their sharpness clearly differs.
 #
 # ### What weight decay changes
 #
@@ -576,10 +576,10 @@ if check.ready("2.6"):
 # %% [markdown]
 # With all images in a batch, the solutions with weight decay are flatter **and** make fewer mistakes than
 # those without. (They also took several times as many steps to the same loss, so decay is not the only
-# difference.) With batches of 16 the sharpness hardly changes in our run, and on average the mistakes become
-# fewer all the same. And with weight decay, the solutions of large batches are again much sharper than those
-# of small ones, without making more mistakes. So flatter solutions were better in one comparison, and no
-# better in the others.
+# difference.) With batches of 16 the sharpness hardly changes in our run, and on average the mistakes
+# become fewer all the same. And with weight decay, the solutions of large batches are again much sharper
+# than those of small ones, without making more mistakes. So the flatter solutions were better where decay
+# was compared, and no better where batch sizes were.
 #
 # The next figure shows the loss on the line from the small-batch copy (at 0) to the large-batch copy (at 1).
 # In the titles, "apart" is the length of that line, in the same unit as the length of the weights.
@@ -611,10 +611,11 @@ if check.ready("2.1", "2.2"):
     figures.show(figure, "Loss between small-batch and large-batch copies, with and without decay.")
 
 # %% [markdown]
-# There is no hill between the two, because both began with the same first weights. (Section 1 found a hill
-# between a network and its shuffled copy.) Compare the two sides beyond the copies: if sharpness showed in
-# every direction, the loss would rise more on the side of the large batch on all six lines. But the sharpness
-# is the curvature in the steepest direction, and a line is only one direction of 4,810.
+# There is no hill between the two, which began with the same first weights. (Between a network and its
+# shuffled copy section 1 found one.) Compare the two sides beyond the copies: if sharpness showed in every
+# direction, the loss would rise more on the side of the large batch on all six lines. (In our run it did on
+# five.) But the sharpness is the curvature in the steepest direction, and a line is only one direction of
+# 4,810.
 #
 # A plane shows more of the surroundings. Draw the plane of section 2 around one copy of each setting, with
 # your own functions and the same random numbers for all four. Which of them will look flattest?

@@ -140,8 +140,9 @@ if check.ready("3.1"):
 # %% [markdown]
 # At first a step with twice the batch takes hardly more time, because most of a small step is spent on
 # starting operations. Then the processor fills up and the curve bends away from the ideal. In the end twice
-# the batch takes about twice as long, and the throughput hardly grows. A GPU has many more arithmetic units to
-# fill than a CPU core, so its curve bends later, but it has the same shape.
+# the batch takes about twice as long, and the throughput hardly grows. (If your curve falls steeply in the
+# middle, other programs used the core: only short steps fit between them.) A GPU has many more arithmetic
+# units to fill than a CPU core, so its curve bends later, but it has the same shape.
 #
 # Once one processor is full, add a second one: with a batch of its own on each processor, the throughput
 # grows with the number of processors, as far as the network between them allows. A climate study, for example,
@@ -244,10 +245,10 @@ if check.ready("3.3"):
 # better one. Here this concerns batch 1 at most: its best learning rate may be the smallest of the grid, and
 # then a still smaller one might save some steps.
 #
-# With the smallest batches, twice the batch needs about half the steps, so it takes the same number of images
-# and, with enough processors, half the time. From batch 4 to 8 the factor may already fall short of 2, partly
-# by chance. With the largest batches, twice the batch needs almost as many steps as before, and with only
-# three seeds the remaining differences are mostly chance. A simple formula covers both ends:
+# With the smallest batches, twice the batch needs about half the steps, so it takes the same number of
+# images and, with enough processors, half the time. From batch 4 to 8 the factor may already fall short of
+# 2, partly by chance. With the largest batches, twice the batch needs almost as many steps as before, and
+# three seeds can hardly tell the remaining differences from chance. A simple formula covers both ends:
 #
 # $$\text{steps} = \text{least steps} \cdot \left(1 + \frac{\text{critical batch}}{\text{batch}}\right)$$
 #
@@ -369,9 +370,9 @@ if check.ready("3.3"):
 # $$\text{global batch} = \text{batch} \times \text{replicas}$$
 #
 # Now write the averaging. `dist.all_reduce(tensor)` adds up the tensors of all ranks and overwrites each of
-# them with the sum. (As in lesson 00, a `group` names the ranks that take part; pass it on.) Also return one
-# more number, the mean of the squared lengths of the ranks' own gradients. Noise makes a gradient longer, so
-# section 5 can work out from this number how much noise there is.
+# them with the sum. (As in lesson 02, a `group` names the ranks that take part; pass it on.) Also return
+# one more number, the mean of the squared lengths of the ranks' own gradients. Noise makes a gradient
+# longer, so section 5 can work out from this number how much noise there is.
 #
 # The cell after the check runs the same training on 1, 2 and 4 ranks, each time with a global batch of 32.
 # Will the number of steps change?
@@ -491,15 +492,15 @@ if check.ready("3.3", "3.4", "3.5", "3.6"):
     figures.show(figure, "Steps against batch size with the critical batch and the noise scale.")
 
 # %% [markdown]
-# Three training runs give the order of magnitude of a number for which the sweep needed many times as many.
-# The authors of the method use the noise scale to tell apart tasks whose largest useful batches differ by
-# orders of magnitude (McCandlish et al. 2018). The prediction is rough, here usually within a factor of two
-# or so, for three reasons. The noise scale grows during training, so one number cannot fit all of it. It
-# depends on the learning rate, as a comparison of the first line with the next three shows: with larger
-# steps, training bounces between the walls of the valley, where the gradient is long, and the noise scale
-# comes out smaller. And noise in a steep direction of the loss does more harm than noise in a flat one, a
-# difference that a single length cannot show. Still, the noise scale tells tens from thousands, and this is
-# what you need to know before you ask for 64 GPUs.
+# Once the learning rate is known, three training runs give the order of magnitude of a number for which the
+# sweep needed many times as many. The authors of the method use the noise scale to tell apart tasks whose
+# largest useful batches differ by orders of magnitude (McCandlish et al. 2018). The prediction is rough,
+# here usually within a factor of two or so, for three reasons. The noise scale grows during training, so
+# one number cannot fit all of it. It depends on the learning rate, as a comparison of the first line with
+# the next three shows: with larger steps, training bounces between the walls of the valley, where the
+# gradient is long, and the noise scale comes out smaller. And noise in a steep direction of the loss does
+# more harm than noise in a flat one, a difference that a single length cannot show. Still, the noise scale
+# tells tens from thousands, and this is what you need to know before you ask for 64 GPUs.
 
 # %% [markdown]
 # ## 6. How long does it take?
@@ -711,7 +712,7 @@ check.summary()
 # - compare batch sizes fairly, with a learning rate of its own for each, several seeds, a target and a stated
 #   budget,
 # - name the three regimes, and fit the critical batch,
-# - say what the global batch is, and show on ranks that it alone determines the number of steps,
+# - say what the global batch is, and show that it does not matter on how many ranks it is spread,
 # - predict the critical batch from the gradients of a single training on several ranks,
 # - say what a larger batch costs in images, and choose the number of processors for a deadline.
 #

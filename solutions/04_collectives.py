@@ -95,7 +95,8 @@ for name, said in (("A", a_on_8_ms), ("B", b_on_8_ms)):
         f"program {name} on 8 ranks: you said {said} ms, measured {ms:.0f} ms, "
         f"the time of {num_messages:.1f} messages of the whole tensor"
     )
-assert riddle_s["A"][-1] > riddle_s["B"][-1]
+if riddle_s["A"][-1] < riddle_s["B"][-1]:
+    print("This machine is busy: run the cell again.")
 figures.show(
     against_ranks(RANKS, riddle_s, looks={"A": "naive", "B": "ring"}),
     "Time of two all-reduces of 8 MB against the number of ranks: A climbs steeply, B hardly.",
@@ -580,12 +581,12 @@ if check.ready("4.2", "4.10"):
     )
 
 # %% [markdown]
-# The points lie above the lines, because the formula leaves out the adding, the copying in memory,
-# and ranks that wait for a core; the busier your machine, the larger the gap. But the riddle is
-# solved. Rank 0 held A up, because every message went through it. In B no rank has more to do than
-# any other, so the ring's lead grows with the number of ranks. The tree has the fewest rounds, but it
-# loses to the ring because each of its messages is the whole tensor. For small tensors, where only
-# the rounds count, the tree would win.
+# The points lie above the lines, because the formula leaves out the adding, the copying in memory, and
+# ranks that wait for a core; the busier your machine, the larger the gap. But the riddle is solved. Rank 0
+# held A up, because every message went through it. In B no rank has more to do than any other, so the
+# ring's lead over A grows with the number of ranks. The tree has the fewest rounds, but it loses to the
+# ring because each of its messages is the whole tensor. For small tensors, where only the rounds count, the
+# tree would win.
 #
 # Here the core of this lesson ends. If you go on to lesson 05 now, first run the notebook's last code
 # cell, which counts what you have done.
@@ -880,11 +881,10 @@ if check.ready("4.11"):
     print(f"slow network: alpha {1e3 * slow_alpha_s:.2f} ms, 1/beta {1e-6 / slow_beta_s:.0f} MB/s")
 
 # %% [markdown]
-# The fit finds roughly the numbers that were put in. Messages take a little longer than that, because
-# the machine has a latency of its own, and because a simulated delay is a sleep, which always lasts a
-# bit longer than requested. Now run all nine programs on 4 ranks, on the slow network and on this
-# machine without it. In each pair of numbers, compare the predicted time with the measured one. Where
-# does the model hold?
+# The fit finds roughly the numbers that were put in. Messages take longer than that, because the machine
+# has a latency of its own, and because a simulated delay is a sleep, which always lasts a bit longer than
+# requested. Now run all nine programs on 4 ranks, on the slow network and on this machine without it. In
+# each pair of numbers, compare the predicted time with the measured one. Where does the model hold?
 
 # %%
 TODOS = ("4.2", "4.3", "4.4", "4.5", "4.6", "4.7", "4.9", "4.10")
@@ -925,13 +925,12 @@ if check.ready(*TODOS, "4.11", "4.12"):
     print_table("this machine", on_machine, alpha_s, beta_s)
 
 # %% [markdown]
-# On the slow network the two times agree to within about a fifth on a quiet machine, so two numbers
-# and a count of messages describe a network well. On the machine itself they mostly do not agree:
-# with few cores the collectives take longer than predicted, often several times as long. The model
-# assumes that the messages of one round travel at the same time, but on a machine with fewer cores
-# than ranks they take turns, since a rank needs a core to send, and to add up as well. A model is
-# only as good as its assumptions, and these hold better on a cluster, where each rank has its own
-# processor and network link.
+# On the slow network the two times agree to within about a quarter on a quiet machine, so two numbers and a
+# count of messages describe a network well. On the machine itself they mostly do not agree: with few cores
+# the collectives take longer than predicted, often several times as long. The model assumes that the
+# messages of one round travel at the same time, but on a machine with fewer cores than ranks they take
+# turns, since a rank needs a core to send, and to add up as well. A model is only as good as its
+# assumptions, and these hold better on a cluster, where each rank has its own processor and network link.
 #
 # Where do tree and ring cross? Set their times equal and solve for the size $S$:
 #

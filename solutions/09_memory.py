@@ -533,8 +533,9 @@ if check.ready("9.6"):
 
 # %% [markdown]
 # The kept bytes fall by an order of magnitude, as predicted, and the gradients are the same. Is a step a
-# third slower? The next cell counts the operations of all matrix products, a number that is the same on every
-# machine. It also measures the time of a step, which differs from machine to machine.
+# third slower? The next cell counts the operations of all matrix products but those inside attention, a
+# number that is the same on every machine. It also measures the time of a step, which differs from machine
+# to machine.
 
 # %%
 if check.ready("9.6"):
@@ -557,8 +558,8 @@ if check.ready("9.6"):
 # because it does more (nested calls, several inputs, early stops). Python's work does not grow with the
 # matrices, so for large matrices the arithmetic predicts the time better.
 #
-# While backward differentiates a block, this block's own activations are in memory again. So the peak is the
-# kept bytes plus one block's activations.
+# While backward differentiates a block, this block's own activations are in memory again. So the
+# activations need at most about the kept bytes plus one block's activations.
 
 # %% [markdown]
 # ## 8. Save: shorter numbers
@@ -695,10 +696,10 @@ if check.ready("9.7"):
 # function counts 2 bytes for every number. The numbers of the norms and the one per head are kept in float32,
 # which adds less than 0.1 %.)
 #
-# Outside the blocks one part matters: the loss, which PyTorch computes in float32 from V scores per token.
-# How much does it need? It is highest in backward, at the moment when the activations of all blocks are still
-# there. So the next cell counts what the loss keeps after forward, and the most that lives until its backward
-# has ended.
+# Outside the blocks one part matters: the loss, which our model, like most training programs, computes in
+# float32 from V scores per token. How much does it need? It is highest in backward, at the moment when the
+# activations of all blocks are still there. So the next cell counts what the loss keeps after forward, and
+# the most that lives until its backward has ended.
 
 # %% tags=["nbval-check-output"]
 num_tokens, vocab = 64, 32_000
@@ -865,10 +866,10 @@ print(f"the CPU's AdamW steps {7 / 8:.2f} billion parameters for each GPU of the
 # %% [markdown]
 # ## 12. As many ranks as you like (optional)
 #
-# How much does each of 512 ranks hold? PyTorch has a **fake** process group: a single process acts as rank 0
-# of 512, and its messages go nowhere. The weights are on the **meta** device, where tensors have a shape but
-# no memory. In this way PyTorch's own code shards a model of half a billion parameters, on an idle machine
-# usually in less than a second.
+# How much does each of 512 ranks hold? PyTorch has a **fake** process group: a single process acts as rank
+# 0 of 512, and its messages go nowhere. The weights are on the **meta** device, where tensors have a shape
+# but no memory. In this way PyTorch's own code shards a model of half a billion parameters, in about a
+# second on an idle machine.
 
 
 # %%

@@ -410,13 +410,13 @@ if check.ready("10.1", "10.4", "10.5"):
     assert least < 0.3 * whole_least and most < 0.6 * whole_most
 
 # %% [markdown]
-# On the left all weights and Adam's state are there all the time, and backward adds a whole set of gradients.
-# In stage 3 only a quarter of each is there all the time. While forward and backward run, a plateau lies on
-# top of it: the root, the block that computes, and the block on its way. The plateau dips at the turn, where
-# the last block has been freed and is gathered again. In backward the gradients of one block at a time are
-# computed and reduced, and a quarter of them remains on the rank. When the step ends, only shards are left.
-# The spikes in backward are copies of gradients that are packed into a vector; `Live` counts such temporary
-# values with the activations.
+# On the left all weights and Adam's state are there all the time, and backward adds a whole set of
+# gradients. In stage 3 only a quarter of the weights and of Adam's state is there all the time. While
+# forward and backward run, a plateau lies on top of it: the root, the block that computes, and the block on
+# its way. The plateau dips at the turn, where the last block has been freed and is gathered again. In
+# backward the gradients of one block at a time are computed and reduced, and a quarter of them remains on
+# the rank. When the step ends, only shards are left. The spikes in backward are copies of gradients that
+# are packed into a vector; `Live` counts such temporary values with the activations.
 
 # %% [markdown]
 # ## 5. What prefetch hides (optional)
@@ -777,7 +777,7 @@ if check.ready("10.7", "10.8"):
 # other four in older code:
 #
 # - `FULL_SHARD`: everything is sharded, and weights are freed after forward.
-# - `SHARD_GRAD_OP`: gradients and optimizer state are sharded all the time. Weights are whole from forward to
+# - `SHARD_GRAD_OP`: gradients and optimizer state are kept in shards. Weights are whole from forward to
 #   backward.
 # - `HYBRID_SHARD`: `FULL_SHARD` inside each node, with a replica on every node.
 # - `_HYBRID_SHARD_ZERO2`: `SHARD_GRAD_OP` inside each node, with a replica on every node.
@@ -1054,11 +1054,11 @@ check.summary()
 #
 # - divide parameters into shards, and move between shards and whole,
 # - build stage 3 of ZeRO by hand, equal to one process,
-# - say which gathers prefetch hides, and which messages it cannot hide,
 # - use `fully_shard` on blocks and root,
 # - build a model in shards that no rank could hold whole,
-# - and, from the optional sections, build stages 1 and 2, predict the calls and bytes of a step, check what
-#   `fully_shard` made of your model, shard over a mesh, and say what each stage costs.
+# - and, from the optional sections, build stages 1 and 2, say which gathers prefetch hides and which
+#   messages it cannot hide, predict the calls and bytes of a step, check what `fully_shard` made of your
+#   model, shard over a mesh, and say what each stage costs.
 #
 # **Questions**
 #

@@ -275,9 +275,10 @@ except (RanksHung, RankFailed) as found:
     print(f"{type(found).__name__}: rank 0 waits in full_state, or was left alone there")
 
 # %% [markdown]
-# Rank 0 waits for parts that nobody sends. Here it learns of that soon, because rank 1 has ended; where rank 1
-# goes on training, rank 0 waits until the time limit. Whatever gathers is a collective, so **every rank calls it**, and
-# only the writing stands below `if rank == 0`.
+# Rank 0 waits for parts that nobody sends. Here it learns of that soon, because rank 1 has ended. Where
+# rank 1 goes on training, its next collectives are taken for those of `full_state`, and the ranks get wrong
+# numbers, fail, or hang. Whatever gathers is a collective, so **every rank calls it**, and only the writing
+# stands below `if rank == 0`.
 #
 # The full file has a second price. Rank 0 has to hold the whole state at once, 12 bytes per parameter with
 # AdamW's two moments, which is just what sharding was meant to avoid. All other ranks wait while it writes.
@@ -392,9 +393,9 @@ from manyhands.checkpoint.pieces import Box, Piece
 
 # %% [markdown]
 # Boxes describe any kind of sharding. In your FSDP of lesson 10 a unit is one long vector and each rank's
-# shard is a box of it. `fully_shard` cuts each weight by rows. A tensor that is not sharded is one box, which
-# every rank holds. `model_state` and `optimizer_state` find the pieces of a model and of its optimizer, and
-# this is what four ranks hold of one unit and of its first moment in AdamW:
+# shard is a box of it. `fully_shard` cuts each weight by rows. A tensor that is not sharded is one box,
+# which every rank holds. `model_state` and `optimizer_state` find the pieces of a model and of its
+# optimizer, and this is what four ranks hold of the first moment of one unit in AdamW:
 
 
 # %% tags=["nbval-check-output"]
@@ -1042,9 +1043,9 @@ check.account(account)
 #
 # Now we close the loop. Two real ranks train a small sharded model and save it with your lesson's
 # `save_sharded`, with all its waits for the disk. A rank is ended by SIGKILL at exponentially distributed
-# times, in whatever it is doing; the other rank loses its partner; both are started again and resume from the
-# newest intact checkpoint. First we measure $C$ and $R$ here, then choose $M = 10\,C$, which is far more
-# failures than any cluster has, so that a few seconds show many of them.
+# times, in whatever it is doing; the other rank loses its partner; both are started again and resume from
+# the newest intact checkpoint. First we measure $C$ and $R$ here, then choose $M = 10\,C$, which is far
+# more failures than any cluster has, so that even a run of a few seconds meets some.
 #
 # Predict before you run: at a quarter of the Young-Daly interval, which cause takes the most time besides
 # restarts? And at four times that interval?
@@ -1260,10 +1261,10 @@ for name in ("whole.pt", "state.pt"):
 assert outcomes == {"whole.pt": "refused", "state.pt": "loaded"}
 
 # %% [markdown]
-# The whole object is refused. A pickled object names the classes and functions that are needed to build it, and
-# loading it would call them, whatever a stranger has put there. Since version 2.6, `torch.load` therefore accepts
-# tensors and plain containers only. A state has another advantage as well: it does not contain the wrapper, so it
-# fits the model alone, and any other wrapper.
+# The whole object is refused. A pickled object names the classes and functions that are needed to build it,
+# and loading it would call them, whatever a stranger has put there. Since version 2.6, `torch.load`
+# therefore accepts tensors and plain containers only. A state has another advantage as well: it does not
+# contain the wrapper, so it fits the model alone, and the model inside any other wrapper.
 #
 # <details><summary>An example for Composer passes <code>train_data_loader=</code> to its Trainer. What is wrong?</summary>
 #
@@ -1382,23 +1383,26 @@ if check.ready("11.12"):
         print(f"after: {pod.dns}: {' '.join(pod.command)}")
 
 # %% [markdown]
-# The broken Job would have run its pods one after the other, without numbers and without names, and the first
-# would have waited in vain for the second. Most of its faults are of this silent kind: the API server refuses only
-# what it can see to be wrong, here the restart policy and the GPUs without a limit, and accepts the rest.
+# Even with the two faults mended that the API server refuses, the restart policy and the GPUs without a
+# limit, the Job would have run one pod at a time, without a number and without a name, and torchrun would
+# have ended at once, because a pod's name is no node rank. Most of the faults are silent: the API server
+# refuses only what it can see to be wrong, and accepts the rest.
 #
 # ### Checkpoints in an object store
 #
-# The nodes of a cluster share a file system. Machines in a cloud often share only an *object store*, such as
-# Amazon S3, which keeps whole files, called objects, under names in a *bucket*. All functions of this lesson take an
-# address in place of a folder: the job of section 13 saves in a bucket with `--store s3://bucket/run`. The package
-# `s3fs` has to be installed for it (`pip install s3fs`), and it reads from the environment where the server is and
-# who asks: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
+# The nodes of a cluster share a file system. Machines in a cloud often share only an *object store*, such
+# as Amazon S3, which keeps whole files, called objects, under names in a *bucket*. The functions that save,
+# load and find sharded checkpoints take an address in place of a folder: the job of section 13 saves in a
+# bucket with `--store s3://bucket/run`. The package `s3fs` has to be installed for it (`pip install s3fs`),
+# and it reads from the environment where the server is and who asks: `AWS_ENDPOINT_URL`,
+# `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`.
 #
-# An object store has no rename. It copies every object to the new name and then removes the old one, so a kill in
-# between leaves both. It does not need one either, because an object appears when all of its upload has arrived, and
-# is whole or absent like a renamed file. The commit of a checkpoint is the same as on a disk: the index, written last.
-# What differs is that a killed process leaves the parts of its last upload behind. Nobody sees them as an object, but
-# they are paid for until a rule of the bucket removes them.
+# Most object stores have no rename. Whoever wants one copies the object to the new name and then removes
+# the old one, so a kill in between leaves both. Checkpoints do not need one either, because an object
+# appears when all of its upload has arrived, and is whole or absent like a renamed file. The commit of a
+# checkpoint is the same as on a disk: the index, written last. What differs is that a killed process leaves
+# the parts of its last upload behind. Nobody sees them as an object, but they are paid for until a rule of
+# the bucket removes them.
 #
 # <details><summary>Some courses say that the nodes of a cluster are connected by fast internet and should save in cloud storage; others say that compute nodes have no internet at all. Who is right?</summary>
 #
@@ -1409,13 +1413,14 @@ if check.ready("11.12"):
 #
 # ### What Kubernetes' own scheduler leaves open
 #
-# Slurm grants all nodes of a job at once. Kubernetes places pods one by one, so of two jobs that need the whole
-# cluster each may get half of it, and both wait for ever. Starting all pods of a job together or none of them is called **gang
-# scheduling**. Nor does the scheduler know by default which nodes share a fast switch, although a ring
-# all-reduce is only as fast as its slowest link; choosing neighbours is called **topology-aware
-# scheduling**. Two add-ons supply both. *Kueue* keeps Jobs suspended in a queue until the quota has room for all
-# of their pods, and leaves placing them to Kubernetes. *Volcano* replaces the scheduler and places groups of pods.
-# Kubernetes 1.35 has a first version of gang scheduling of its own, which is switched off by default.
+# Slurm grants all nodes of a job at once. Kubernetes places pods one by one, so of two jobs that need the
+# whole cluster each may get half of it, and both wait for ever. Starting all pods of a job together or none
+# of them is called **gang scheduling**. Nor does the scheduler know by default which nodes share a fast
+# switch, although a ring all-reduce is only as fast as its slowest link; choosing neighbours is called
+# **topology-aware scheduling**. Two add-ons supply both. *Kueue* keeps Jobs suspended in a queue until the
+# quota has room for all of their pods, and can tell Kubernetes' scheduler which neighbouring nodes to use.
+# *Volcano* brings a scheduler of its own, which places groups of pods. Since version 1.35 Kubernetes also
+# has gang scheduling of its own, at first switched off by default.
 #
 # A cluster is shared by way of **namespaces**. Names, including those of Services, are unique within one
 # namespace; a *ResourceQuota* limits what it may use, such as its number of GPUs; roles decide who may start or
@@ -1450,9 +1455,10 @@ if check.ready("11.12"):
 # again with the same `--out`, on any number of ranks that divides the batch. Here it runs with the course's
 # functions. Of yours it can take `samples_of_step` (section 10): call `check.keep()`, and add `--impl mine`.
 #
-# All jobs of this course save with the code of this lesson. Most of them resume only on the number of ranks
-# that they began with: their order of samples depends on it, and the jobs of lessons 12 to 14 save each
-# rank's parts as its own. This one takes `samples_of_step`, and its parts fit any number of ranks.
+# All of the course's jobs that train the language model save with the code of this lesson. Most of them
+# resume only on the number of ranks that they began with: their order of samples depends on it, and the
+# jobs of lessons 12 to 14 save each rank's parts as its own. This one takes `samples_of_step`, and its
+# parts fit any number of ranks.
 
 # %%
 flags = "--steps 40 --layers 2 --block 32 --valid-tokens 8192"

@@ -134,7 +134,7 @@ def by_chance(
 # ---- a run that takes minutes, and is kept -------------------------------------------------------
 
 
-def store(path: str | Path, num_seeds: int = 16, where: str | Path = ".") -> None:
+def store(path: str | Path, num_seeds: int = 12, where: str | Path = ".") -> None:
     """Measure seven intervals with many draws of the kills, and write the runs as JSON."""
     costs = rehearse(where)
     mtbf_s = 10 * costs.save_s

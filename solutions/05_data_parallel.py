@@ -428,11 +428,11 @@ def step_in_ring(group):
 
 
 # %% [markdown]
-# The next cells count the bytes, and measure the time of a step on a simulated network of 20 MB/s with
-# 0.5 ms of latency per message. The messages are real, but each is delayed for as long as such a network
-# would take to carry it. Among nine ranks, each n from 2 to 8 is timed with a server and n workers, and
-# with a ring of n ranks. Before you run the cells, predict the shape of both curves of time: which one
-# keeps growing, and which one levels off?
+# The next cells count the bytes, and measure the time of a step on a simulated network of 20 MB/s with 0.5
+# ms of latency per message. The messages are real, but each is delayed for as long as such a network would
+# take to carry it. Among nine ranks, each n from 2 to 8 is timed with a server and n workers, and with a
+# ring of n ranks. Before you run the cells, predict the shape of both curves: which time grows by the same
+# amount with every rank, and which one by less and less?
 
 # %%
 NETWORK = {"latency_s": 0.5e-3, "bytes_per_s": 20e6}
@@ -540,10 +540,11 @@ if check.ready("5.3", "5.4"):
 #
 # ### Is the traffic of an all-reduce one times the weights?
 #
-# Some slides say that the traffic of an all-reduce is "1x weights", and that of a server 2x. Your
-# ledger says that in a ring every rank *sends* $2(n-1)/n$ times the size of the gradients, nearly 2x for
-# large n, and receives as much. A worker of a parameter server sends 1x and receives 1x, which is less.
-# The ring gains at the **busiest link**: that link is the server's, which carries $2n$ times the model.
+# Some slides say that the traffic of an all-reduce is "1x weights", and that of a server 2x. Your ledger
+# says that in a ring every rank *sends* $2(n-1)/n$ times the size of the gradients, nearly 2x for large n,
+# and receives as much. A worker of a parameter server sends 1x and receives 1x, which is less for more than
+# two ranks. The ring gains at the **busiest link**: that link is the server's, which carries $2n$ times the
+# model.
 
 # %% [markdown]
 # ## 6. Fewer messages: buckets
@@ -799,16 +800,16 @@ if check.ready("5.6", "5.8", "5.11"):
     figures.show(figure, "Time lines of two ranks: naive, bucketed and overlapped messages.")
 
 # %% [markdown]
-# Each rank has two lanes, with its work above and its messages below. Grey means that the rank waits,
-# usually for longer than the link alone needs, because the other rank may be late. In the first two
-# panels every message comes after backward, so the rank waits about as long as the link is busy, or
-# longer if the other rank is late. With buckets there are fewer messages, so the fixed cost is paid less
-# often: the link is busy for 12 ms less. In the third panel the messages lie under backward as far as it
-# is long enough, and overlap can hide the 34.5 ms of three buckets. The last bucket is left over,
-# because the gradients of the first layer are ready last. (A rank that other programs delay before it
-# waits finds less of it left.) So overlap saves more than buckets unless backward takes less than about
-# 16 ms or the latency is much higher. Forward and backward are real work, whose length varies from run
-# to run. That is why the cell compares the waiting and not the whole steps.
+# Each rank has two lanes, with its work above and its messages below. Grey means that the rank waits, at
+# times for longer than the link alone needs, because the other rank may be late. In the first two panels
+# every message comes after backward, so the rank waits about as long as the link is busy, or longer if the
+# other rank is late. With buckets there are fewer messages, so the fixed cost is paid less often: the link
+# is busy for 12 ms less. In the third panel the messages lie under backward as far as it is long enough,
+# and overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of
+# the first layer are ready last. (A rank that other programs delay before it waits finds less of it left.)
+# So overlap saves more than buckets unless backward takes less than about 16 ms or the latency is much
+# higher. Forward and backward are real work, whose length varies from run to run. That is why the cell
+# compares the waiting and not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)

@@ -371,10 +371,10 @@ for step, sizes in (("first", first), ("second", second)):
 assert len(first) == 1 and len(second) == 2 and second[0] > CAP_BYTES
 
 # %% [markdown]
-# DDP uses a single bucket in its first backward, whatever the model's size, and packs the buckets anew
-# after it, in the order in which the gradients arrived. A bucket is closed once it holds *at least* the
-# cap, so both buckets hold four layers. `BucketedDDP`, whose buckets never exceed their size, would
-# need three.
+# With its default options DDP uses a single bucket in its first backward, whatever the model's size, and
+# packs the buckets anew after it, in the order in which the gradients arrived. A bucket is closed once it
+# holds *at least* the cap, so both buckets hold four layers. `BucketedDDP`, whose buckets never exceed
+# their size, would need three.
 
 # %% [markdown]
 # ## 5. Fewer messages, and layers that look at the batch (optional)
@@ -601,11 +601,11 @@ except RuntimeError as error:
 # there are only 10,000 ports here. For two jobs on one node that is unlikely, and the second job would
 # stop with such a message.)
 #
-# Jobs collide in the same way if you set `CUDA_VISIBLE_DEVICES=0,1` by hand. The variable says which of
-# the node's GPUs a process sees, and in what order, and the process numbers these from 0. The cell below
-# computes which GPUs the ranks of two jobs get on a node with four GPUs: once with that line in both job
-# files, and once with the values that **Slurm** would set. (Slurm is the program that assigns nodes and
-# GPUs to jobs on most clusters.)
+# Jobs collide in the same way if you set `CUDA_VISIBLE_DEVICES=0,1` by hand on a cluster that does not hide
+# the GPUs of other jobs. The variable says which of the node's GPUs a process sees, and in what order, and
+# the process numbers these from 0. The cell below computes which GPUs the ranks of two jobs get on a node
+# with four GPUs: once with that line in both job files, and once with the values that **Slurm** would set.
+# (Slurm is the program that assigns nodes and GPUs to jobs on most clusters.)
 
 
 # %% tags=["nbval-check-output"]
@@ -891,9 +891,10 @@ assert max(abs(a - b) for a, b in zip(seen["C"].losses, one.losses, strict=True)
 # each other's way, so that a step took longer than on one rank. The formula assumes a fixed amount of
 # work, so the cell below prints $e$ for strong scaling only.
 #
-# The six settings are timed in turn on the same processes, five times each, and the fastest time of
-# each counts, because other work on the machine can only make a step slower. Predict the efficiency of
-# strong scaling on 2 ranks and on 4 for your machine. (How many cores does it have?)
+# The six settings (the two with one rank are the same work, so their difference shows how exact the times
+# are) are timed in turn on the same processes, five times each, and the fastest time of each counts,
+# because other work on the machine can only make a step slower. Predict the efficiency of strong scaling on
+# 2 ranks and on 4 for your machine. (How many cores does it have?)
 
 # %%
 efficiency_2, efficiency_4 = None, None  # your predictions for strong scaling
@@ -1090,8 +1091,8 @@ read_ms, compute_ms = times_ms(fed[0])
 print(f"reading {read_ms:.0f} ms per batch, computing {compute_ms:.0f} ms per batch")
 
 # %% [markdown]
-# With $w$ workers a batch arrives every $r/w$ on average. If the computing takes longer than that, the
-# next batch is always there; otherwise the loop waits for the rest, $r/w - c$, in each step. So the share
+# With $w$ workers a batch arrives every $r/w$ on average. If the computing takes longer than that, the next
+# batch should always be there; otherwise the loop waits for the rest, $r/w - c$, in each step. So the share
 # spent waiting is $\max(0, r/w - c)$ divided by $\max(r/w, c)$, and $\lceil r/c \rceil$ workers are enough.
 
 # %%
@@ -1122,11 +1123,12 @@ figures.show(
 )
 
 # %% [markdown]
-# In the first time line orange and blue alternate, so a step takes the time for reading *plus* the time
-# for computing. With workers the reading happens during the computing. One worker cannot read faster than
-# the loop did, so it removes all of the waiting only if $r \le c$. The measured share differs from the
-# predicted one when workers and loop compete for the cores, because $c$ then grows. Some practical rules
-# about loaders:
+# In the first time line orange and blue alternate, so a step takes the time for reading *plus* the time for
+# computing. With workers the reading happens during the computing. One worker cannot read faster than the
+# loop did, so it removes all of the waiting only if $r \le c$. The measured share is usually larger than
+# the predicted one: in the first step nothing is computed while its batch is read, and in every step it
+# takes some time to hand a batch over. Where workers and loop compete for the cores, both times change as
+# well. Some practical rules about loaders:
 #
 # - Give each rank as many workers as the job has spare cores for it. For example, `--cpus-per-task=16`
 #   with four ranks means four cores per rank: one for the rank and up to three for its workers. If
@@ -1201,12 +1203,12 @@ for name, is_split_once in (("split once", True), ("dealt out in each epoch", Fa
 assert abs(means[0] - means[1]) < found.max() - found.min()
 
 # %% [markdown]
-# The two means differ by less than the results of single seeds do, so here the loss does not favour
-# either way. In both ways each epoch uses each sample once. But the choice has other consequences: a
-# share that stays the same can be kept on the node's own disk, whereas dealing out the data anew gives
-# the batches of one process, so the run can be checked against one process. It would be a different
-# matter to split sorted data (say, one topic per file) once *and* without shuffling, because each rank
-# would then see a different kind of data.
+# The two means differ by less than the results of single seeds do, so here the loss does not favour either
+# way. In both ways each epoch uses each of its 1,280 samples once. But the choice has other consequences: a
+# share that stays the same can be kept on the node's own disk, whereas dealing out the data anew gives the
+# batches of one process, so the run can be checked against one process. It would be a different matter to
+# split sorted data (say, one topic per file) once *and* without shuffling, because each rank would then see
+# a different kind of data.
 
 # %% [markdown]
 # ## 15. Programs that run and are wrong (optional)
@@ -1298,7 +1300,7 @@ for name, mask in (("with", causal), ("without", None)):
 # %% [markdown]
 # Without the mask the loss falls far below what is possible, because the model does not predict the next
 # token but copies it. At the last position, the only one that is used to write, there is nothing to copy,
-# and the loss is many times higher than the mean. Its validation loss shows the same wonderful number as its training loss, so neither
+# and the loss is many times higher than the mean. The training loss falls in the same way, so neither
 # raises suspicion. Two tests reveal the leak: compare the loss with what is possible, and change a later
 # token to see whether an earlier output moves. The course's own model passes the second for every position
 # in `tests/test_transformer.py`.

@@ -114,8 +114,9 @@ assert best_large + 0.1 < min(one.accuracy for one in gap["small batch"])
 # The gap is large, and one reason for it is simple: the large batch takes sixteen times fewer steps, and at
 # the same learning rate its steps are no longer than before. If you had only the two accuracies, you might
 # conclude that large batches make worse networks, but first of all the large batch has trained for *fewer
-# steps*. A remedy has to achieve with 61 steps what the reference achieves with 973. That this can be done is
-# not obvious here, and section 5 will show it, with a network that is built differently.
+# steps*. A remedy that keeps to the large batch and to the 12 epochs has to achieve with 61 steps what the
+# reference achieves with 973. That this can be done is not obvious here, and section 5 will show it, with a
+# network that is built differently.
 
 # %% [markdown]
 # ## 2. The square root, derived and tested
@@ -248,7 +249,8 @@ for number in range(len(TUNING)):
 print(f"best learning rates: {best_small:g} at batch 16, {best_large:g} at batch 256; ", end="")
 print(f"their ratio: {best_large / best_small:g} (seed by seed {', '.join(by_seed)})")
 smaller = [fmean(at_large[factor * TASK.rate]) for factor in LARGE_FACTORS[:4]]
-assert best_small == TASK.rate and smaller == sorted(smaller)  # the reference is tuned
+assert fmean(at_small[TASK.rate]) > fmean(at_small[best_small]) - 0.015  # the reference is tuned
+assert smaller == sorted(smaller)
 assert 1 <= best_large / best_small < 4
 assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 
@@ -265,9 +267,10 @@ assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 # the reference already works close to that limit: twice its learning rate costs much of its accuracy. So a
 # larger batch, however little noise it has, finds little room above.
 #
-# One caution remains. This small data set has no validation images, so the rates are chosen by the accuracy
-# on the test images. That flatters both sides alike, which is good enough to compare them, but not to publish
-# the accuracy. From now on, **tuned rate** stands for twice the reference's learning rate.
+# One caution remains. To keep all images for training, no validation images are set aside here (lesson 03
+# does that), so the rates are chosen by the accuracy on the test images. That flatters both sides, which is
+# good enough to compare them, but not to publish the accuracy. From now on, **tuned rate** stands for twice
+# the reference's learning rate.
 
 # %% [markdown]
 # ## 3. Does it help to raise the learning rate gradually?
@@ -407,8 +410,8 @@ if check.ready("7.4"):
 # processes sixteen times as many images.
 #
 # So on this network noise cannot make up for missing steps. Whether it makes *better* networks once there
-# are enough steps is another question, on which these runs are silent. The study that proposed it trained for
-# far longer (Hoffer et al. 2017), and so will you in section 6.
+# are enough steps is another question, on which these runs are silent. The study that proposed it trained
+# for far longer (Hoffer et al. 2017), and section 6 trains longer, too, but without the noise.
 
 # %% [markdown]
 # ## 5. Can the network bear a higher learning rate? Batch norm
@@ -664,9 +667,10 @@ if check.ready("7.7"):
 
 # %% [markdown]
 # In the first half of the epochs the small and the growing batch are the same training. In the second half
-# their curves still lie almost on top of each other, as the argument predicts. Per image, a growing batch is as good as a falling learning rate, and the whole training takes fewer steps.
-# Little of this saving shows in the steps to the target, because the batch starts to grow only after half of
-# the epochs, when the target has often been reached already.
+# their curves still lie almost on top of each other, as the argument predicts. Per image, a growing batch
+# is as good as a falling learning rate, and the whole training takes fewer steps. Little or none of this
+# saving shows in the steps to the target, because the batch starts to grow only after half of the epochs,
+# when the target has often been reached already.
 #
 # Longer training at the tuned rate gains most of what the same learning rate lacked within the budget. So for
 # this network, which has no norm, much of the gap between large and small batches is a lack of steps. But

@@ -11,8 +11,9 @@
 #
 # The optimizers of this lesson give every layer a learning rate of its own. With such optimizers ResNet-50
 # was trained with batches of 32,768 images, and BERT with batches of 65,536 sequences, or 32,768 where the
-# sequences were long. You will write four of them from their papers, as optimizers that could be used anywhere,
-# and you will see why two programs that both say "LARS" can train differently.
+# sequences were long. You will write four of them, three from their papers and one that has none, as
+# optimizers that could be used anywhere, and you will see why two programs that both say "LARS" can train
+# differently.
 #
 # ![In three layers the norms of weights and gradients differ several times, so one rate moves them by very different shares; a trust ratio moves each by the same share](figures/layerwise_ratio.svg)
 
@@ -74,12 +75,12 @@ assert max(matrices) > 2 * min(matrices) and max(shares.values()) > 10 * min(sha
 # %% [markdown]
 # ## 1. How high can one learning rate be?
 #
-# Before you build a better method, measure the limit of the plain one. The **learning-rate range test** is a
-# single short training: the learning rate starts too low and grows at every step, until the loss explodes.
-# Smith, who proposed the test in 2017, let the learning rate grow linearly and plotted the accuracy. The
-# library fastai made popular the form that you will write, in which the learning rate grows by a constant
-# factor and the test stops when the loss has become much too high. The useful learning rates begin where the
-# loss starts to fall, and they end well before it turns up.
+# Before you build a better method, measure the limit of the plain one. The **learning-rate range test** is
+# a single short training: the learning rate starts too low and grows at every step, until the loss
+# explodes. Smith, who proposed the test in 2017, let the learning rate grow linearly and plotted the
+# accuracy. The library fastai made popular the form that you will write, in which the learning rate grows
+# by a constant factor and the test stops when the loss has become much too high. As a rule of thumb, the
+# useful learning rates begin where the loss starts to fall, and end before it turns up.
 #
 # After the exercise, SGD with momentum takes the test with three batch sizes. Watch whether a larger batch
 # moves the explosion to a higher learning rate.
@@ -139,10 +140,12 @@ if check.ready("8.1"):
 
 # %% [markdown]
 # Each curve shows its range: the learning rates between the point at which the loss begins to fall and the
-# point at which it is lowest. A test this short gives only the order of magnitude, because at its low end the
-# loss also needs time to fall. The batch grows by a factor of 30, but the learning rate at which the loss
-# explodes does not follow. With all images in each step there is no sampling noise left, so noise cannot be
-# what limits the step here; the curvature of the loss can. The linear rule met the same limit in lesson 07.
+# point at which it is lowest. A test this short gives only the order of magnitude: at its low end the loss
+# also needs time to fall, and its high end holds for the weights that the test has reached by then. (The
+# best rates for SGD in section 6 can lie above this range, because they are peaks of a schedule.) The batch
+# grows by a factor of 30, but the learning rate at which the loss explodes does not follow. With all images
+# in each step there is no sampling noise left, so noise cannot be what limits the step here; the curvature
+# of the loss can. The linear rule met the same limit in lesson 07.
 
 # %% [markdown]
 # ## 2. LARS: trust each layer as far as its own size
@@ -233,11 +236,12 @@ if check.ready("8.2"):
 # %% [markdown]
 # The typical ratios of the layers differ by more than a factor of three, so no single learning rate could
 # have done the same. During training the ratios move against the gradients, by which they are divided. With
-# the small batch the gradients are several times as long at the end as at the beginning, and the ratios have
-# shrunk. With all images in each step the gradients have become shorter, and the ratios have grown to match.
-# Shorter gradients would shorten the steps of SGD, but those of LARS stay as long as before, and that is why LARS
-# needs a schedule that lowers the learning rate. The two trainings make equally many steps, so the one with the
-# larger batch has seen 30 times as many images; the panels do not separate that from the effect of noise.
+# the small batch the gradients are several times as long at the end as at the beginning, and the ratios
+# have shrunk. With all images in each step the gradients have become shorter, and the ratios have grown.
+# Shorter gradients would shorten the steps of SGD, but at the same learning rate those of LARS stay about
+# the same share of the weights, and that is why LARS needs a schedule that lowers the learning rate. The
+# two trainings make equally many steps, so the one with the larger batch has seen 30 times as many images;
+# the panels do not separate that from the effect of noise.
 
 # %% [markdown]
 # ## 3. LARC: the same, with a ceiling
@@ -427,10 +431,11 @@ if check.ready("8.2", "8.3", "8.4", "8.5"):
 
 # %% [markdown]
 # With the small batch, plain SGD is not far behind the best of the others. With the large batch this gap is
-# more than twice as wide, and **LARS**, which is the same SGD with a trust ratio, closes a large part of it. This
-# observation made the layer-wise methods known. But look at **AdamW** too, which stays near the best with both
-# batches. A later study came to a similar result for ResNet-50 and BERT (Nado et al. 2021): carefully tuned
-# standard optimizers matched LARS and LAMB. The order of optimizers that share a rank is a question of seeds.
+# more than twice as wide, and **LARS**, which is SGD with the same momentum, a trust ratio and a little
+# weight decay, closes a large part of it. This observation made the layer-wise methods known. But look at
+# **AdamW** too, which stays near the best with both batches. A later study came to a similar result for
+# ResNet-50 and BERT (Nado et al. 2021): carefully tuned standard optimizers matched LARS and LAMB. The
+# order of optimizers that share a rank is a question of seeds.
 #
 # The comparison has limits. Only the learning rate was tuned, whereas momentum, betas and weight decay were
 # fixed at values that may suit some optimizers better than others. All data here are images. LAMB became known
@@ -461,9 +466,9 @@ assert large["LAMB"] == large["LARS"] == 1 < large["AdamW"] == large["LARC"]
 assert large["SGD"] == max(large.values())
 
 # %% [markdown]
-# There the trust ratio pays with the large batch. LAMB and LARS come first; AdamW follows one or two points
-# behind, which is more than the seeds explain for LAMB, and SGD is last by far. With the small batch AdamW and
-# LAMB are first, and LARS is no better than SGD. So a trust ratio is no improvement in general, but here it
+# There the trust ratio pays with the large batch. LAMB and LARS come first; AdamW follows about one point
+# behind, which is more than the seeds explain, and SGD is last by far. With the small batch AdamW and LAMB
+# are first, and LARS is no better than SGD. So a trust ratio is no improvement in general, but here it
 # helped with the large batch and its few steps.
 #
 # ## 7. What the name does not say
@@ -518,9 +523,9 @@ if check.ready("8.2"):
 # %% [markdown]
 # With "stay" the bias never moves. With a ratio of 1 it takes one ordinary step, which the momentum carries
 # on for a while; "no_decay" gives the same, since a bias at 0 has no weight decay anyway. From the second
-# step on, the ratio is tiny because the norm of the bias is still small, so a layer that starts at 0 learns
-# slowly under LARS. That is why many recipes exclude biases and norms from the trust ratio altogether, by
-# putting them into a parameter group of their own.
+# step on the ratio is that of LARS, here about a thousandth of |w| / |g|, so after one step that was not
+# scaled at all the layer hardly takes any more of its own. That is why many recipes exclude biases and
+# norms from the trust ratio altogether, by putting them into a parameter group of their own.
 
 # %% [markdown]
 # ## 8. What changes when a layer is sharded?

@@ -44,7 +44,7 @@ from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, traffic
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import watch
-from manyhands.models.transformer import Transformer, num_parameters
+from manyhands.models.transformer import Transformer
 from manyhands.pipeline import bench, figures as draw, stages
 from manyhands.pipeline.bubble import Span
 from manyhands.pipeline.engine import Setup
@@ -204,8 +204,9 @@ from manyhands.pipeline.engine import Engine
 #   mail. On the last stage, compute the loss as well. Divide it by m, because the mean over the batch is the
 #   mean of the micro-batches' means, and the gradients of m parts add up in `.grad`.
 # - `backward(stage, i)`: run autograd from the gradient of the output to the gradient of the input, and send
-#   the latter back, except on stage 0. Also wait for the work of the forward's send (the last stage has
-#   none). That takes no time, because the gradient of what was sent has come back, and it completes the send.
+# the latter back, except on stage 0. Also wait for the work of the forward's send (the last stage has
+# none). That takes no time, because the gradient of what was sent has already come back; the wait only
+# completes the send.
 #
 # Compute inside `with self.span(Action("F", stage, i)):`, which records when this rank computes. Receive
 # before this block, so that waiting does not count as work.
@@ -632,10 +633,11 @@ if check.ready("12.2", "12.4", "12.7"):
 # - small m: a large bubble, (p - 1) / m of the ideal time,
 # - large m: the same work in many small pieces, m times the time of one piece.
 #
-# Both can be measured without a pipeline. Let w(m) be the time that a stage needs for the whole batch in m
-# pieces, without any message. Then a step should take w(m) (1 + (p - 1) / m). The next cell measures w(m) and
-# predicts the best m from it, and then measures the step itself. The batch has 32 sequences, and there are
-# two stages, one for each core. Which m do you expect to win?
+# Both can be known without running a pipeline: the bubble from the formula, the pieces by measuring. Let
+# w(m) be the time that a stage needs for the whole batch in m pieces, without any message. Then a step
+# should take w(m) (1 + (p - 1) / m). The next cell measures w(m) and predicts the best m from it, and then
+# measures the step itself. The batch has 32 sequences, and there are two stages, one for each core. Which m
+# do you expect to win?
 
 # %%
 if check.ready("12.2", "12.6", "12.7"):
@@ -658,20 +660,20 @@ if check.ready("12.2", "12.6", "12.7"):
     )
 
 # %% [markdown]
-# Read the columns from top to bottom. The work alone takes little time with large pieces and grows where the
-# pieces get small; the bubble is largest at m = 1, where each rank waits for half of the step. Their
-# sum has its minimum in between, and around the minimum it is flat, so the exact m matters little there,
-# while both ends are expensive. The measured step is usually above the prediction for large m, because the
-# prediction leaves out the messages and Python's work for each action, and both grow with m. (On a busy
-# machine all times vary; run the cell again if the points jump.)
+# Read the columns from top to bottom. The work alone changes little while the pieces are large, and grows
+# where they get small; the bubble is largest at m = 1, where each rank waits for half of the step. So their
+# sum has its minimum in between, and both ends are expensive. For large m the measured step is usually
+# above the prediction, because the prediction leaves out the messages and Python's work for each action,
+# and both grow with m. (On a busy machine single points jump, and a step can even seem shorter than its
+# work; then run the cell again.)
 #
-# On GPUs the same decision is made with other numbers: a GPU needs far larger matrices than a core before it
-# is well used, so m cannot grow as far. There people take the smallest micro-batch that still keeps the GPU
-# busy, often a single long sequence, and make the batch large enough for m to be several times p. If the
-# batch cannot grow, smaller slots (section 12) shrink the bubble, and so do fewer stages with more replicas
-# (section 14), though only a little. With N GPUs, d replicas, and a batch of B in micro-batches of b, m is B
-# / (d b) and p is N / d, so (p - 1) / m = (N - d) b / B. For 64 GPUs, B = 512 and b = 1, going from 16 stages
-# to 4 takes it from 11.7 % to 9.4 %.
+# On GPUs the same decision is made with other numbers: a GPU needs far larger matrices than a core before
+# it is well used, so m cannot grow as far. There people take the smallest micro-batch that still keeps the
+# GPU busy, often a single long sequence, and make the batch large enough for m to be several times p. If
+# the batch cannot grow, smaller slots (section 12) shrink the bubble, and so do fewer stages with more
+# replicas (section 14), though slowly. With N GPUs, d replicas, and a batch of B in micro-batches of b, m
+# is B / (d b) and p is N / d, so (p - 1) / m = (N - d) b / B. For 64 GPUs, B = 512 and b = 1, going from 16
+# stages to 4 takes it from 11.7 % to 9.4 %.
 #
 # ## 10. Where the rest of the time goes (optional)
 #
@@ -778,10 +780,10 @@ if check.ready("12.2", "12.7"):
 #
 # ## 12. Interleaved: smaller slots (optional)
 #
-# Can the bubble shrink without more micro-batches? Yes: give each rank v stages that are not neighbours: rank
-# r has the stages r, r + p, r + 2p, ... A stage is then 1/v as long, and so is each empty slot, so the bubble
-# is (p - 1) / v slots instead of p - 1. The price is v times as many messages, and more micro-batches in
-# flight.
+# Can the bubble shrink without more micro-batches? Yes: give each rank v stages that are not neighbours:
+# rank r has the stages r, r + p, r + 2p, ... A stage is then 1/v as long, and so is each empty slot, so the
+# bubble is (p - 1) / v slots instead of p - 1. The price is more than v times as many messages, and more
+# micro-batches in flight.
 #
 # The micro-batches go in max(1, m // p) groups of equal size. Where that is impossible (p = 4, m = 9), raise
 # a `ValueError`. In schedules and charts a letter says which of a rank's stages is meant: `F0a` is the
@@ -821,8 +823,8 @@ if check.ready("12.2", "12.9"):
     assert off < 1e-5
 
 # %% [markdown]
-# The second run usually has the smaller idle share, but it misses its formula by more, because it sends about
-# twice as many messages.
+# The second run usually has the smaller idle share, but it usually misses its formula by more: it has more
+# than twice as many messages, and its slots are half as long, so each delay weighs more.
 #
 # ## 13. PyTorch's own, and zero bubble (optional)
 #
@@ -898,11 +900,12 @@ assert waits == [9, 3]
 # %% [markdown]
 # In both charts each rank has 24 units of work. 1F1B takes 9 units more, three empty slots of three units
 # each. The split schedule takes only 3 more: at the end of the step each rank still has backwards for the
-# weights to do, and they fill the time in which it would wait for the last gradients. What stays empty lies
-# at the beginning. Rank 3 cannot start before three forwards are done, and until its first gradient comes back,
-# rank 0 could only begin more micro-batches, whose activations it would have to keep. (This table puts the gap
-# before its fourth forward and not behind it, which makes no difference.) So despite its name this class only
-# shrinks the bubble; Qi et al. also have schedules that nearly remove it, at the price of more memory.
+# weights to do. Rank 0 puts them where it would wait for the last gradients, and rank 3 does them last, so
+# that the gradients for which the others wait leave earlier. What stays empty lies at the beginning. Rank 3
+# cannot start before three forwards are done, and until its first gradient comes back, rank 0 could only
+# begin more micro-batches, whose activations it would have to keep. (This table puts the gap before its
+# fourth forward and not behind it, which makes no difference.) So despite its name this class only shrinks
+# the bubble; Qi et al. also have schedules that nearly remove it, at the price of more memory.
 #
 # ## 14. Pipelines beside each other (optional)
 #
@@ -1001,16 +1004,16 @@ if check.ready("12.2", "12.7"):
     entries = [entry for mine in run_ranks(bytes_sent, 2) for entry in mine]
     sent = sum(traffic(entries).values())
     score("bytes over the cut", over_the_cut, 2 * 4 * B * T * D, sent)
-    whole = 4 * num_parameters(V, T, L, D)
+    whole = 4 * sum(p.numel() for layer in make_layers() for p in layer.parameters())
     print(f"an all-reduce of the gradients has {whole:,} bytes")
     assert sent < whole / 4
 
 # %% [markdown]
-# A cut carries far less here than an all-reduce. Its bytes grow with the number of tokens and with the width,
-# whereas the gradients grow with the square of the width. So with wide layers and not too many tokens a cut
-# is cheap, and only neighbours exchange messages. That is why pipelines are used where the network is slow,
-# between nodes. Across two nodes a pipeline lost about 14 % of its speed, and tensor parallelism, the subject
-# of lesson 13, about 43 % (Ultra-Scale Playbook, 2025).
+# A cut carries far less here than an all-reduce. Its bytes grow with the number of tokens and with the
+# width, whereas the gradients grow with the square of the width. So with wide layers and not too many
+# tokens a cut is cheap, and only neighbours exchange messages. That is why pipelines are used where the
+# network is slow, between nodes. Across two nodes a pipeline lost about 14 % of its speed per GPU, and
+# tensor parallelism, the subject of lesson 13, about 43 % (Ultra-Scale Playbook, 2025).
 #
 # But a pipeline cannot help with a single layer that is too large, and with few micro-batches it wastes time.
 # GPipe's authors measured the second effect (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4

@@ -433,14 +433,15 @@ from manyhands.tensor.cost import Link, between_nodes, messages_s, products_s
 # Twice the width halves this ratio, and twice the ranks more than double it, because the products of a rank
 # shrink and its messages do not. Faster processors on the same network make it worse.
 #
-# **What is W?** The figure uses the data sheet of the H100 and its node, as lesson 00 quotes it: 989 TFLOP/s for
-# 16-bit numbers, 450 GB/s over NVLink inside the node, and for each GPU a network card with 50 GB/s over
-# InfiniBand to other nodes. How much of the network a group gets depends on where its ranks are. NCCL builds
-# several rings through a group, and each ring leaves a node by another card, so a group with k GPUs in each node
-# has the bandwidth of k cards. Sixteen ranks that fill two nodes have 8 · 50 = 400 GB/s, nearly as much as
-# inside a node, while eight ranks in eight different nodes have 50 GB/s. `between_nodes` computes such a link.
-# The latencies, 3.4 and 9.6 microseconds, are those that NCCL assumes when it plans its rings. Real products
-# and real links both stay below their data sheets, so the ratio is a first estimate.
+# **What is W?** The figure uses the data sheet of the H100 and its node, as lesson 00 quotes it: 989
+# TFLOP/s for 16-bit numbers, 450 GB/s over NVLink inside the node, and for each GPU a network card with 50
+# GB/s over InfiniBand to other nodes. How much of the network a group gets depends on where its ranks are.
+# NCCL builds several rings through a group, and each ring leaves a node by another card, so a group with k
+# GPUs in each node has the bandwidth of k cards. Sixteen ranks that fill two nodes have 8 · 50 = 400 GB/s,
+# nearly as much as inside a node, while eight ranks in eight different nodes have 50 GB/s. `between_nodes`
+# computes such a link. The latencies, 3.4 and 9.6 microseconds, are those that NCCL assumed, in the version
+# cited below, when it chose between ring and tree. Real products and real links both stay below their data
+# sheets, so the ratio is a first estimate.
 #
 # **Above the line at 1 a GPU spends more time on messages than on products.** Which widths cross the line in
 # each of the three cases?
@@ -493,14 +494,15 @@ for link in (WHOLE_NODES, ONE_IN_EACH):
     losses = [1 - (1 + ratio(w, 8, NVLINK)) / (1 + ratio(w, 16, link)) for w in (3072, 4096)]
     words = " to ".join(f"{loss:.0%}" for loss in sorted(losses))
     print(f"16 ranks instead of 8, {link.name}: throughput of a GPU falls by {words}")
-    # the published 43 %: other work, which is as long as before, makes the loss a little smaller
+    # the published 43 %: products below their data sheet make the loss a little smaller
     assert (0.43 < min(losses) < max(losses) < 0.6) is (link is WHOLE_NODES)
 
 # %% [markdown]
-# With the cards of both nodes the calculator comes near to the measurement (for widths of 3,072 and 4,096, as
-# models of 3 to 7 billion parameters have them). It predicts somewhat more than was lost, because it counts
-# only matrix products and messages, and whatever else a step does takes as long as before. With a single card per
-# node the loss would have been 90 %.
+# With the cards of both nodes the calculator comes near to the measurement (for widths of 3,072 and 4,096,
+# as models of 3 to 7 billion parameters have them). It predicts somewhat more than was lost. One likely
+# reason is that real products stay further below their data sheet than it assumes: at 60 % of the 989
+# TFLOP/s it predicts 41 % to 47 %. With one GPU in each of sixteen nodes the loss would have been about 90
+# %.
 #
 # So the cut does not stop working at the border of a node, but it becomes expensive there, compared with what
 # else the GPUs could do: between the same two nodes a pipeline lost about 14 % in the Playbook.
@@ -573,7 +575,7 @@ if check.ready(*PARTS):
     watch.run("../sbatch/tensor.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
-# This is the end of the core. The recap, at the end of the notebook, has three questions about it.
+# This is the end of the core. The recap, at the end of the notebook, has questions about it.
 #
 # ## 10. Which data? (optional)
 #
@@ -731,7 +733,7 @@ if check.ready(*PARTS, *SEQUENCE):
 
 # %% [markdown]
 # Again it is the training of one process. (With dropout the numbers would differ: the ranks drop other
-# elements than one process would, though the same share of them.)
+# elements than one process would, though on average the same share of them.)
 #
 # ### What it saves
 #
@@ -889,7 +891,6 @@ from manyhands.tensor.dtensor import torch_tensor_parallel
 def train_torch(sequence):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = torch_tensor_parallel(make_model(), mesh, sequence)
-    # V = 50 can be cut over two ranks evenly; DTensor needs that
     losses, truth = [], TRUTH[0.0][1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-6)
     with loss_parallel(), Ledger() as ledger:
@@ -916,7 +917,7 @@ if check.ready("13.13"):
 # optimizer's step. With sequence parallelism this plan also all-reduces the whole embedding and cuts it
 # afterwards, so one all-reduce per step replaces a reduce-scatter.
 #
-# For each operation DTensor also has to work out, in Python, which messages it needs. That takes about the
+# For each operation DTensor also has to look up, on the host, which messages it needs. That takes about the
 # same time for every width, so it matters least for wide layers. On a GPU, where Python runs ahead of the
 # device, it may not show at all.
 

@@ -321,11 +321,11 @@ if check.ready(*GRID):
     assert [axis for axis, _ in per_axis.most_common()] == ["dp", "tp", "pp"]
 
 # %% [markdown]
-# Every square has one colour: ranks talk only along an axis, and ranks that differ in two coordinates never
-# talk at all. Here most bytes travel along `dp`, for two reasons. A step has few tokens, so the activations of
-# tensor parallelism are small beside the weights. And our FSDP is simple: inside a pipeline it gathers and
-# reduces for every micro-batch, while PyTorch's keeps its gradients whole until the end of the step. Along
-# `pp` least travels, and so the pipeline can live with slow links.
+# Every square has one colour: ranks talk only along an axis, and in this step ranks that differ in two
+# coordinates do not talk at all. Here most bytes travel along `dp`, for two reasons. A step has few tokens,
+# so the activations of tensor parallelism are small beside the weights. And our FSDP is simple: inside a
+# pipeline it gathers and reduces for every micro-batch, while PyTorch's keeps its gradients whole until the
+# end of the step. Along `pp` least travels, and so the pipeline can live with slow links.
 #
 # ## 4. One norm for the whole gradient
 #
@@ -547,17 +547,18 @@ if check.ready("14.7", "14.8"):
 # nodes. Data parallelism beside tp 8 has such groups. But its eight tensor ranks work on the same tokens, so for
 # each GPU it is again the same number.
 #
-# Tensor parallelism keeps above half of its ideal speed as long as tp is at most the number printed. At width
-# 8,192 that is so over the eight GPUs of a node. Over two nodes, which is tp 16, it is so on the A100 alone, and on the
-# H100 nearly. With a single GPU in each node three ranks are already too many for an H100. From generation to
-# generation C has grown faster than W, so the ratio has become worse on both links, and most between nodes.
+# Tensor parallelism keeps above half of its ideal speed as long as tp is at most the number printed. At
+# width 8,192 that is so over the eight GPUs of a node. Over two nodes, which is tp 16, it is so on the A100
+# alone, and on the H100 nearly. With a single GPU in each node three ranks are already too many for an
+# H100. From generation to generation C has grown faster than W on every link: from the A100 to the B200 the
+# ratio has become 2.4 times as large inside a node and 3.6 times between whole nodes.
 #
 # ### Yours
 #
-# The next cell measures C (a matrix product, and a training step) and W (two ranks that exchange messages) on
-# this machine. Then it puts your ratio to the test: two ranks train with data parallelism on a network that
-# is slowed down on purpose, so that the predicted crossing lies in the middle of the batches tried. The time
-# without the slow network is measured in the same run.
+# The next cell measures C (a matrix product, and a training step) and W (two ranks that exchange messages)
+# on this machine. Then it puts your ratio to the test: two ranks train with data parallelism on a network
+# that is slowed down on purpose, so that the predicted crossing should lie among the batches tried. The
+# time without the slow network is measured in the same run.
 
 # %%
 if check.ready("14.7"):
@@ -578,10 +579,10 @@ if check.ready("14.7"):
     print(f"tokens per rank, seen at {found.measured_tokens:.0f}")
 
 # %% [markdown]
-# Left of the crossing the messages take longer than backward, so a step lasts longer than without the slow
-# network. Right of it they fit behind backward. The curves do not quite meet even there, because the last bucket of
-# a step has nothing to hide behind, and they meet less on a machine that is busy with other work, where the
-# measured crossing moves as well.
+# On an idle machine the messages take longer than backward left of the crossing, so a step lasts longer
+# than without the slow network. Right of it they fit behind backward. The curves do not quite meet even
+# there, because the last bucket of a step has nothing to hide behind, and they meet less on a machine that
+# is busy with other work, where the measured crossing moves as well.
 #
 # ## 8. Which technique when? (optional)
 #
@@ -693,7 +694,10 @@ smaller = plans(LLAMA._replace(gradients="bfloat16"))[0]
 for what, yours in (("tp", your_tp), ("pp", your_pp)):
     theirs, planned = getattr(paper.layout, what), getattr(best.layout, what)
     print(f"{what}: you said {yours}, the paper has {theirs}, the planner {planned}")
-print(f"the published layout by the planner: utilisation {paper.mfu:.0%}; the paper reports 41 %")
+print(
+    f"the published mesh, by the planner with selective recomputation: utilisation {paper.mfu:.0%}"
+)
+print("the paper reports 41 %")
 print("with 16-bit gradients the planner would take", plan_words.layout_words(smaller))
 fit = sum(plan.fits for plan in found) / len(found)
 figures.show(
@@ -732,10 +736,11 @@ everything = published.compare(published.runs())
 assert everything.near > 0.75 * everything.timed and everything.median_error < 0
 
 # %% [markdown]
-# Four in five step times are within 20 %. (Half of them are llm-foundry's, with which the planner agrees best;
-# of the others it is 140 of 204.) The planner is too fast for three runs in four, by 9 % in the median, since it
-# leaves out stragglers, pauses between kernels, the reading of data, and messages that slow down the
-# computation beside them. In two of the seven sources it does not know at all which run uses its GPUs better.
+# Four in five step times are within 20 %. (Half of them are llm-foundry's, with which the planner agrees
+# best; of the others it is 140 of 204.) The planner is too fast for three runs in four, and over all runs
+# its median error is -9 %, since it leaves out stragglers, pauses between kernels, the reading of data, and
+# messages that slow down the computation beside them. In two of the seven sources it does not know at all
+# which run uses its GPUs better.
 #
 # How far off the planner is depends on the number of data-parallel ranks, as the second table shows: the more of
 # them, the more it is too fast. With hundreds it is not reliable. Of the 21 runs with more than 256 only six are
@@ -744,11 +749,11 @@ assert everything.near > 0.75 * everything.timed and everything.median_error < 0
 # which nobody waits for a straggler, and so it recommends such layouts too often. The line that
 # `scripts/plan.py` prints below its plans says how far off it was for runs with about as many replicas.
 #
-# Whether a training fits is right for 422 of the 425 runs that ran, and for six of the eight that ran out of
-# memory. The other two are BLOOM runs. One is 3 GiB below the limit by the planner. The other, with 206 billion
-# parameters, is far below it, but a count that refused it would also refuse a run of 195 billion with twice the
-# micro-batch, and that one ran in the same layout. Something is different there that the table does not tell.
-# All rows can be remade by `python scripts/plan.py --published`.
+# Whether a training fits is right for 422 of the 425 runs that ran, and for six of the eight that ran out
+# of memory. The other two are BLOOM runs. One is 2.5 GiB below the limit by the planner. The other, with
+# 206 billion parameters, is far below it, but a count that refused it would also refuse a run of 195
+# billion with twice the micro-batch, and that one ran in the same layout. Something is different there that
+# the table does not tell. All rows can be remade by `python scripts/plan.py --published`.
 #
 # ### What if the network were slower?
 #
@@ -825,10 +830,10 @@ if check.ready(*JOB):
 #
 # ## 11. Hybrid sharding (optional)
 #
-# FSDP over hundreds of ranks gathers every unit across nodes, at least twice per step. **Hybrid sharding** (HSDP)
-# shards the model within a group of ranks, often a node, and keeps a replica in each such group; two to eight
-# replicas are common. Gathers stay inside a replica. Only gradients travel between replicas, and each rank
-# sends just those of its own shard. Write what a rank sends and keeps.
+# FSDP over hundreds of ranks gathers every unit across nodes, usually twice for each micro-batch. **Hybrid
+# sharding** (HSDP) shards the model within a group of ranks, often a node, and keeps a replica in each such
+# group; two to eight replicas are common. Gathers stay inside a replica. Only gradients travel between
+# replicas, and each rank sends just those of its own shard. Write what a rank sends and keeps.
 
 # %% exercise="hsdp_bytes" todo="14.12" minutes=10 difficulty=2 points=1
 from manyhands.mesh.hsdp import hsdp_bytes
@@ -936,14 +941,14 @@ for many in scaled.values():
     assert all(few.step_s < more.step_s for few, more in itertools.pairwise(many))
 
 # %% [markdown]
-# The tokens per rank stay the same, so without messages the curves would be flat. Why do they rise? A ring of n
-# ranks sends (n − 1)/n of the bytes (lesson 04). From 8 ranks to 32, `dp` grows from 2 to 8 and this share from
-# 1/2 to 7/8, which is the steep beginning of the slow network's curve. Afterwards the bytes hardly grow, but
-# n − 1 latencies add up for each message, on both networks alike. At 512 ranks `dp` is 128, and every gather
-# begins with 127 µs of them. The messages of a large model are long enough to hide that; those of this small
-# one are not. With 1,024 data-parallel GPUs the latencies add up to 4 to 10 ms for each gather, by those that
-# NCCL assumes (lesson 13), and then they show in large models as well: a limit of plain FSDP, and one reason for
-# hybrid sharding.
+# The tokens per rank stay the same, so without messages the curves would be flat. Why do they rise? A ring
+# of n ranks sends (n − 1)/n of the bytes (lesson 04). From 8 ranks to 32, `dp` grows from 2 to 8 and this
+# share from 1/2 to 7/8, which is the steep beginning of the slow network's curve. Afterwards the bytes
+# hardly grow, but n − 1 latencies add up for each message, on both networks alike. At 512 ranks `dp` is
+# 128, and every gather begins with 127 µs of them. Beside the long messages of a large model that is
+# little; beside those of this small one it is much. With 1,024 data-parallel GPUs the latencies add up to 4
+# to 10 ms for each gather, by those that NCCL assumed (lesson 13), and then they show in large models as
+# well: a limit of plain FSDP, and one reason for hybrid sharding.
 #
 # ### Planner and clock
 #
@@ -1004,12 +1009,12 @@ if check.ready(*GRID):
     assert sent["PP x DP"] < sent["FSDP x TP"] < 0.6 * sent["ZeRO-3"]
 
 # %% [markdown]
-# FSDP x TP keeps as little state as ZeRO-3 or tensor parallelism alone, and sends half of what ZeRO-3 sends. Its
-# gathers and reductions are a third of ZeRO-3's, because half of the model is shared by two ranks instead of
-# the whole by four; the rest are tensor messages, between two ranks and of half of the samples. PP x DP keeps
-# half of the model per rank, because its two pipelines are copies of each other, and sends least. On a machine
-# with fewer cores than ranks every way can be slower than one process: what the techniques save there is
-# memory.
+# FSDP x TP keeps about as little state as ZeRO-3 or tensor parallelism alone, and sends half of what ZeRO-3
+# sends. Its gathers and reductions are a third of ZeRO-3's, because half of the model is shared by two
+# ranks instead of the whole by four; the rest are tensor messages, between two ranks and of half of the
+# samples. PP x DP keeps half of the model per rank, because its two pipelines are copies of each other, and
+# sends least. On a machine with fewer cores than ranks every way can be slower than one process: what the
+# techniques save there is memory.
 #
 # ### Your own runs in the plane
 #
@@ -1040,11 +1045,11 @@ if check.ready("14.7"):
     )
 
 # %% [markdown]
-# Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and these
-# ranks keep 32. Usually they also take longer, since the planner leaves out all that Python and the operating system
-# do between two products. On an idle machine tensor parallelism is the furthest from its plan, because it waits for
-# several messages in each block, and the planner was told that messages have no latency. (If the machine was busy
-# with other work for a part of the cell, the times say little.)
+# Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and
+# these ranks keep 32. Usually they also take longer, since the planner leaves out all that Python and the
+# operating system do between two products. ZeRO-3 and tensor parallelism are usually the furthest from
+# their plans, because they wait for several messages in each block, and the planner was told that messages
+# have no latency. (If the machine was busy with other work for a part of the cell, the times say little.)
 #
 # ## Recap
 #
@@ -1060,9 +1065,9 @@ if check.ready("14.7"):
 #
 # <details><summary>A mesh of nodes with 8 GPUs has pp 4, dp 8 and tp 8. A colleague places tp outermost "because it is the most important". What happens?</summary>
 #
-# Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All four
-# all-reduces of each block cross the network, each group by a single card per node, and nothing hides them: by that
-# C/W, eight tensor ranks wait much longer than they compute.
+# Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All
+# four all-reduces of each block cross the network, each group by a single card per node, and nothing hides
+# them: by the C/W of one card, eight tensor ranks wait much longer than they compute.
 #
 # </details>
 #
@@ -1076,7 +1081,7 @@ if check.ready("14.7"):
 # <details><summary>You double dp and keep the global batch, the micro-batch and the rest of the mesh. Which parts of the planner's step time do not halve?</summary>
 #
 # The bubble keeps its seconds: it lasts pp − 1 slots, however few micro-batches there are. Exposed messages of
-# data parallelism do not shrink either, because they hide behind one micro-batch only.
+# data parallelism do not shrink either, because they hide behind one micro-batch only (up to ZeRO-1; ZeRO-3 waits in each micro-batch).
 #
 # </details>
 

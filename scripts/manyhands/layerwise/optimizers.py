@@ -94,8 +94,8 @@ class LARC(LARS):
     The rate, which multiplies the ratio in LARS, is a ceiling here, so rate and trust are chosen
     anew. LARC has no paper. NVIDIA's Caffe has it in two variants, `larc_policy: "clip"` with the
     ceiling and `"scale"` without it, and so has NVIDIA's apex, by its argument `clip`. This is the
-    variant with the ceiling. The defaults are those of apex, which multiplies by the rate after the
-    momentum; where a norm is 0 it has a ratio of 1 and no decay.
+    variant with the ceiling. Trust and eps are those of apex, which multiplies by the rate after
+    the momentum; where a norm is 0 it has a ratio of 1 and no decay.
     """
 
     def __init__(

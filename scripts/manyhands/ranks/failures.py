@@ -72,7 +72,7 @@ class Failure:
         ]
         if enforced:
             sizes = re.search(r"(\d+) vs (\d+)", " ".join(last_lines))
-            numbers = f" ({sizes[1]} against {sizes[2]} bytes)" if sizes else ""
+            numbers = f" (pieces of {sizes[1]} against {sizes[2]} bytes)" if sizes else ""
             why = (
                 "two ranks called the same collective with tensors of different size or type"
                 f"{numbers}; gloo ends the process when that happens"

@@ -257,8 +257,8 @@ def replicas_with_flat_gradients(model, batches, learning_rate, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     first = dist.get_global_rank(group or dist.group.WORLD, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    for param in model.parameters():
-        dist.broadcast(param.data, src=first, group=group)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=first, group=group)
     for inputs, targets in batches:
         loss = ((model(inputs[rank::n]) - targets[rank::n]) ** 2).mean()
         loss.backward()
@@ -267,7 +267,7 @@ def replicas_with_flat_gradients(model, batches, learning_rate, group=None):
         unpack(vector, gradients(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach().cpu() for name, p in model.named_parameters()} if rank == 0 else {}
+    return {name: value.cpu() for name, value in model.state_dict().items()} if rank == 0 else {}
 
 
 def replicas_of_a_copy(model, batches, learning_rate, group=None):
@@ -277,6 +277,11 @@ def replicas_of_a_copy(model, batches, learning_rate, group=None):
 def replicas_that_return_the_original(model, batches, learning_rate, group=None):
     trained = loops.train_replicas(copy.deepcopy(model), batches, learning_rate, group)
     return model.state_dict() if trained else {}
+
+
+def replicas_that_return_parameters(model, batches, learning_rate, group=None):
+    trained = loops.train_replicas(model, batches, learning_rate, group)
+    return {name: trained[name] for name, _ in model.named_parameters() if trained}
 
 
 def replicas_with_many_optimizers(model, batches, learning_rate, group=None):
@@ -573,6 +578,7 @@ WRONG: dict[str, list] = {
     "5.6": [(average_by_broadcast, "the gradient of"), (average_the_weights, "")],
     "5.7": [
         (replicas_that_return_the_original, "weights that come back"),
+        (replicas_that_return_parameters, "the buffers are missing"),
         (replicas_with_many_optimizers, "the weights at step"),
         (replicas_that_step_every_second_time, "number of steps: 0"),
     ],

@@ -25,6 +25,7 @@ BACK = "loss.backward()"
 STEP = "optimizer.step()"
 MADE = "torch.optim.AdamW(model.parameters(), learning_rate)"
 STATE = "{name: value.cpu() for name, value in model.state_dict().items()}"
+PARAMETERS = "{name: value.detach().cpu() for name, value in model.named_parameters()}"
 CLEARED = f"{CLEAR}\n        {BACK}"
 LOSS = "mse_loss(outputs, targets[rank::world_size]"
 AVERAGED = f"{AVERAGE}\n        {STEP}"
@@ -39,8 +40,10 @@ class Training(NamedTuple):
 
 
 def net() -> nn.Module:
-    """A small network in float64; no two parameters have one shape."""
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    """A small network in float64 with a buffer; no two parameters have one shape."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model.register_buffer("offset", torch.randn(5, dtype=torch.float64))
+    return model
 
 
 def trainings(n: int) -> list[Training]:
@@ -200,9 +203,9 @@ train_replicas = Spec(
             The optimizer is not AdamW. | {OPTIMIZER}
         {STATE} if rank == 0 else {} => {STATE}
             Every rank returns the weights, and one copy is enough for a file. | {END}
-        {STATE} if rank == 0 => dict(model.named_parameters()) if rank == 0
-            The tensors that come back still belong to autograd.
-            | Take them from model.state_dict().
+        {STATE} if rank == 0 => {PARAMETERS} if rank == 0
+            Parameters alone are no state: the buffers are missing.
+            | Take the tensors from model.state_dict().
         """,
         globals(),
     ),

@@ -129,8 +129,6 @@ ranks_to_fit = Spec(
             Where the shares fill the room exactly there is one rank too many. | {UP}
         {ALL_STATE} => STATE_BYTES * num_parameters / room
             The number of ranks is not rounded. | {UP}
-        {ALL_STATE} => -(-num_parameters // (room // STATE_BYTES or 1))
-            The room of a rank is rounded down to whole parameters. | {LIMIT}
         {ALL_STATE} => round(STATE_BYTES * num_parameters / room)
             The number of ranks is rounded to the nearest one. | {UP}
         STATE_BYTES * num_parameters => 2 * num_parameters

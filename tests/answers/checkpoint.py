@@ -98,11 +98,12 @@ class StateOfObjects(state.TrainingState):
         return super().state_dict() | {"callbacks": {"patience": self.run.patience}}
 
 
-@wrong("11.2", "KeyError")
-class OnlyTensors(state.TrainingState):
-    def state_dict(self):
-        names = ("model", "optimizers", "algorithms", "ranks")
-        return {name: super(OnlyTensors, self).state_dict()[name] for name in names}
+@wrong("11.2", "random numbers stay where they are")
+class StateOfAnyRank(state.TrainingState):
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for random in state["ranks"].values():
+            torch.set_rng_state(random["random"])
 
 
 @wrong("11.2", "gives the weights")
@@ -592,6 +593,17 @@ def parts_by_loops(held, tensors):
             common = pieces.overlap(box, piece.box)
             if common is not None:
                 wanted.setdefault(one["file"], []).append((name, box.offset, common))
+    return wanted
+
+
+@right("11.6")
+def parts_by_the_index(held, tensors):
+    wanted = defaultdict(list)
+    for name in sorted(held.keys() & tensors.keys(), reverse=True):
+        for one in tensors[name]["pieces"]:
+            box = pieces.Box(tuple(one["offset"]), tuple(one["size"]))
+            if common := pieces.overlap(held[name].box, box):
+                wanted[one["file"]].append((name, box.offset, common))
     return wanted
 
 

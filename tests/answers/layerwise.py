@@ -426,7 +426,7 @@ class NovoGradOfNumbers(NovoGrad):
     def update(self, weight, direction, size, length, options):
         own = self.state[weight]
         square = float(length) ** 2
-        if "average" not in own and options["first_square"] == "whole":
+        if self.begins(own) and options["first_square"] == "whole":
             own["average"] = square
         else:
             beta = options["betas"][1]
@@ -437,6 +437,17 @@ class NovoGradOfNumbers(NovoGrad):
         own["m"] = options["betas"][0] * own.get("m", torch.zeros_like(weight)) + share * step
         weight.copy_(weight - options["lr"] * own["m"])
         return scale
+
+    def begins(self, own):
+        """Has no gradient been other than 0 so far?"""
+        return not own.get("average")
+
+
+class NovoGradOfTheFirstGradient(NovoGradOfNumbers):
+    """The average begins with the first gradient, also where that is 0."""
+
+    def begins(self, own):
+        return "average" not in own
 
 
 class PlainNovoGrad(Plain):
@@ -624,6 +635,7 @@ WRONG = {
         (NovoGradAsAdam, ""),
         (NovoGradThatBeginsWithAShare, "begins with 0"),
         (NovoGradOfTheWholeModel, ""),
+        (NovoGradOfTheFirstGradient, "whose first gradient is zero"),
         (NovoGradWithACorrectedRate, ""),
     ],
     "8.6": [

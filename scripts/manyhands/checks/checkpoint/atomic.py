@@ -25,22 +25,24 @@ class Writing(NamedTuple):
     seed: int
     has_old: bool
     num_bytes: int
-    fails: bool
+    fails: type[BaseException] | None
     is_bare: bool = False  # the path is a name in the working folder
     has_second: bool = False  # while `fill` writes, weights.json is written in the same way
+    has_half: bool = False  # an earlier process was killed while it wrote
 
 
 def writings() -> list[Writing]:
-    """A new name, an older file, one block and many, a disk that fills up, a name alone, and two
-    files at once."""
+    """A new name, an older file, one block and many, a disk that fills up, a stop, a name alone,
+    two files at once, and what a kill has left."""
     seed = cases.draw_seed()
     return [
-        Writing(seed, False, 10, False),
-        Writing(seed + 1, True, 300_000, False),
-        Writing(seed + 2, True, 50, True),
-        Writing(seed + 3, False, 50, True),
-        Writing(seed + 4, True, 20, False, is_bare=True),
-        Writing(seed + 5, True, 20, False, has_second=True),
+        Writing(seed, False, 10, None),
+        Writing(seed + 1, True, 300_000, None),
+        Writing(seed + 2, True, 50, OSError),
+        Writing(seed + 3, False, 50, KeyboardInterrupt),
+        Writing(seed + 4, True, 20, None, is_bare=True),
+        Writing(seed + 5, True, 20, None, has_second=True),
+        Writing(seed + 6, True, 20, None, has_half=True),
     ]
 
 
@@ -55,6 +57,8 @@ class Disk:
         self.path = path
         self.synced: dict[int, int] = {}  # number of the file -> its bytes on the disk
         self.is_named = False
+        self.is_gap = False  # an older file was gone before the new one came
+        self.has_old = path.exists()
         self.real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
 
     def fsync(self, file: int | IO) -> None:
@@ -71,6 +75,7 @@ class Disk:
         """Called instead of os.replace or os.rename."""
 
         def move(source: object, target: object, **named: object) -> None:
+            self.is_gap |= self.has_old and not self.path.exists()
             self.real[name](source, target, **named)
             self.is_named = False
 
@@ -111,6 +116,9 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
     second = folder / "weights.json"
     if case.has_old:
         path.write_bytes(OLD)
+    half = path.with_name(path.name + course.PARTIAL)
+    if case.has_half:
+        half.write_bytes(OLD)
     new = bytes(case.seed % 200 + 20 for _ in range(case.num_bytes))
     readers = []
 
@@ -123,23 +131,24 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
             answer(second, lambda other: other.write(SECOND))
         if case.fails:
             file.flush()
-            raise OSError(28, STOP)
+            raise case.fails(28, STOP)
         return len(new)
 
     disk, error, returned = Disk(path), "", None
     with disk.watched():
         try:
             returned = answer(path if case.seed % 2 else str(path), fill)
-        except OSError as raised:
-            if raised.errno != 28 and not case.has_second:
+        except (OSError, KeyboardInterrupt) as raised:
+            if raised.args[0] != 28 and not case.has_second:
                 raise
-            error = raised.strerror
-    known = (path.name, second.name) if case.has_second else (path.name,)
+            error = raised.args[1]
+    known = [path.name, *[second.name] * case.has_second, *[half.name] * case.has_half]
     left = sorted(file.name for file in folder.iterdir() if file.name not in known)
     seen = {
         "what a reader finds while `fill` writes": ", then ".join(dict.fromkeys(readers)),
         "what a reader finds afterwards": words_of(path, new),
         "the error that comes out": error or "none",
+        "the old file stands there until the new one does": not disk.is_gap,
         "nothing is left beside the file": not left,
     }
     if case.has_second:
@@ -161,7 +170,12 @@ def words_of(path: Path, new: bytes) -> str:
 def tell_writing(case: Writing) -> str:
     """The call in words."""
     where = "over an older file" if case.has_old else "under a new name"
-    ends = ", whose `fill` finds the disk full in the middle," if case.fails else ""
+    ends = {
+        None: "",
+        OSError: ", whose `fill` finds the disk full in the middle,",
+        KeyboardInterrupt: ", whose `fill` is stopped by Ctrl-C in the middle,",
+    }[case.fails]
+    ends = ", where a killed process has left half of a file," if case.has_half else ends
     ends = ", while weights.json is written in the same way" if case.has_second else ends
     name = "weights.pt, a name alone," if case.is_bare else "weights.pt,"
     return f"write_whole of {name} {case.num_bytes:,} bytes {where}{ends}"
@@ -217,6 +231,13 @@ write_whole = Spec(
             {UNSAFE} | {SYNC}
         sync_folder(os.path.dirname(path)) => pass
             The bytes are on the disk, and the new name may not be. | {FOLDER}
+        {REPLACE} => Path(path).unlink(missing_ok=True); {REPLACE}
+            Between the two calls there is neither the old file nor the new one.
+            | os.replace takes the place of the old file in a single operation.
+        open(partial, "wb") => open(partial, "ab")
+            What a killed process has left stays at the beginning of the file. | Open it with "wb".
+        except BaseException: => except OSError:
+            Half a file stays where `fill` raises another error, or is stopped. | {CLEAN}
         {UNLINK} => pass
             Half a file stays on the disk that is full. | {CLEAN}
         {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True)

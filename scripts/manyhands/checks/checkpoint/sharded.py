@@ -179,9 +179,9 @@ def copies_seen(answer: Callable, case: Reshard) -> dict:
         return {"what is returned": kind(found)}
     seen = {"the files": sorted(found)}
     for file in sorted(found):
-        seen[f"what is copied from {file}"] = [
+        seen[f"what is copied from {file}"] = sorted(  # in any order
             (name, tuple(offset), tuple(map(tuple, common))) for name, offset, common in found[file]
-        ]
+        )
     return seen
 
 

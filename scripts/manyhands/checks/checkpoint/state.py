@@ -23,6 +23,7 @@ from manyhands.checks.engine.values import malformed, same
 BATCH = 4
 EPOCH = 3  # steps
 AFTER = 5  # steps; among any five is an evaluation
+STAY = "random numbers stay where they are on a rank that `ranks` does not have"
 
 
 class Saved(NamedTuple):
@@ -114,8 +115,11 @@ def resumed(answer: Callable, case: Saved) -> dict:
         given, kept
     )
     seen["all that follows is equal bit for bit"] = equal(ahead, seen | look(other))
-    given["ranks"] = {}
+    seen["the names in `ranks`"] = [*given.get("ranks", ())]
+    given["ranks"] = dict(zip("1", given.get("ranks", {}).values(), strict=False))
+    was = drawn()
     answer(other).load_state_dict(given)  # as a rank that there was not
+    seen[STAY] = drawn() == was
     return seen
 
 
@@ -187,7 +191,10 @@ training_state = Spec(
     limit_s=20.0,
     mistake_s=4.0,
     at_once=20,
-    advice={"": "Compare the names in the docstring with what each of your two methods handles."},
+    advice={
+        STAY: 'Load random numbers only where self.rank is in state["ranks"].',
+        "": "Compare the names in the docstring with what each of your two methods handles.",
+    },
     reasons={
         "has no attribute 'state_dict'": (
             "Not every item has a state_dict() of its own.",

@@ -286,7 +286,7 @@ lamb = of_optimizer(
 
 
 def novograd_drawn() -> list[Training]:
-    """Every option in both of its ways. No average begins with a gradient of 0 and "whole"."""
+    """Every option in both of its ways; averages that begin late, and at zero."""
     seen = {"weight_decay": 0.3, "betas": (0.8, 0.6), "eps": 0.01}
     average = {"first_square": "average"}
     return [
@@ -297,6 +297,7 @@ def novograd_drawn() -> list[Training]:
         training(seen | {"averaging": True}, average),
         training(seen, NO_DECAY, "zeros"),
         training(seen, average, "zeros first"),
+        training(seen, {}, "zeros first"),
         training(seen, {}, "large"),
         training(seen, average, "late"),
         training(seen, {"averaging": True}, "two"),

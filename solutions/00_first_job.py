@@ -471,9 +471,9 @@ if check.ready("0.3"):
     figures.show(figure, f"Error against data size on logarithmic axes: a line of slope -{b:.2f}.")
 
 # %% [markdown]
-# The points of one size scatter around the line, because the four networks began with different weights and
-# saw other images in another order. If most networks of the largest size lie on or above the line, as in
-# our run, the line may not go on for ever.
+# The points of one size scatter, because the four networks began with different weights and saw other
+# images in another order. If most networks of the largest size lie on or above the line, as in our run, the
+# line may not go on for ever.
 #
 # A straight line on these axes says two things. Progress can be **predicted**: small training runs tell you
 # what a large one will reach before you pay for it. But progress is also **expensive**, as the last two lines
@@ -489,8 +489,8 @@ if check.ready("0.3"):
 # %% [markdown]
 # ## 6. Who should train the largest networks? (optional)
 #
-# With MNIST the measurement of section 5 takes longer, and it matters who trains what, because a network that
-# sees more images also takes more steps.
+# With MNIST the measurement of section 5 takes longer, and it matters who trains what, because a network
+# that sees more than about 3,200 images also takes more steps.
 #
 # The tasks are listed from the smallest to the largest: 12 sizes from 20 to 40,960 images, four networks of
 # each. Four ranks can deal them out like cards, as `my_share` does, or cut the list into four solid pieces
@@ -691,8 +691,8 @@ if check.ready("0.3"):
 # The last figure above is the report. It gives the median speed of the training runs and the mean error of
 # the networks with most images, while the line of numbers above it shows what the last training run
 # reported, so the two differ. The same folder holds a longer version, `report.html`, and the fitted line,
-# `power_law.png`. The head of the report says which of the granted devices had no rank; in the figure they
-# are hatched.
+# `power_law.png`. The head of the report says how many of the granted devices had no rank; in the figure
+# they are hatched.
 #
 # Slurm charges for what was **granted**, whether or not it was used. Asking for four GPUs does not use four
 # GPUs: here that takes four processes. This is a common waste on shared machines, and no error message
@@ -770,9 +770,9 @@ if check.ready("0.3", "0.5"):
 # bound. The measured shares come near it on a quiet machine and stay well below it if other programs use
 # the same cores, so compare the two jobs with each other. (The share in the job's own report is about the
 # same. Under Slurm it is lower, since there it also counts the time in which the processes start.) With one
-# rank the other cores have no work from the first second to the last. On a quiet machine more ranks use
-# more of the granted cores and finish the training sooner. (The whole job need not be much shorter here,
-# because much of its time passes while the processes start.)
+# rank the other cores get no work from this job from the first second to the last. On a quiet machine more
+# ranks use more of the granted cores and finish the training sooner. (The whole job need not be much
+# shorter here, because much of its time passes while the processes start.)
 #
 # On a node with four GPUs the picture is the same: a job that asks for all four and starts one rank uses at
 # most a quarter of what it is charged for.

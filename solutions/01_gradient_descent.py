@@ -187,7 +187,7 @@ score("gradient / tolerance", times, 100, gradient(path[-1], x, y).norm().item()
 # %% [markdown]
 # With the smaller learning rate the descent stops **farther** from the lowest point, and only because its
 # steps are short. That is why `descend` looks at the gradient instead. The same mistake is easy to make by
-# eye: when you lower the learning rate of a training run, its loss curve becomes flat, and the run looks as
+# eye: with a very low learning rate the loss curve of a training run is nearly flat, and the run looks as
 # if it had arrived.
 #
 # ### How fast may you go?
@@ -537,7 +537,7 @@ if check.ready("1.4", "1.5"):
 #
 # Can you get through a long valley faster? Plain descent crawls along the bottom, because the steep sides
 # limit the learning rate. **Momentum** adds up the gradients of earlier steps. Along the valley these
-# gradients all agree, so their sum grows; across the valley they alternate, so they largely cancel.
+# gradients all agree, so their sum grows; across the valley they soon change sign, so they largely cancel.
 
 # %% exercise="Momentum.__init__ Momentum.__call__" todo="1.7" minutes=10 difficulty=2 points=1
 from manyhands.gradient_descent.descent import Momentum

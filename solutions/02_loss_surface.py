@@ -159,9 +159,9 @@ if check.ready("2.1", "2.2"):
     figures.show(figure, "Three slices from first to trained weights: all fall without a hill.")
 
 # %% [markdown]
-# All three curves go downhill all the way. The descent did not take the straight line, but nothing stood in
-# its path there. So there can be a hill between two solutions and yet none between a start and **its own**
-# solution. (Goodfellow et al. 2015 saw the same in larger networks, but it is no law.)
+# All three curves go downhill all the way. The descent did not take the straight line, but no hill would
+# have stopped it there. So there can be a hill between two solutions and yet none between a start and **its
+# own** solution. (Goodfellow et al. 2015 saw the same in larger networks, but it is no law.)
 
 # %% [markdown]
 # ## 2. The neighbourhood of a solution
@@ -289,10 +289,10 @@ if check.ready("2.1", "2.3", "2.4"):
     print("both pictures are equal bit for bit, and the point in the middle is the trained loss")
 
 # %% [markdown]
-# The work is cut into nearly equal parts and there is only one message at the end, so two ranks take about
-# half the time, if two cores are free for them. (A number above 2 means that something else slowed down the
-# single rank.) Checking that the numbers are the same, bit for bit, is worth a line of code, because this is
-# the first test of everything that you will make parallel.
+# The work is cut into nearly equal parts and there is only one all-reduce at the end, so two ranks take
+# about half the time, if two cores are free for them. (A number above 2 means that something else slowed
+# down the single rank.) Checking that the numbers are the same, bit for bit, is worth a line of code,
+# because this is the first test of everything that you will make parallel.
 #
 # Now draw the picture of the network without skips. How deep is the valley around each of the two?
 
@@ -379,10 +379,11 @@ if check.ready("2.1", "2.3", "2.4", "2.5"):
     print(f"your network {NAME[False]}, on three planes: {told}")
 
 # %% [markdown]
-# In the stored run the surroundings of every network without skips are rougher than those of any network with
-# skips, and nearly all of this roughness lies in the outer half of the picture. But the number belongs to a
-# plane as well as to a network: on another plane the roughness of the same network may be half as large, or
-# twice. So compare kinds over several networks or several planes, and never by two single pictures.
+# In the stored run the surroundings of every network without skips are rougher than those of any network
+# with skips, and nearly all of this roughness lies outside the inner half, near the rim of the picture. But
+# the number belongs to a plane as well as to a network: on another plane the roughness of the same network
+# may be half as large, or twice. So compare kinds over several networks or several planes, and never by two
+# single pictures.
 
 # %% [markdown]
 # ## 4. Flat and sharp
@@ -405,13 +406,14 @@ check.sharpness(sharpness)
 
 # %% [markdown]
 # A claim that is often repeated goes back to Keskar et al. (2017): small batches end in flat minima, large
-# batches in sharp ones, and flat minima are better on new data. (They call a minimum sharp if the loss rises
-# high somewhere in a small box around it. The largest eigenvalue, which is easier to compute, is another
-# measure of the same idea.) Is that so? Train small networks with batches of 16 and with all 1,297 images at
-# once, each with and without **weight decay**, which pulls all weights towards 0 in each step. Each of the
-# four settings gets three seeds. On the way down, a copy of each network is kept when its training loss first
-# falls below 0.2, 0.13, 0.06 and 0.04. The networks with weight decay are trained only down to 0.13, because
-# with this much decay the loss hardly falls any further.
+# batches in sharp ones, and flat minima are better on new data. (They call a minimum sharp if the loss
+# rises high somewhere in a small box around it. The largest eigenvalue, which is easier to compute, is
+# another measure of the same idea.) Is that so? Train small networks with batches of 16 and with all 1,297
+# images at once, each with and without **weight decay**, which pulls all weights towards 0 in each step.
+# Each of the four settings gets three seeds. On the way down, a copy of each network is kept when its
+# training loss, looked at every four steps, is first below 0.2, 0.13, 0.06 and 0.04. The networks with
+# weight decay are trained only down to 0.13, because with this much decay the loss hardly falls any
+# further.
 
 
 # %%
@@ -611,11 +613,11 @@ if check.ready("2.1", "2.2"):
     figures.show(figure, "Loss between small-batch and large-batch copies, with and without decay.")
 
 # %% [markdown]
-# There is no hill between the two, which began with the same first weights. (Between a network and its
-# shuffled copy section 1 found one.) Compare the two sides beyond the copies: if sharpness showed in every
-# direction, the loss would rise more on the side of the large batch on all six lines. (In our run it did on
-# five.) But the sharpness is the curvature in the steepest direction, and a line is only one direction of
-# 4,810.
+# There is hardly any hill between the two, which began with the same first weights. (Between a network and
+# its shuffled copy section 1 found one.) Compare the two sides beyond the copies: if sharpness showed in
+# every direction, the loss would rise more on the side of the large batch on all six lines. (In our run it
+# did on five.) But the sharpness is the curvature in the steepest direction, and a line is only one
+# direction of 4,810.
 #
 # A plane shows more of the surroundings. Draw the plane of section 2 around one copy of each setting, with
 # your own functions and the same random numbers for all four. Which of them will look flattest?

@@ -140,9 +140,9 @@ if check.ready("3.1"):
 # %% [markdown]
 # At first a step with twice the batch takes hardly more time, because most of a small step is spent on
 # starting operations. Then the processor fills up and the curve bends away from the ideal. In the end twice
-# the batch takes about twice as long, and the throughput hardly grows. (If your curve falls steeply in the
-# middle, other programs used the core: only short steps fit between them.) A GPU has many more arithmetic
-# units to fill than a CPU core, so its curve bends later, but it has the same shape.
+# the batch takes about twice as long, and the throughput no longer grows, or even falls. (If your curve
+# falls steeply in the middle, other programs used the core: only short steps fit between them.) A GPU has
+# many more arithmetic units to fill than a CPU core, so its curve bends later, but it has the same shape.
 #
 # Once one processor is full, add a second one: with a batch of its own on each processor, the throughput
 # grows with the number of processors, as far as the network between them allows. A climate study, for example,
@@ -177,11 +177,12 @@ if check.ready("3.2"):
 # %% [markdown]
 # ### A fair comparison
 #
-# In this first try the large batches needed fewer steps but more images, and each batch size had a different
-# learning rate. The learning rate matters as much as the batch size: the gradients of large batches have less
-# noise (lesson 01), so they allow larger learning rates. If all batch sizes shared one learning rate, you
-# would measure only how well it suits each of them. That is why each batch size gets **its own best learning
-# rate** from a grid of learning rates, and each setting is tried with several random seeds.
+# In this first try the large batches needed fewer steps but more images, and each batch size had a
+# different learning rate. The learning rate matters as much as the batch size: the gradients of large
+# batches have less noise (lesson 01), so they allow larger learning rates. If all batch sizes shared one
+# learning rate, you would mostly measure how well it suits each of them. That is why each batch size gets
+# **its own best learning rate** from a grid of learning rates, and each setting is tried with several
+# random seeds.
 #
 # A learning rate counts as good only if **all** seeds reach the target with it, because a mean over the
 # successful seeds alone would favour reckless learning rates.
@@ -429,9 +430,9 @@ if check.ready("3.5"):
 #
 # $$\text{batch} = \frac{V}{|\text{true gradient}|^2}$$
 #
-# This number is the **noise scale**. Neither $V$ nor the true gradient can be measured with a batch. But the
-# squared lengths of gradients can be measured, and four ranks give you these at two batch sizes at almost no
-# extra cost: for each rank's own 8 images, and for the mean over all 32.
+# This number is the **noise scale**. The gradient of one batch shows neither $V$ nor the true gradient. But
+# the squared lengths of gradients can be measured, and four ranks give you these at two batch sizes at
+# almost no extra cost: for each rank's own 8 images, and for the mean over all 32.
 #
 # Derive the noise scale from these squared lengths, on paper first. The gradient of a batch is the true
 # gradient plus noise, which is zero on average. What is the squared length of this sum, on average? How many
@@ -496,11 +497,11 @@ if check.ready("3.3", "3.4", "3.5", "3.6"):
 # sweep needed many times as many. The authors of the method use the noise scale to tell apart tasks whose
 # largest useful batches differ by orders of magnitude (McCandlish et al. 2018). The prediction is rough,
 # here usually within a factor of two or so, for three reasons. The noise scale grows during training, so
-# one number cannot fit all of it. It depends on the learning rate, as a comparison of the first line with
-# the next three shows: with larger steps, training bounces between the walls of the valley, where the
-# gradient is long, and the noise scale comes out smaller. And noise in a steep direction of the loss does
-# more harm than noise in a flat one, a difference that a single length cannot show. Still, the noise scale
-# tells tens from thousands, and this is what you need to know before you ask for 64 GPUs.
+# one number cannot fit all of it. It depends on the learning rate, as the first line shows beside the next
+# three if their learning rates differ: with larger steps, training bounces between the walls of the valley,
+# where the gradient is long, and the noise scale comes out smaller. And noise in a steep direction of the
+# loss does more harm than noise in a flat one, a difference that a single length cannot show. Still, the
+# noise scale tells tens from thousands, and this is what you need to know before you ask for 64 GPUs.
 
 # %% [markdown]
 # ## 6. How long does it take?

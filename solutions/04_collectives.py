@@ -12,10 +12,9 @@
 #
 # ![Four ranks hold coloured blocks; broadcast copies one block to all, reduce adds all blocks up on one rank, gather collects them on one rank, all-gather collects them on all, reduce-scatter leaves each rank one piece of the sum, and all-reduce leaves the whole sum on all](figures/collectives_overview.svg)
 #
-# PyTorch offers each pattern as one call. What happens inside, and how long will it take? In this
-# lesson you build collectives yourself, from two calls only, one that sends and one that receives.
-# Sections 1 to 7 lead from a riddle to its solution. The sections after that are optional, and no
-# later lesson needs them.
+# PyTorch offers each pattern as one call. What happens inside, and how long will it take? In this lesson
+# you build collectives yourself, from messages only: one rank sends, and another receives. Sections 1 to 7
+# lead from a riddle to its solution. The sections after that are optional, and no later lesson needs them.
 #
 # The exercises have fixed numbers, by which other lessons refer to them. They begin with 4.2, and 4.4, 4.5,
 # 4.8, 4.11 and 4.12 belong to the optional sections.
@@ -57,11 +56,11 @@ print(
 # %% [markdown]
 # ## 1. A riddle
 #
-# A **rank** is one process of a job; its number is called the rank, too. Suppose that every rank
-# holds a tensor of 8 MB, such as the gradients of a small model with two million parameters, and that
-# every rank needs the sum of all these tensors. This is an **all-reduce**. Here are two programs that
-# do it, A and B. Both leave the right sum on every rank, and both are made of the same two calls,
-# send and receive.
+# A **rank** is one process of a job; its number is called the rank, too. Suppose that every rank holds a
+# tensor of 8 MB, such as the gradients of a small model with two million parameters, and that every rank
+# needs the sum of all these tensors. This is an **all-reduce**. Here are two programs that do it, A and B.
+# Both leave the right sum on every rank, and both are made of the same messages, sent from one rank and
+# received by another.
 #
 # The ranks are connected by a slow network, which this course simulates: every rank has a network
 # card that sends one message at a time and receives one at a time. Each message has a delay of 4 ms
@@ -817,15 +816,16 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
     )
 
 # %% [markdown]
-# Ten bytes take about as long as a few thousand, because nearly all of the time is latency. Only for
-# large messages does the time grow with the size. (If other programs are busy on your machine, some
-# times are too long. Run the cell again.)
+# Thirty bytes take about as long as a few thousand, because nearly all of the time is latency. (The first
+# line may be far too long, because the connection has only just been used for the first time.) Only for
+# large messages does the time grow with the size. (If other programs are busy on your machine, some times
+# are too long. Run the cell again.)
 #
-# Two numbers, $\alpha$ and $\beta$, describe this table. Now fit them. The longest time is many times
-# the shortest, so an ordinary least-squares fit would be determined almost entirely by the largest
-# messages. Let every message count by its *relative* error instead.
-# `torch.linalg.lstsq(A, b).solution` is the x for which the squares of A x - b have the smallest sum;
-# A has a row for each message and a column for each unknown.
+# Two numbers, $\alpha$ and $\beta$, describe such a table roughly. Now fit them. The longest time is many
+# times the shortest, so an ordinary least-squares fit would be determined almost entirely by the largest
+# messages. Let every message count by its *relative* error instead. `torch.linalg.lstsq(A, b).solution` is
+# the x for which the squares of A x - b have the smallest sum; A has a row for each message and a column
+# for each unknown.
 
 # %% exercise="fit_alpha_beta" todo="4.11" minutes=15 difficulty=2 points=2
 from manyhands.collectives.alpha_beta import fit_alpha_beta

@@ -431,8 +431,8 @@ def step_in_ring(group):
 # The next cells count the bytes, and measure the time of a step on a simulated network of 20 MB/s with 0.5
 # ms of latency per message. The messages are real, but each is delayed for as long as such a network would
 # take to carry it. Among nine ranks, each n from 2 to 8 is timed with a server and n workers, and with a
-# ring of n ranks. Before you run the cells, predict the shape of both curves: which time grows by the same
-# amount with every rank, and which one by less and less?
+# ring of n ranks. Before you run the cells, predict the shape that both curves would have if only the
+# network counted: which time grows by the same amount with every rank, and which one by less and less?
 
 # %%
 NETWORK = {"latency_s": 0.5e-3, "bytes_per_s": 20e6}
@@ -485,7 +485,7 @@ if check.ready("5.3", "5.4"):
     score("sent by a rank of 4 in a ring", ring_sent_bytes, 6 * MODEL_BYTES // 4, sent, "bytes")
 
 # %% [markdown]
-# ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks form a ring, where every link carries the same small share](figures/data_parallel_server.svg)
+# ![On the left four workers send gradients to a server and get weights back, so that all traffic passes the server's link; on the right the same ranks form a ring, where every link carries the same amount](figures/data_parallel_server.svg)
 #
 # To compare the two, count both in one unit: the bytes in and out of the busiest rank together. With 8
 # workers a server moves $64P$ bytes, and each of 8 ranks in a ring moves $14P$. The time follows from the
@@ -533,10 +533,11 @@ if check.ready("5.3", "5.4"):
 # %% [markdown]
 # The server's time grows with every worker: with 8 workers the server has to move 16 times the model in
 # every step, one message after the other. In a ring no rank moves more than four times the model, two in
-# and two out, however many ranks there are, so only the latency still grows with n. Points usually lie
-# above their line, because the formulas count only the network, while every message also takes time on
-# the cores that all ranks share. In a ring all ranks work at once, so a machine with few cores slows the
-# ring more than the server, and the measured gain is then smaller than the predicted one.
+# and two out, however many ranks there are, so for many ranks it is almost only the latency that still
+# grows with n. Points usually lie above their line, because the formulas count only the network, while
+# every message also takes time on the cores that all ranks share. In a ring all ranks work at once, so a
+# machine with few cores slows the ring more than the server, and the measured gain is then smaller than the
+# predicted one.
 #
 # ### Is the traffic of an all-reduce one times the weights?
 #
@@ -807,9 +808,9 @@ if check.ready("5.6", "5.8", "5.11"):
 # is busy for 12 ms less. In the third panel the messages lie under backward as far as it is long enough,
 # and overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of
 # the first layer are ready last. (A rank that other programs delay before it waits finds less of it left.)
-# So overlap saves more than buckets unless backward takes less than about 16 ms or the latency is much
-# higher. Forward and backward are real work, whose length varies from run to run. That is why the cell
-# compares the waiting and not the whole steps.
+# So overlap saves more than buckets unless backward takes less than about 16 ms, the latency is much
+# higher, or another program holds up a rank in the first panel's step. Forward and backward are real work,
+# whose length varies from run to run. That is why the cell compares the waiting and not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)

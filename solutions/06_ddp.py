@@ -243,12 +243,12 @@ if check.ready("6.3"):
 # - Gradients are packed into **buckets**, last layer first. A bucket is sent while backward is still
 #   computing the gradients of earlier layers.
 #
-# PyTorch's class takes your model and returns one that is called in the same way. It has one
-# argument that beginners often get wrong: `device_ids` is a list with the number of the one GPU that
-# this process drives, and has to be `None` for a model on the CPU. The function below finds out on
-# which device the model is. `bucket_cap_mb` is the size, in MiB ($2^{20}$ bytes), at which a bucket
-# is full: DDP adds parameters until a bucket holds at least this much, so a bucket can be larger.
-# (The buckets of `BucketedDDP` never exceed theirs.)
+# PyTorch's class takes your model and returns one that is called in the same way. It has one argument that
+# beginners often get wrong: `device_ids` is a list with the number of the one GPU that this process drives,
+# and has to be `None` for a model on the CPU. The function below finds out on which device the model is.
+# `bucket_cap_mb` is the size, in MiB ($2^{20}$ bytes), at which a bucket is full: DDP adds parameters until
+# a bucket holds at least this much, so a bucket can be larger. (The buckets of `BucketedDDP` never exceed
+# theirs, except for a single parameter that is larger.)
 
 # %% show="true"
 from manyhands.ddp.wrapping import torch_ddp
@@ -373,8 +373,8 @@ assert len(first) == 1 and len(second) == 2 and second[0] > CAP_BYTES
 # %% [markdown]
 # With its default options DDP uses a single bucket in its first backward, whatever the model's size, and
 # packs the buckets anew after it, in the order in which the gradients arrived. A bucket is closed once it
-# holds *at least* the cap, so both buckets hold four layers. `BucketedDDP`, whose buckets never exceed
-# their size, would need three.
+# holds *at least* the cap, so both buckets hold four layers. `BucketedDDP`, whose buckets of several
+# parameters never exceed their size, would need three.
 
 # %% [markdown]
 # ## 5. Fewer messages, and layers that look at the batch (optional)
@@ -594,12 +594,13 @@ except RuntimeError as error:
 
 # %% [markdown]
 # Jobs 4711 and 4712 use the same store without seeing each other, since each counts only its own agents,
-# while the second agent of 4711 finds the first. So the **endpoint**, which is an address with a port,
-# is the place where agents meet, and the id only distinguishes the jobs that meet there. The last line
-# shows what happens to two jobs with the same fixed port on one node: the second cannot open its meeting
-# place. That is why your port follows from the job id. (Two ids can still lead to the same port, since
-# there are only 10,000 ports here. For two jobs on one node that is unlikely, and the second job would
-# stop with such a message.)
+# while the second agent of 4711 finds the first. So the **endpoint**, which is an address with a port, is
+# the place where agents meet, and the id only distinguishes the jobs that meet there. The last line shows
+# what happens to two jobs with the same fixed port on one node if each says `is_host=1`, as yours do: the
+# second cannot open its meeting place. (Without `is_host`, torchrun would use the first job's store, which
+# ends with that job.) That is why your port follows from the job id. (Two ids can still lead to the same
+# port, since there are only 10,000 ports here. For two jobs on one node that is unlikely, and the second
+# job would stop with such a message.)
 #
 # Jobs collide in the same way if you set `CUDA_VISIBLE_DEVICES=0,1` by hand on a cluster that does not hide
 # the GPUs of other jobs. The variable says which of the node's GPUs a process sees, and in what order, and
@@ -639,8 +640,9 @@ print(course_file("../sbatch/ddp.sbatch").read_text())
 # - For two nodes only one number changes: `sbatch --nodes=2 sbatch/ddp.sbatch`. `launch.sh` looks
 #   up the head node's name with `scontrol show hostnames`. Some sites append a suffix for the fast
 #   network (`node17` becomes `node17i`); put that suffix in `HEAD_SUFFIX` in `sbatch/site.env`.
-# - `scripts/launch.py` hands the result of `rendezvous_arguments` to torchrun. It uses the course's
-#   version of the function, not yours.
+# - `scripts/launch.py` hands the result of `rendezvous_arguments` to torchrun, if there are two or more
+#   nodes. (On one node a file is the meeting place.) It uses the course's version of the function, not
+#   yours.
 
 # %% [markdown]
 # ## 9. Your program
@@ -710,10 +712,10 @@ if check.ready("6.3", "6.5", "6.6", "6.8"):
 # compare one process with two.
 #
 # In a long run the two drift apart. Several ranks add up the same numbers in a different order, and each
-# order rounds differently, in the seventh digit. Training amplifies such a difference: while the learning
-# rate is high, it can be thousands of times larger fifty steps later. In float64, which rounds $2^{29}$
-# times more finely, the differences stay about as much smaller, which shows that rounding is the cause and
-# the conversion is not to blame. (The test `test_more_ranks_differ_by_the_rounding_of_sums_only` in
+# order rounds differently, in the seventh digit. Training amplifies such a difference: in a long run at a
+# high learning rate it can grow by orders of magnitude. In float64, which rounds $2^{29}$ times more
+# finely, the differences stay about as much smaller, which shows that rounding is the cause and the
+# conversion is not to blame. (The test `test_more_ranks_differ_by_the_rounding_of_sums_only` in
 # `tests/test_transformer.py` trains both ways.) But it is why the test above is a short one.
 
 # %% [markdown]

@@ -60,10 +60,11 @@ print(data.note)
 # ## 1. How much does a large batch cost?
 #
 # The task is that of lesson 03, with a slightly larger network: two hidden layers of 64 units, trained by
-# plain stochastic gradient descent. The **reference** has 16 images in a step and a learning rate of 0.4, which
-# section 2 finds to be its best one. Its rivals have 256 images in a step. Every way of training sees each
-# image 12 times, which takes 973 steps for the reference and 61 steps for a rival. In both cases the learning
-# rate falls to a quarter after half of the epochs and again after three quarters of them.
+# plain stochastic gradient descent. The **reference** has 16 images in a step and a learning rate of 0.4,
+# which section 2 finds to be its best one. Unless its name says otherwise, a rival has 256 images in a step
+# and sees each image 12 times, as the reference does. This takes 973 steps for the reference and 61 steps
+# for a rival. In both cases the learning rate falls to a quarter after half of the epochs and again after
+# three quarters of them.
 #
 # `compare` trains with each of the named ways and with three seeds; two ranks share the trainings.
 
@@ -216,10 +217,10 @@ if check.ready("7.1", "7.2"):
 # the same care. Otherwise the factor between their learning rates means little: next to a
 # reference at half of its best rate, any factor comes out twice as large.
 #
-# The next cell therefore sweeps the learning rate at batch 16 *and* at batch 256, with three seeds that no
-# later table uses. It then divides the best rate at 256 by the best rate at 16, once for the means and once
-# for each seed. Compare the result with the factors of the lectures (1/16), the root rule (4) and the linear
-# rule (16).
+# The next cell therefore sweeps the learning rate at batch 16 *and* at batch 256, with three seeds that the
+# ranking does not use. It then divides the best rate at 256 by the best rate at 16, once for the means and
+# once for each seed. Compare the result with the factors of the lectures (1/16), the root rule (4) and the
+# linear rule (16).
 
 # %%
 TUNING = (4, 5, 6)
@@ -317,9 +318,9 @@ if check.ready("7.2", "7.3"):
 # %% [markdown]
 # Neither rule reaches the target, with or without a warm-up, and twice the reference's rate is better than
 # both. A warm-up removes damage that is done *early*. Here the damage goes on for as long as the learning
-# rate stays high, because 1.6 and 6.4 are too large for this loss at every stage of training, and so the
-# warm-up has nothing to save. Keep this result in mind until section 5, where the root rule and its warm-up
-# are used again, on a network that can bear the learning rate.
+# rate stays high, because 1.6 and 6.4 seem too large for this loss after the warm-up as well, and so the
+# warm-up saves nothing. Keep this result in mind until section 5, where the root rule and its warm-up are
+# used again, on a network that can bear the learning rate.
 
 # %% [markdown]
 # ## 4. Does it help to put the noise back?
@@ -728,12 +729,14 @@ if check.ready("7.2", "7.3", "7.4", "7.5", "7.7", "7.8"):
         print(f"{name:38} {steps:6.0f} {seen:8,.0f} {seconds:9.2f}s")
 
 # %% [markdown]
-# In the ranking, look for the large batches. Within the budget of twelve epochs, every one of them with a norm
-# is better than every one without. The three columns of the second table answer three different questions. **Steps** determine how long you wait if you
-# have a processor for every part of the batch. **Images** determine what you pay, because each image costs
-# the same amount of arithmetic. The **time here** is that of one core, which processes a large batch more
-# efficiently than a small one. A remedy that halves the steps and doubles the images is worth it only to
-# somebody in a hurry.
+# In the ranking, look for the large batches. Within the budget of twelve epochs, every one of them with a
+# norm is better than every one without. The three columns of the second table answer three different
+# questions. **Steps** determine how long you wait if you have a processor for every part of the batch.
+# **Images** determine what you pay, because each image costs the same amount of arithmetic. The **time
+# here** was taken on a core of this machine, which processes a large batch more efficiently than a small
+# one; other programs disturb it, so where two ways take equally many steps of the same size, a difference
+# between their times says nothing. A remedy that halves the steps and doubles the images is worth it only
+# to somebody in a hurry.
 #
 # Do these findings hold beyond our small data set? The job of this lesson was also run on MNIST's 60,000
 # images, with batches of 32 and 1024, six epochs and three seeds. Lesson 03 has a stored sweep on MNIST, with
@@ -777,9 +780,10 @@ assert 0 < sum(one.steps is None for one in mnist["longer training"]) < len(SEED
 # than the small batch needs. At the unchanged learning rate it ends about half a percentage point behind the
 # small batch, and with the root rule and a warm-up it ends in the same class.
 #
-# Others change. On MNIST the warm-up **helps** the root rule: two of its three trainings no longer diverge,
-# though they stay far below the unchanged learning rate. And longer training reaches the target with only two
-# of three seeds. A remedy that is useless on one task may help on another, so only an experiment can tell.
+# Others change. On MNIST the warm-up may **help** the root rule: two of its three trainings no longer
+# diverge, though they stay far below the unchanged learning rate, and three seeds are too few to be sure.
+# And longer training reaches the target with only two of three seeds. A remedy that is useless on one task
+# may help on another, so only an experiment can tell.
 #
 # ## 8. Run it as a job
 #

@@ -524,8 +524,9 @@ if check.ready("8.2"):
 # With "stay" the bias never moves. With a ratio of 1 it takes one ordinary step, which the momentum carries
 # on for a while; "no_decay" gives the same, since a bias at 0 has no weight decay anyway. From the second
 # step on the ratio is that of LARS, here about a thousandth of |w| / |g|, so after one step that was not
-# scaled at all the layer hardly takes any more of its own. That is why many recipes exclude biases and
-# norms from the trust ratio altogether, by putting them into a parameter group of their own.
+# scaled at all the layer hardly takes any more of its own. This is one reason to exclude biases and norms
+# from the trust ratio altogether, as many recipes do: they put them into a parameter group of their own,
+# which is trained by plain SGD.
 
 # %% [markdown]
 # ## 8. What changes when a layer is sharded?
@@ -669,7 +670,8 @@ check.summary()
 # <details><summary>A LARS recipe says rate 10 with trust 0.001. Which rate do you take for LARC, if the weight decay is small?</summary>
 #
 # The step of LARS is 10 * 0.001 = 1 % of the layer's norm. The step of LARC is its trust coefficient times
-# the layer's norm, so take trust 0.01 and a learning rate that is so high that the ceiling is never reached.
+# the layer's norm, so take trust 0.01 and a learning rate so high that the ceiling is never reached. (No
+# layer may start at norm 0 then, because such a layer would move by that rate times its gradient.)
 # </details>
 #
 # <details><summary>Under fully_shard, somebody computes the trust ratio from `param.to_local()` and `grad.to_local()`. The loss still falls. How would you notice?</summary>

@@ -110,11 +110,12 @@ if check.ready("9.1"):
 # only one shard of the optimizer state, **stage 2** also only one shard of the gradients, and **stage 3**
 # also only one shard of the weights.
 #
-# Parameters are not sharded one by one: all parameters of a layer are laid out in one long **vector**, and
-# this vector is sharded. Shards must be equal in size, since a collective moves equal parts, so each vector
-# is first **padded** with zeros up to a multiple of n. For example, two vectors of 5 and 3 numbers on 2 ranks
-# become 6 and 4, and a rank's shards have 3 and 2 numbers. Adam also counts its steps, with one counter of 4
-# bytes for each vector that it steps. Your function counts all of these, to the byte.
+# In this course's own version parameters are not sharded one by one (PyTorch's does that, section 12): all
+# parameters of a layer are laid out in one long **vector**, and this vector is sharded. Shards must be
+# equal in size, since a collective moves equal parts, so each vector is first **padded** with zeros up to a
+# multiple of n. For example, two vectors of 5 and 3 numbers on 2 ranks become 6 and 4, and a rank's shards
+# have 3 and 2 numbers. Adam also counts its steps, with one counter of 4 bytes for each vector that it
+# steps. Your function counts all of these, to the byte.
 
 # %% exercise="bytes_per_rank" todo="9.2" minutes=15 difficulty=2 points=2
 from manyhands.memory.accounting import bytes_per_rank
@@ -675,7 +676,7 @@ if check.ready("9.7"):
 # weights and moments in float32 the curve is practically that of float32. (Each curve is one run with one
 # seed, so differences of a few thousandths mean nothing.)
 #
-# Between steps the price is 2 + 2 + 12 bytes per parameter. During its step `MasterWeights` holds the
+# After backward the price is 2 + 2 + 12 bytes per parameter. During its step `MasterWeights` holds the
 # gradients in float32, so the price is then 2 + 4 + 12.
 
 # %% [markdown]
@@ -769,11 +770,12 @@ if check.ready("9.1", "9.2", "9.3"):
 
 # %% [markdown]
 # One GPU is never enough, because the three parts alone take 112 GB. Two are enough if all blocks are
-# checkpointed, three with fused attention, and six, by a hair, if attention keeps its scores. With scores and dropout no
-# number of GPUs is enough: the activations of a single sequence take more than a GPU has, sharding does not
-# make them smaller, and there is no batch of less than one sequence. That is why long sequences need fused
-# attention or checkpoints, or a model whose blocks are divided among GPUs, as in lessons 12 and 13. With 8
-# GPUs and fused attention more than half of the memory is free, and a larger batch can use it.
+# checkpointed, three with fused attention, and six, by a hair, if attention keeps its scores. With scores
+# and dropout no number of GPUs is enough: the activations of a single sequence take more than a GPU has,
+# sharding does not make them smaller, and there is no batch of less than one sequence. That is why long
+# sequences need fused attention or checkpoints, or a model whose blocks are divided among GPUs, as in
+# lessons 12 and 13. With 8 GPUs and fused attention about half of the memory is left beside the margin, and
+# a larger batch can use it.
 #
 # The loss grows with the vocabulary. With V = 128,256, as in Llama 3, it peaks at 6.3 GB for this one sequence,
 # which would take most of the margin of 8 GB if it were forgotten. That is why libraries for
@@ -1003,7 +1005,7 @@ check.summary()
 # - count what forward keeps, operation by operation,
 # - say how many GPUs a given model needs, and what a GPU holds besides tensors,
 # - train a large batch in small pieces, so that the gradient is the same,
-# - trade about a third more computation for an order of magnitude fewer activations,
+# - trade about a third more computation for several times less memory of activations,
 # - say what autocast changes, and why weights, gradients and state do not shrink with it.
 #
 # **Questions**

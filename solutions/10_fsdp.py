@@ -413,10 +413,11 @@ if check.ready("10.1", "10.4", "10.5"):
 # On the left all weights and Adam's state are there all the time, and backward adds a whole set of
 # gradients. In stage 3 only a quarter of the weights and of Adam's state is there all the time. While
 # forward and backward run, a plateau lies on top of it: the root, the block that computes, and the block on
-# its way. The plateau dips at the turn, where the last block has been freed and is gathered again. In
-# backward the gradients of one block at a time are computed and reduced, and a quarter of them remains on
-# the rank. When the step ends, only shards are left. The spikes in backward are copies of gradients that
-# are packed into a vector; `Live` counts such temporary values with the activations.
+# its way. It is one block lower where none is on its way, and lowest at the turn, where the last block has
+# been freed and is gathered again. In backward the gradients of one block at a time (and all the while
+# those of the root) are whole; they are reduced, and a quarter of them remains on the rank. When the step
+# ends, only shards are left. The spikes in backward are copies of gradients that are packed into a vector;
+# `Live` counts such temporary values with the activations.
 
 # %% [markdown]
 # ## 5. What prefetch hides (optional)
@@ -468,13 +469,12 @@ if check.ready("10.1", "10.4", "10.5"):
     )
 
 # %% [markdown]
-# A box carries the number of its block; the root is left out. (`measured` is the saved time divided by 15 ms,
-# and other work on the machine moves it a little.) With prefetch all gathers but two lie under the
-# computation of another block. The first gather of forward has nothing to hide behind. Nor has the first one
-# of backward, because block 4 was freed after its forward and is needed again at once. (The root of this
-# model computes nothing. In a Transformer the root's head has its backward first, and the gather can hide
-# behind that.) `fully_shard` lets you choose for each unit whether it is freed, so the last block can be
-# kept.
+# A box carries the number of its block; the root is left out. (`measured` is the saved time divided by 15
+# ms, and other work on the machine moves it.) With prefetch all gathers but two lie under the computation
+# of another block. The first gather of forward has nothing to hide behind. Nor has the first one of
+# backward, because block 4 was freed after its forward and is needed again at once. (The root of this model
+# computes nothing. In a Transformer the root's head has its backward first, and the gather can hide behind
+# that.) `fully_shard` lets you choose for each unit whether it is freed, so the last block can be kept.
 #
 # Two costs remain. A gather that takes longer than the computation beside it is hidden only in part. And the
 # reductions are not hidden at all, because `reduce` waits in the middle of backward. With NCCL it would not
@@ -892,7 +892,12 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     print(
         f"{copies / 1e6:.1f} MB of DDP's peak are buffers into which BucketedDDP copies its gradients"
     )
-    ties = [how for how in HOW[1:] if min(times_s[how]) <= max(times_s["DDP"])]
+    fastest_s, slowest_s = min(times_s["DDP"]), max(times_s["DDP"])
+    ties = [
+        how
+        for how in HOW[1:]
+        if min(times_s[how]) <= slowest_s and fastest_s <= max(times_s[how])
+    ]
     print(f"ways whose times overlap with DDP's, a tie: {', '.join(ties) or 'none'}")
 
 # %%
@@ -1033,11 +1038,11 @@ if check.ready("10.1", "10.4", "10.5"):
 # ## 13. Run it as a job
 #
 # The job trains with your own functions; with your `FSDP`, that is stage 3. Its model is built in shards,
-# so no rank holds all of it before the end, when rank 0 collects the weights on its CPU. `--limit-mb 8`
-# stops a rank whose tensors take more than 8 MB, from the first weight on. The job's checkpoints hold a
-# file for each rank, with that rank's shards. The report's row "tensors at their peak" counts as `Live`
-# does, in the first two steps, which are slower for that reason. "Memory of each device" is the whole
-# process, and most of that is PyTorch.
+# so no rank holds all of it before the end, when rank 0 collects the weights on its CPU. With `--limit-mb
+# 8`, which the cell does not use, a rank would be stopped when its tensors take more than 8 MB, from the
+# first weight on. The job's checkpoints hold a file for each rank, with that rank's shards. The report's
+# row "tensors at their peak" counts as `Live` does, in the first two steps, which are slower for that
+# reason. "Memory of each device" is the whole process, and most of that is PyTorch.
 
 # %%
 if check.ready("10.1", "10.4", "10.5"):

@@ -275,10 +275,10 @@ except (RanksHung, RankFailed) as found:
     print(f"{type(found).__name__}: rank 0 waits in full_state, or was left alone there")
 
 # %% [markdown]
-# Rank 0 waits for parts that nobody sends. Here it learns of that soon, because rank 1 has ended. Where
-# rank 1 goes on training, its next collectives are taken for those of `full_state`, and the ranks get wrong
-# numbers, fail, or hang. Whatever gathers is a collective, so **every rank calls it**, and only the writing
-# stands below `if rank == 0`.
+# Rank 0 waits for parts that nobody sends. Here it usually learns of that soon, because rank 1 has ended.
+# Where rank 1 goes on training, its next collectives are taken for those of `full_state`, and the ranks get
+# wrong numbers, fail, or hang. Whatever gathers is a collective, so **every rank calls it**, and only the
+# writing stands below `if rank == 0`.
 #
 # The full file has a second price. Rank 0 has to hold the whole state at once, 12 bytes per parameter with
 # AdamW's two moments, which is just what sharding was meant to avoid. All other ranks wait while it writes.
@@ -467,11 +467,11 @@ if check.ready("11.4"):
 #
 # ### The index is the commit
 #
-# A checkpoint is now several files, and section 2's question comes back: what if the run is killed when three
-# of four are written? No file system renames several files at once. But one file can decide. `index.json`
-# says which boxes are in which file, and it holds the size and the SHA-256 sum of each of them. It is written
-# last, by rank 0, when all ranks have reported that their files are on the disk. A folder without an index is
-# not a checkpoint.
+# A checkpoint is now several files, and section 2's question comes back: what if the run is killed when
+# three of four are written? Files in several places cannot be renamed in one step, and an object store
+# cannot rename a folder. But one file can decide. `index.json` says which boxes are in which file, and it
+# holds the size and the SHA-256 sum of each of them. It is written last, by rank 0, when all ranks have
+# reported that their files are on the disk. A folder without an index is not a checkpoint.
 #
 # ![Three ranks write files at different speeds, and rank 0 writes the index when the slowest has finished; before that the older checkpoint counts](figures/checkpoint_commit.svg)
 #
@@ -524,8 +524,9 @@ if check.ready("11.4"):
     assert complete(HERE / "killed") == [name_of(3)]
 
 # %% [markdown]
-# The folder of step 6 may hold files of the ranks that were not killed, but it has no index, and so only the
-# checkpoint of step 3 counts.
+# Rank 2 was killed before the ranks could agree on the second save, so nothing of step 6 was written. Had
+# it been killed later, the folder of step 6 might hold files, but no index; either way only the checkpoint
+# of step 3 counts.
 
 # %% [markdown]
 # ## 4. On another number of ranks
@@ -604,11 +605,11 @@ if check.ready("11.5", "11.4", "11.6"):
 # %% [markdown]
 # ## 5. Which checkpoint to go back to
 #
-# A checkpoint that is complete can still be damaged later: by a failing disk, by a file system that ran full,
-# by somebody who copied half of a folder. So a run should not go on from the *newest* checkpoint, but from
-# the newest *intact* one, which is the newest whose files all have the sum that the index states. For the
-# same reason more than one checkpoint is kept. With them stays the best one by validation loss, because the
-# best model is often not the last one.
+# A checkpoint that is complete can still be damaged later: by a failing disk, by a fault of the file
+# system, by somebody who copied half of a folder. So a run should not go on from the *newest* checkpoint,
+# but from the newest *intact* one, which is the newest whose files all have the sum that the index states.
+# For the same reason more than one checkpoint is kept. With them stays the best one by validation loss,
+# because the best model is often not the last one.
 
 # %% show="true"
 from manyhands.checkpoint.folder import newest_intact, to_remove
@@ -1082,10 +1083,12 @@ if check.ready("11.9", "11.10"):
 
 # %% [markdown]
 # Every run ended with exactly the weights of the undisturbed one, however often it was killed; the cell
-# asserts it. The shaded range shows how much nine of ten such runs would differ if nothing but the moments of
-# the kills changed. With so few kills that range is wide, so your four points need not lie in the order of
-# the curve. To test a formula about expected values takes more kills, and therefore more minutes: the next
-# figure is a stored run with more intervals and many draws of the kills.
+# asserts it. The curve and the dashed line take the mean costs of a step, a save and a restart in these
+# runs, which differ from those of the rehearsal. The shaded range shows how much nine of ten such runs
+# would differ if nothing but the moments of the kills changed. With so few kills that range is wide, so
+# your four points need not lie in the order of the curve. To test a formula about expected values takes
+# more kills, and therefore more minutes: the next figure is a stored run with more intervals and many draws
+# of the kills.
 
 # %%
 kept = stored("checkpoint", "goodput")

@@ -894,9 +894,7 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
     )
     fastest_s, slowest_s = min(times_s["DDP"]), max(times_s["DDP"])
     ties = [
-        how
-        for how in HOW[1:]
-        if min(times_s[how]) <= slowest_s and fastest_s <= max(times_s[how])
+        how for how in HOW[1:] if min(times_s[how]) <= slowest_s and fastest_s <= max(times_s[how])
     ]
     print(f"ways whose times overlap with DDP's, a tie: {', '.join(ties) or 'none'}")
 

@@ -307,10 +307,10 @@ if check.ready("12.2"):
     assert off > 1e-4
 
 # %% [markdown]
-# Now the difference is far larger than rounding. Each copy gets only the part of the gradient that comes from
-# its own use, so the two copies drift apart. Nothing warns you, since the loss still falls. The parts have to
-# be added up after the last backward and before the optimizer's step. The job does so with the course's
-# `sum_tied`, or with yours from the next section.
+# Now the difference is far larger than rounding. Each copy gets only the part of the gradient that comes
+# from its own use, so the two copies drift apart. Nothing warns you: no error is raised, and the losses are
+# nearly those of the right training. The parts have to be added up after the last backward and before the
+# optimizer's step. The job does so with the course's `sum_tied`, or with yours from the next section.
 #
 # ## 4. Add up the gradients of tied weights (optional)
 #
@@ -773,10 +773,10 @@ if check.ready("12.2", "12.7"):
 # %% [markdown]
 # One group passes on gloo and would hang on GPUs, at least as soon as messages are too large for NCCL's
 # buffers. With a group for each kind, all messages of a queue go the same way and in the order of the
-# micro-batches, so the order alone is enough. (With interleaved stages on two ranks, section 12, activations
-# go both ways, so there `Mail` also separates the directions.) PyTorch's and Megatron-LM's pipelines solve it
-# differently: they put the send and the receive into one batch (`dist.batch_isend_irecv`), which NCCL starts
-# together.
+# micro-batches, so the order alone is enough. (With interleaved stages on two ranks, section 12,
+# activations go both ways, so there `Mail` also separates the directions.) The plain 1F1B of PyTorch and of
+# Megatron-LM solves it differently: it puts the send and the receive into one batch
+# (`dist.batch_isend_irecv`), which NCCL starts together.
 #
 # ## 12. Interleaved: smaller slots (optional)
 #
@@ -905,7 +905,8 @@ assert waits == [9, 3]
 # cannot start before three forwards are done, and until its first gradient comes back, rank 0 could only
 # begin more micro-batches, whose activations it would have to keep. (This table puts the gap before its
 # fourth forward and not behind it, which makes no difference.) So despite its name this class only shrinks
-# the bubble; Qi et al. also have schedules that nearly remove it, at the price of more memory.
+# the bubble; Qi et al. also have schedules that nearly remove it, at the price of more memory or, with two
+# stages per rank, of twice the messages.
 #
 # ## 14. Pipelines beside each other (optional)
 #
@@ -972,10 +973,11 @@ if check.ready("12.2", "12.7", "12.11"):
         assert (off < 1e-5) == (what == "gradients")
 
 # %% [markdown]
-# So it is the gradients that have to be synchronised. They are averaged before the optimizer uses them, so
-# all replicas take the step of one process, and their weights stay equal although no weight was ever sent.
-# Averaged weights are equal, too, but they are the mean of two different AdamW steps, each taken with half of
-# the batch, and that is another training.
+# (The last number is the distance of a replica from the mean of both.) So it is the gradients that have to
+# be synchronised. They are averaged before the optimizer uses them, so all replicas take the step of one
+# process, and their weights stay equal although no weight was ever sent. Averaged weights are equal, too,
+# but they are the mean of two different AdamW steps, each taken with half of the batch, and that is another
+# training.
 #
 # ## 15. What travels, and when it pays
 #

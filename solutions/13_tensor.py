@@ -5,11 +5,11 @@
 # %% [markdown]
 # # 13 Tensor parallelism
 #
-# A pipeline cuts a model between its layers (lesson 12). Here we cut *inside* them: each rank holds a part of
-# every matrix, and all ranks work on the same tokens at the same time. There is no bubble, and a single layer
-# that is too large for one device now fits. The price is communication in every layer, in forward and in
-# backward. (Models are also cut for inference, where one GPU could not hold them. This course is about training,
-# and inference is out of its scope.)
+# A pipeline cuts a model between its layers (lesson 12). Here we cut *inside* them: each rank holds a part
+# of every large matrix, and all ranks work on the same tokens at the same time. There is no bubble, and a
+# single layer that is too large for one device now fits. The price is communication in every layer, in
+# forward and in backward. (Models are also cut for inference, where one GPU could not hold them. This
+# course is about training, and inference is out of its scope.)
 #
 # ![An MLP cut over two ranks. Both ranks receive x; each multiplies it by its columns of A, applies gelu and multiplies the result by its rows of B; an all-reduce adds the two parts to y](figures/tensor_mlp.svg)
 #
@@ -554,13 +554,14 @@ if check.ready(*PARTS):
     assert kept["tensor"] > kept["DDP"] > kept["pipeline (1F1B)"]
 
 # %% [markdown]
-# No way wins everywhere. DDP sends each gradient once, however large the batch is, but keeps weights,
-# gradients and optimizer state whole on every rank. ZeRO shards the optimizer state first and the weights
-# last, and sharded weights have to be gathered for forward and for backward. The pipeline sends least, but
-# has a bubble. Tensor parallelism halves weights, gradients and optimizer state without gathering any of
-# them, but every rank works on *all* samples: the activations between the cut layers are whole on both ranks
-# (section 11 cuts them), and the bytes sent grow with the tokens of a step. The times are those of two cores
-# and a small model; on GPUs the same comparison is a job, `sbatch sbatch/compare.sbatch`.
+# No way wins everywhere. On two ranks DDP sends each gradient once, however large the batch is, but keeps
+# weights, gradients and optimizer state whole on every rank. ZeRO shards the optimizer state first and the
+# weights last, and sharded weights have to be gathered for forward and for backward. The pipeline sends
+# least, but has a bubble. Tensor parallelism halves weights, gradients and optimizer state without
+# gathering any of them, but every rank works on *all* samples: the activations between the cut layers are
+# whole on both ranks (section 11 cuts them), and the bytes sent grow with the tokens of a step. The times
+# are those of two cores and a small model; on GPUs the same comparison is a job, `sbatch
+# sbatch/compare.sbatch`.
 #
 # ## 9. Run it as a job
 #

@@ -166,10 +166,10 @@ if check.ready("14.1", "14.2"):
 # ## 2. Two techniques at once: FSDP and tensor parallelism
 #
 # Let four ranks be 2 x 2: tensor parallelism along `tp`, FSDP along `dp`. Each rank then holds a quarter of
-# every matrix. The classes of lessons 10 and 13 can be put one inside the other, but the order matters.
-# Tensor parallelism cuts matrices by heads and columns, so it has to find them whole. FSDP flattens whatever
-# parameters it is given into one long vector, keeps its shard and frees the rest. Which of the two must come
-# first?
+# every matrix but the positions'. The classes of lessons 10 and 13 can be put one inside the other, but the
+# order matters. Tensor parallelism cuts matrices by heads and columns, so it has to find them whole. FSDP
+# flattens whatever parameters it is given into one long vector, keeps its shard and frees the rest. Which
+# of the two must come first?
 #
 # `mark_holders(model, n)` notes on each parameter that n ranks hold it. What tensor parallelism cuts becomes a
 # new parameter without that mark, so afterwards the mark is left on exactly those parameters that are whole on
@@ -324,8 +324,9 @@ if check.ready(*GRID):
 # Every square has one colour: ranks talk only along an axis, and in this step ranks that differ in two
 # coordinates do not talk at all. Here most bytes travel along `dp`, for two reasons. A step has few tokens,
 # so the activations of tensor parallelism are small beside the weights. And our FSDP is simple: inside a
-# pipeline it gathers and reduces for every micro-batch, while PyTorch's keeps its gradients whole until the
-# end of the step. Along `pp` least travels, and so the pipeline can live with slow links.
+# pipeline it reduces for every micro-batch, and gathers at least as often, while PyTorch's keeps its
+# gradients whole until the end of the step. Along `pp` least travels, and so the pipeline can live with
+# slow links.
 #
 # ## 4. One norm for the whole gradient
 #
@@ -536,12 +537,13 @@ if check.ready("14.7", "14.8"):
         assert 1.1 < in_node.bytes_per_s / whole.bytes_per_s < 2.3
 
 # %% [markdown]
-# These numbers come from data sheets, so they are bounds that no program reaches. W is that of a group, as in
-# lesson 13: a group that fills its nodes uses all eight network cards of each. Inside a node one to two and a half
-# thousand tokens per rank suffice to hide gradients, and between whole nodes 1.1 (H100) to 2.3 times (B200) as
-# many. A well-known book has the same numbers for the H100: 990e12 / 450e9 = 2,200 tokens in a node and
-# 990e12 / 400e9 = 2,475 beyond one (Austin et al. 2025, chapter on GPUs). With gradient accumulation the tokens
-# of the last micro-batch count, since the messages travel beside it only.
+# These numbers come from data sheets. Programs reach neither C nor W, and the ratio of what they reach can
+# be larger or smaller, so take the numbers as first estimates. W is that of a group, as in lesson 13: a
+# group that fills its nodes uses all eight network cards of each. Inside a node one to two and a half
+# thousand tokens per rank suffice to hide gradients, and between whole nodes 1.1 (H100) to 2.3 times (B200)
+# as many. A well-known book has the same numbers for the H100: 990e12 / 450e9 = 2,200 tokens in a node and
+# 990e12 / 400e9 = 2,475 beyond one (Austin et al. 2025, chapter on GPUs). With gradient accumulation the
+# tokens of the last micro-batch count, since the messages travel beside it only.
 #
 # A group with a single GPU in each node has one card, and needs eight times as many tokens as one that fills its
 # nodes. Data parallelism beside tp 8 has such groups. But its eight tensor ranks work on the same tokens, so for
@@ -713,11 +715,11 @@ assert best.layout[:3] == paper.layout[:3] and abs(paper.mfu - 0.41) < 0.02
 # with one sequence each. Between tp 8, in one node, and tp 16, over two, the difference is less than 2 %, which is
 # less than the planner's error: longer messages stand against a shorter pipeline with a smaller bubble.
 #
-# How close was the decision? With gradients in 16 bits, 8 stages win: the bubble is smaller, and the memory that
-# the gradients leave is just enough for more layers per GPU. So the type of the gradients decides how many
-# stages are best. There is a difference, too. The paper's authors could do without any recomputation, since they
-# gave back memory early that the planner counts to the end of a step. (Their network is an Ethernet with the
-# 400 Gb/s of the InfiniBand in the table.)
+# How close was the decision? With gradients in 16 bits, 8 stages win: the bubble is smaller, and the memory
+# that the gradients leave is enough for more layers per GPU. So the type of the gradients decides how many
+# stages are best. There is a difference, too. The paper's authors could do without any recomputation, since
+# they gave back memory early that the planner counts to the end of a step. (Their network is an Ethernet
+# with the 400 Gb/s of the InfiniBand in the table.)
 #
 # ### Is the planner right?
 #
@@ -736,11 +738,11 @@ everything = published.compare(published.runs())
 assert everything.near > 0.75 * everything.timed and everything.median_error < 0
 
 # %% [markdown]
-# Four in five step times are within 20 %. (Half of them are llm-foundry's, with which the planner agrees
-# best; of the others it is 140 of 204.) The planner is too fast for three runs in four, and over all runs
-# its median error is -9 %, since it leaves out stragglers, pauses between kernels, the reading of data, and
-# messages that slow down the computation beside them. In two of the seven sources it does not know at all
-# which run uses its GPUs better.
+# Four in five step times are within 20 %. (Half of them are llm-foundry's, of which 194 of 212 are near; of
+# the others it is 140 of 204.) The planner is too fast for three runs in four, and over all runs its median
+# error is -9 %, since it leaves out stragglers, pauses between kernels, the reading of data, and messages
+# that slow down the computation beside them. In two of the seven sources it does not know at all which run
+# uses its GPUs better.
 #
 # How far off the planner is depends on the number of data-parallel ranks, as the second table shows: the more of
 # them, the more it is too fast. With hundreds it is not reliable. Of the 21 runs with more than 256 only six are
@@ -832,8 +834,8 @@ if check.ready(*JOB):
 #
 # FSDP over hundreds of ranks gathers every unit across nodes, usually twice for each micro-batch. **Hybrid
 # sharding** (HSDP) shards the model within a group of ranks, often a node, and keeps a replica in each such
-# group; two to eight replicas are common. Gathers stay inside a replica. Only gradients travel between
-# replicas, and each rank sends just those of its own shard. Write what a rank sends and keeps.
+# group. Gathers stay inside a replica. Only gradients travel between replicas, and each rank sends just
+# those of its own shard. Write what a rank sends and keeps.
 
 # %% exercise="hsdp_bytes" todo="14.12" minutes=10 difficulty=2 points=1
 from manyhands.mesh.hsdp import hsdp_bytes
@@ -1047,9 +1049,10 @@ if check.ready("14.7"):
 # %% [markdown]
 # Your runs need more memory than planned, mostly because the planner counts activations in 16 bits and
 # these ranks keep 32. Usually they also take longer, since the planner leaves out all that Python and the
-# operating system do between two products. ZeRO-3 and tensor parallelism are usually the furthest from
-# their plans, because they wait for several messages in each block, and the planner was told that messages
-# have no latency. (If the machine was busy with other work for a part of the cell, the times say little.)
+# operating system do between two products. On an idle machine ZeRO-3 and tensor parallelism are the
+# furthest from their plans, because they wait for several messages in each block, and the planner was told
+# that messages have no latency. (If the machine was busy with other work for a part of the cell, the times
+# say little.)
 #
 # ## Recap
 #
@@ -1067,7 +1070,8 @@ if check.ready("14.7"):
 #
 # Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All
 # four all-reduces of each block cross the network, each group by a single card per node, and nothing hides
-# them: by the C/W of one card, eight tensor ranks wait much longer than they compute.
+# them: by the C/W of one card, eight tensor ranks wait nearly four times as long as they compute at width
+# 8,192 on the H100.
 #
 # </details>
 #

@@ -157,6 +157,7 @@ ranked = Spec(
         ({ERROR}) ** 0.5 => (variance(some) / len(some)) ** 0.5 + \
 (variance(others) / len(others)) ** 0.5
             is_tie: the two standard errors are added, but only their squares add up.
+            | Add the squared errors, and take the root of the sum.
         ({ERROR}) ** 0.5 => {ERROR}
             is_tie: the root is missing, so the difference is compared with a variance.
         {LIMIT} => 2

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, NamedTuple
 from unittest import mock
@@ -105,14 +105,15 @@ def writing_seen(answer: Callable, case: Writing) -> dict:
     """What a reader finds before, while and after, and what a power cut would leave."""
     folder = Path(tempfile.mkdtemp(prefix=f"manyhands-{case.seed}-"))
     try:
-        with chdir(folder):
+        with chdir(folder) if case.is_bare else nullcontext():
             return _seen(answer, case, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
-    path = Path("weights.pt") if case.is_bare else folder / "weights.pt"
+    path = folder / "weights.pt"
+    given = path.name if case.is_bare else path
     second = folder / "weights.json"
     if case.has_old:
         path.write_bytes(OLD)
@@ -137,7 +138,7 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
     disk, error, returned = Disk(path), "", None
     with disk.watched():
         try:
-            returned = answer(path if case.seed % 2 else str(path), fill)
+            returned = answer(Path(given) if case.seed % 2 else str(given), fill)
         except (OSError, KeyboardInterrupt) as raised:
             if raised.args[0] != 28 and not case.has_second:
                 raise

@@ -293,6 +293,16 @@ def test_an_endless_loop_ends():
     assert "never ended" in repr(told) and "forever" in repr(told)
 
 
+def test_words_of_an_error_explain_no_line_in_which_a_rank_waits():
+    def receives(tensor, root=0, group=None):
+        if dist.get_rank(group) != root:
+            dist.recv(tensor.contiguous(), dist.get_global_rank(group or dist.group.WORLD, root))
+
+    assert "contiguous" in exercises_of("collectives")["4.2"].spec.reasons
+    told = verdict("collectives", "4.2", receives)
+    assert "tensor.contiguous()" in told.seen and told.why == "All ranks that are left wait."
+
+
 def test_an_endless_loop_without_ranks_is_told_without_words_of_messages(monkeypatch):
     def forever(*args):
         while True:

@@ -68,6 +68,7 @@ class Spec:
             it, or "". It states no cause.
         advice: what to try: for a part, by its name; under "" for all others.
         reasons: words of an error -> sentence, and what to try.
+        waits: a call in the line where a rank waits for ever -> sentence, and what to try.
         refusal: what to say where an error is asked for and nothing is raised.
         independent: is each part of a dict an answer by itself, as a mean and a variance are? Then
             a mistake is named as well when it is alike only in the first wrong part, in the order
@@ -96,6 +97,7 @@ class Spec:
     facts: Callable = lambda found, wanted, case: ""
     advice: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, tuple[str, str]] = field(default_factory=dict)
+    waits: dict[str, tuple[str, str]] = field(default_factory=dict)
     refusal: tuple[str, str] = ("The docstring asks for an error here.", "")
     independent: bool = False
     operations: tuple[str, ...] = ()

@@ -473,7 +473,7 @@ def _words_of_an_end(trial: Trial) -> Words:
     index = min(len(trial.found), len(trial.steps) - 1)
     said = trial.said(index, failed.rank)
     if isinstance(failed, RanksHung):
-        return _words_of_a_hang(said, failed, trial.answer, trial.spec.reasons)
+        return _words_of_a_hang(said, failed, trial.answer, trial.spec.waits)
     if failed.failure.error == "Wrong":
         return _colon(said, failed.failure.message), "", _advice(trial.spec, None)
     if is_echo(failed.failure):
@@ -483,7 +483,7 @@ def _words_of_an_end(trial: Trial) -> Words:
 
 
 def _words_of_a_hang(
-    said: str, failed: RanksHung, answer: object, reasons: Mapping[str, tuple[str, str]]
+    said: str, failed: RanksHung, answer: object, waits: Mapping[str, tuple[str, str]]
 ) -> Words:
     """Who waits and who computes, and where; a cause only where the exercise has one for a line."""
     if len(failed.stacks) + len(failed.finished) == 1:
@@ -508,7 +508,7 @@ def _words_of_a_hang(
         "All ranks that are left wait.",
         "For each line: which rank has to come, or to send?",
     )
-    return seen, *next((words for line, words in reasons.items() if line in seen), waiting)
+    return seen, *next((words for call, words in waits.items() if call in seen), waiting)
 
 
 def _line(stack: Sequence[Frame], answer: object) -> str:

@@ -250,6 +250,8 @@ make_groups = Spec(
             PLACES,
         ),
         "unhashable type: 'list'": ("A list cannot be in a set.", "tuple(ranks_along(...))"),
+    },
+    waits={
         "dist.new_group(": (
             "A rank waits for others that do not make this group, or make another one first.",
             ALL_CALL,

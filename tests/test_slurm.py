@@ -333,16 +333,23 @@ def begun(slurm: Cluster, job: Job, step: int = 20) -> Job:
     return job
 
 
-def hurry(slurm: Cluster, job: Job) -> None:
-    """Wait until the job is in the queue again, and let it begin: Slurm would wait for 9 s."""
-    slurm.until(lambda: slurm.state(job.id) == "PENDING", 60)
-    slurm.run("scontrol", "update", f"jobid={job.id}", "StartTime=now")
-
-
 def resumed(job: Job) -> list[int]:
     """The steps at which the job's lives but the first began."""
     found = re.findall(rf"^resumed runs/{job.out.name} at step (\d+)", job.log, re.MULTILINE)
     return [int(step) for step in found]
+
+
+def next_life(slurm: Cluster, job: Job) -> int:
+    """Wait until a job that was queued again goes on; the step at which it does.
+
+    Slurm lets it begin after 9 s and no sooner, so that nothing of the old life is left.
+    """
+    before = len(resumed(job))
+    over = ("FAILED", "CANCELLED", "TIMEOUT")
+    slurm.until(lambda: len(resumed(job)) > before or slurm.state(job.id) in over, 120)
+    steps = resumed(job)
+    assert len(steps) == before + 1, f"{slurm.state(job.id)}:\n{job.log}"
+    return steps[-1]
 
 
 def again(job: Job) -> list[str]:
@@ -376,20 +383,18 @@ def test_signal_before_the_limit_and_then_a_lost_node(slurm, clone, calm):
     assert f"launch.sh: job {kept.id} cannot queue again: Requested operation" in kept.log
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", cancelled.id)
 
-    hurry(slurm, job)
-    (first,) = slurm.until(lambda: resumed(job), 120)
+    first = next_life(slurm, job)
     line = f"launch.sh: job {job.id} queues again, to go on in runs/ddp-{job.id}"
     assert line in job.log and "stopped by SIGUSR1" in job.log and "Traceback" not in job.log
     begun(slurm, job, first + LONG["save_every"] + 5)
     assert nodes_of(slurm, job) == slurm.nodes[:2]
     slurm.crash(slurm.nodes[1])
     try:
-        hurry(slurm, job)
+        second = next_life(slurm, job)
         assert slurm.wait(job.id, 150) == "COMPLETED", job.log
     finally:
         slurm.boot(slurm.nodes[1])
     assert "Restarts=2" in slurm.run("scontrol", "show", "job", job.id)
-    _, second = resumed(job)
     assert second > first and second % LONG["save_every"] == 0
     assert_same_weights(job.out, calm)
 

@@ -419,14 +419,10 @@ def container_of(manifest):
     return manifest[1]["spec"]["template"]["spec"]["containers"][0]
 
 
-@wrong("11.12", "restartPolicy is Always (at least 7 faults are left")
-def manifest_as_it_was():
-    return pods.BROKEN
-
-
-@wrong("11.12", "the list holds Job, and no Service")
-def manifest_of_the_job_alone():
-    return pods.mended_job()[1:]
+WRONG["11.12"] += [
+    (lambda: pods.BROKEN, "restartPolicy is Always (at least 7 faults are left"),
+    (lambda: pods.mended_job()[1:], "the list holds Job, and no Service"),
+]
 
 
 @wrong("11.12", "8 GPUs are requested, with a limit of 4")
@@ -496,12 +492,9 @@ def whole_by_rename(path, fill):
     path = Path(path)
     second = path.with_name(path.name + ".new")
     try:
-        file = second.open("wb", buffering=0)
-        try:
+        with second.open("wb", buffering=0) as file:
             made = fill(file)
             os.fsync(file)
-        finally:
-            file.close()
     except BaseException:
         second.unlink()
         raise

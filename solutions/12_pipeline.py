@@ -942,7 +942,7 @@ check.make_grid(make_grid)
 
 # %%
 def train_grid(what, p=2, m=4):
-    """The largest difference from one process, and the largest one between two replicas."""
+    """The largest difference from one process, and that of a replica from the replicas' mean."""
     pipe_group, row = make_grid(p)
     stage, replica, d = dist.get_rank(pipe_group), dist.get_rank(row), dist.get_world_size(row)
     own = cut(make_layers(), [0, 4, 8])[stage]
@@ -969,15 +969,14 @@ def train_grid(what, p=2, m=4):
 if check.ready("12.2", "12.7", "12.11"):
     for what in ("gradients", "weights", "nothing"):
         off, apart = map(max, zip(*run_ranks(train_grid, 4, what), strict=True))
-        print(f"{what:9} averaged: {off:.1e} off one process, replicas {apart:.1e} apart")
+        print(f"{what:9} averaged: {off:.1e} off one process, replicas {apart:.1e} off their mean")
         assert (off < 1e-5) == (what == "gradients")
 
 # %% [markdown]
-# (The last number is the distance of a replica from the mean of both.) So it is the gradients that have to
-# be synchronised. They are averaged before the optimizer uses them, so all replicas take the step of one
-# process, and their weights stay equal although no weight was ever sent. Averaged weights are equal, too,
-# but they are the mean of two different AdamW steps, each taken with half of the batch, and that is another
-# training.
+# So it is the gradients that have to be synchronised. They are averaged before the optimizer uses them, so
+# all replicas take the step of one process, and their weights stay equal although no weight was ever sent.
+# Averaged weights are equal, too, but they are the mean of two different AdamW steps, each taken with half
+# of the batch, and that is another training.
 #
 # ## 15. What travels, and when it pays
 #

@@ -118,7 +118,7 @@ class BucketSender(nn.Module):
     """Send gradients during backward, bucket by bucket, while earlier layers still compute.
 
     Wraps `module` (B/N samples per rank) and copies rank 0's state to all. `bucket_mb` is the
-    largest size of a bucket in 10^6 bytes.
+    largest size of a bucket of several parameters, in 10^6 bytes.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.batch_size.problem import Labelled, of_images
+from manyhands.first_job.power_law import error_rate
 from manyhands.layerwise import optimizers
 
 HIDDEN = 64
@@ -68,10 +69,12 @@ class Split(NamedTuple):
 def split(data: Labelled) -> Split:
     """Keep the last of the training images for validation, as lesson 03 does."""
     parts = of_images(data)
-    name, _, more = data.note.partition(",")
-    _, _, rest = more.partition(" and ")
-    sizes = f"{len(parts.train_inputs):,} images to train on, {len(parts.valid_inputs):,} for"
-    note = f"{name}, {sizes} validation and {rest}"
+    _, _, height, width = data.test_inputs.shape
+    note = (
+        f"{data.note.partition(',')[0]}, {len(parts.train_inputs):,} images to train on, "
+        f"{len(parts.valid_inputs):,} for validation and {len(data.test_inputs):,} to test on, "
+        f"{height} x {width} pixels, {data.num_classes} classes"
+    )
     return Split(*parts[:4], data.test_inputs, data.test_labels, data.num_classes, note)
 
 
@@ -127,10 +130,10 @@ def train(
         loss_of(model, data.train_inputs[own], data.train_labels[own]).backward()
         optimizer.step()
         look(model, optimizer)
-    with torch.no_grad():
-        valid = model(data.valid_inputs).argmax(dim=1) == data.valid_labels
-        test = model(data.test_inputs).argmax(dim=1) == data.test_labels
-    return Scores(valid.float().mean().item(), test.float().mean().item())
+    return Scores(
+        1 - error_rate(model, data.valid_inputs, data.valid_labels),
+        1 - error_rate(model, data.test_inputs, data.test_labels),
+    )
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

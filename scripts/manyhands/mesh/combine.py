@@ -91,7 +91,7 @@ def take_stage(model: nn.Module, groups: Groups) -> Stage:
     if "dp" not in groups:
         return Stage(own, own, tied, loss_fn)
     replicas = groups.get("replicate")
-    # reshard=False: a backward finds the weights that a forward has gathered.
+    # reshard=False: a backward right after a forward finds the weights that it has gathered.
     sharded = FSDP(own, units_in(own), reshard=False, replicas=replicas, group=groups["dp"])
     tied = [(shard_of(param, sharded), ranks) for param, ranks in tied]
     return Stage(sharded, own, tied, loss_fn)

@@ -817,10 +817,10 @@ if check.ready("9.1", "9.2", "9.3"):
 
 
 # %%
-def offloaded(offload):
+def three_steps(on_cpu):
     torch.manual_seed(0)
     model = Transformer(V, T, L, H, D)
-    model = fully_shard.torch_fsdp(model, list(model.blocks), offload=offload)
+    model = fully_shard.torch_fsdp(model, list(model.blocks), offload=on_cpu)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found, inputs = [], torch.arange(B * T).view(B, T) % V
     for _ in range(3):
@@ -832,30 +832,58 @@ def offloaded(offload):
     return found
 
 
-without, with_offload = (run_ranks(offloaded, 2, offload)[0] for offload in (False, True))
+without, with_offload = (run_ranks(three_steps, 2, on_cpu)[0] for on_cpu in (False, True))
 print("losses without", without, "and with offload", with_offload)
 assert without == with_offload
 
 # %% [markdown]
-# The losses are equal, but a CPU cannot show what offload saves and costs, since nothing moves. For a GPU
-# both can be computed in advance. Take 7 billion parameters on 8 GPUs, in stage 3, where the shards are
-# float32 and become bfloat16 only on the GPU. The shards of all blocks go up to the GPU twice in a step. The
-# small rest, which is in no block, goes up once, and the cell ignores this difference:
+# The losses are equal, but a CPU cannot show what offload saves and costs, since nothing moves. Both can be
+# computed. A GPU that has room for some of the blocks need not send all of them away, so first decide how many
+# have to go:
 
-# %% tags=["nbval-check-output"]
-shard_gb = 4 * 7 / 8  # float32; a GPU's share of 7 billion parameters
-link_gb_per_s = 64  # PCI Express 5 with 16 lanes, at most, in each direction (PCI-SIG)
-print(f"off the GPU: weights, gradients and moments, {4 * shard_gb:.1f} GB per GPU")
-print(f"up in a step, before forward and again before backward: {2 * shard_gb:.1f} GB")
-print(f"down in a step, the gradients: {shard_gb:.1f} GB")
-print(f"the way up takes at least {2 * shard_gb / link_gb_per_s:.2f} s in each step")
-print(f"the CPU's AdamW steps {7 / 8:.2f} billion parameters for each GPU of the node")
+# %% exercise="offload" todo="9.8" minutes=10 difficulty=1 points=1
+from manyhands.memory.accounting import Offload, offload
+
+# %% check="9.8" tags=["nbval-check-output"]
+check.offload(offload)
 
 # %% [markdown]
-# So offload pays where a step takes much longer than these transfers, for example with large batches, or
-# where the model fits only with offload. How much of the transfers is hidden behind computation, and how long
-# AdamW takes on the CPU, only a run on a GPU can say. `make gpu ONLY=offload` trains the same model with and
-# without offload, and its report shows the memory and the time per step of both runs. With a job of your own,
+# Now take the 7 billion parameters of section 10, all in float32 (the GPU rounds the gathered weights to
+# bfloat16), again with one sequence of 4096 tokens and fused attention on each GPU. One or two GPUs had no
+# room for them. The last row offloads everything from eight GPUs, as `fully_shard`'s policy does when all units
+# have it. Three times are compared:
+#
+# - the link's: PCI Express 5 with 16 lanes carries 64 GB/s at most in each direction (PCI-SIG);
+# - the CPU's: AdamW reads four numbers of float32 for each parameter and writes three, 28 bytes. The memory of
+#   a processor with eight channels of DDR5-4800 moves 8 x 8 x 4.8 = 307 GB/s at most, and all GPUs of the
+#   node share it;
+# - the GPU's: 6 operations for each parameter and token, at 400e12 operations per second, which is 40 % of what
+#   NVIDIA states for an H100 in bfloat16.
+
+# %% tags=["nbval-check-output"]
+if check.ready("9.1", "9.2", "9.3", "9.8"):
+    room = int(1e9 * (72 - activations["fused attention"]))
+    compute_s = 6 * 7e9 * 4096 / 400e12
+    moves = {}
+    for num, free in ((1, room), (2, room), (3, room), (8, 0)):
+        shard = 7_000_000_000 // num_layers // num  # every block has 1/32 of the parameters here
+        blocks, up, down = moves[num] = offload([shard] * num_layers, free)
+        link_s, cpu_s = up / 64e9, num * down / 4 * 28 / 307e9
+        print(f"{num} x 80 GB: {blocks:2} blocks on the CPU, {up / 1e9:4.1f} GB up a step: ", end="")
+        print(f"link {link_s:.2f} s, AdamW {cpu_s:.2f} s, arithmetic {compute_s:.2f} s")
+    assert [moves[num].blocks > 0 for num in (1, 2, 3, 8)] == [True, True, False, True]
+    assert moves[1].up / 64e9 > compute_s > moves[2].up / 64e9
+    assert 28 * 7e9 / 307e9 > compute_s
+
+# %% [markdown]
+# With one GPU the weights' way alone takes longer than the arithmetic of this batch, so even a link that works
+# while the GPU computes would hold it up. With two GPUs the way is short enough to be hidden. Either time on
+# the link stays the same when the batch grows, while the arithmetic grows with it: offload pays for large
+# batches, or where the model fits in no other way. The CPU's own step comes last, when all gradients are there.
+# It does not become shorter with more GPUs in the node, and for the whole model it takes longer than the
+# arithmetic here. These are bounds from data sheets. How much is hidden, and how near the CPU comes to its
+# memory's rate, only a run on a GPU can say. `make gpu ONLY=offload` trains the same model with and without
+# offload, and its report shows the memory and the time per step of both runs. With a job of your own,
 # run `sbatch sbatch/fsdp.sbatch --impl torch --offload`, and the same command without `--offload`; the row
 # "tensors at their peak" of their reports counts only tensors on the GPU.
 #

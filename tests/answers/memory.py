@@ -8,10 +8,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from manyhands.memory import savings
-from manyhands.memory.accounting import Recipe
+from manyhands.memory.accounting import Offload, Recipe
 from manyhands.memory.savings import rng_states, set_rng_states
 
-RIGHT: dict[str, list] = {f"9.{number}": [] for number in range(1, 8)}
+RIGHT: dict[str, list] = {f"9.{number}": [] for number in range(1, 9)}
 WRONG: dict[str, list] = {todo: [] for todo in RIGHT}
 
 
@@ -410,3 +410,52 @@ class MasterWeightsWithASchedule(savings.MasterWeights):
         super().step()
         for group in self.optimizer.param_groups:
             group["lr"] *= 0.99
+
+
+# ---- 9.8 offload ----------------------------------------------------------------------------
+
+
+@right("9.8")
+def offload_from_behind(shards, free):
+    kept = 0
+    for shard in reversed(shards):
+        if free < 16 * shard:
+            break
+        free -= 16 * shard
+        kept += 1
+    away = list(shards)[: len(shards) - kept]
+    weights = 4 * sum(away)
+    return Offload(len(away), down=weights, up=weights + weights)
+
+
+@right("9.8")
+def offload_by_search(shards, free):
+    sizes = torch.tensor([0, *shards])
+    stays = 16 * (sizes.sum() - sizes.cumsum(0))
+    blocks = torch.nonzero(stays <= free)[0]
+    return Offload(blocks, 8 * sizes[: blocks + 1].sum(), sizes[: blocks + 1].sum() * 4)
+
+
+@wrong("9.8", "blocks: ")
+def offload_by_the_mean(shards, free):
+    kept = min(len(shards), free // (16 * sum(shards) // len(shards)))
+    moved = sum(shards[: len(shards) - kept])
+    return Offload(len(shards) - kept, 8 * moved, 4 * moved)
+
+
+@wrong("9.8", "offload(")
+def offload_one_at_least(shards, free):
+    return offload_from_behind(shards, min(free, 16 * sum(shards) - 1))
+
+
+@wrong("9.8", "up: ")
+def offload_with_the_last_block_still_there(shards, free):
+    found = offload_from_behind(shards, free)
+    if found.blocks == len(shards):
+        return found._replace(up=found.up - 4 * shards[-1])
+    return found
+
+
+@wrong("9.8", "Offload: three numbers")
+def offload_without_names(shards, free):
+    return tuple(offload_from_behind(shards, free))

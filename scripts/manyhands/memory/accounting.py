@@ -7,10 +7,12 @@
 
     fp32 Adam:  4 + 4 + 8 = 16 bytes per parameter; in stage 3 on n ranks 16/n
     a block:    16 D + H + 4 numbers per token (D width, H heads), with fused attention
+    offload:    a step moves 8 bytes per parameter up to the GPU and 4 down; 16 lie on the CPU
 
 savings.py has ways to need less. live.Live counts the tensors that really exist on a rank.
 Sources: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054, section 3; Korthikanti
-et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4.
+et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4;
+Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -112,3 +114,33 @@ def saved_bytes(run: Callable[[], Tensor], params: Iterable[nn.Parameter]) -> in
     own = {param.untyped_storage().data_ptr() for param in params}
     del result
     return sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)
+
+
+class Offload(NamedTuple):
+    """How many blocks a rank leaves to the CPU, and the bytes that move in each step."""
+
+    blocks: int
+    up: int
+    down: int
+
+
+def offload(shards: Sequence[int], free: int) -> Offload:
+    """Leave as few blocks to the CPU as possible, and count the bytes that a step moves.
+
+    In ZeRO stage 3 a rank has one shard of every block: weights, gradients and Adam's two moments,
+    all in float32. All four are on the GPU or, for an offloaded block, all four in the CPU's
+    memory. The first blocks are offloaded, until the shards of all others fit into `free`. Backward
+    needs the last blocks first, so they stay where they are.
+
+    In every step the weights of an offloaded block go up to the GPU for forward, and again for
+    backward. Its gradients come down once. Moments do not move, as the CPU runs the optimizer.
+
+    Args:
+        shards: how many numbers the rank's shard of each block has, in the order of forward.
+        free: bytes of the GPU's memory that shards may fill, to the last one.
+    """
+    blocks = 0
+    while 16 * sum(shards[blocks:]) > free:
+        blocks += 1
+    moved = sum(shards[:blocks])
+    return Offload(blocks, up=2 * 4 * moved, down=4 * moved)

@@ -14,17 +14,21 @@ from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes,
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, number, record, whole
 from manyhands.memory import accounting
-from manyhands.memory.accounting import Recipe
+from manyhands.memory.accounting import Offload, Recipe
 from manyhands.models.transformer import Transformer
 
-RECIPE = "Return Recipe(weights, gradients, optimizer), in bytes."
 
+def three_numbers(kind: type[tuple]) -> Callable:
+    """The form of a Recipe or an Offload."""
+    name = kind.__name__
 
-def as_recipe(value: object) -> dict:
-    """The three numbers of a Recipe by name."""
-    if not hasattr(value, "_asdict"):
-        raise malformed(value, "a Recipe: three numbers by their names", RECIPE)
-    return record(Recipe._fields, whole)(value)
+    def form(value: object) -> dict:
+        if not hasattr(value, "_asdict"):
+            hint = f"Return {name}({', '.join(kind._fields)})."
+            raise malformed(value, f"{name}: three numbers by their names", hint)
+        return record(kind._fields, whole)(value)
+
+    return form
 
 
 # ---- 9.1 ------------------------------------------------------------------------------------
@@ -64,7 +68,7 @@ recipe = Spec(
     todo="9.1",
     truth=accounting.recipe,
     cases=types,
-    form=as_recipe,
+    form=three_numbers(Recipe),
     independent=True,
     tell=lambda case: "recipe({}, {}, {}, master={})".format(*case).replace("torch.", ""),
     advice={"": EACH_SIZE, "weights": "weights.itemsize", "gradients": "gradients.itemsize"},
@@ -184,7 +188,7 @@ bytes_per_rank = Spec(
     todo="9.2",
     truth=accounting.bytes_per_rank,
     cases=cuts,
-    form=as_recipe,
+    form=three_numbers(Recipe),
     independent=True,
     tell=lambda case: (
         f"bytes_per_rank({case.sizes}, {tuple(case.recipe)}, stage={case.stage}, "
@@ -550,6 +554,123 @@ saved_bytes = Spec(
                 ! Backward frees the graph, and it is the caller's. | Only call run().
             """,
             globals(),
+        ),
+    ],
+)
+
+# ---- 9.8 ------------------------------------------------------------------------------------
+
+AWAY = "Offload from the front, one block after another, until 16 bytes for each number left fit."
+TWICE = "An offloaded block's weights are needed in forward and in backward, with 4 bytes each."
+FEWEST = "16 * sum(shards[blocks:]) > free"
+MOVED = "sum(shards[:blocks])"
+
+
+class Room(NamedTuple):
+    """One call of offload."""
+
+    shards: list[int]
+    free: int
+
+
+def rooms() -> list[Room]:
+    """No room, room for all, to the byte, and a byte too little; uneven blocks, and only one."""
+    sizes = random.sample(range(11, 90), 6)
+    sizes[1:3] = [random.randrange(11, 60), 300]  # 300 does not fit where the one before it would
+    behind = [16 * sum(sizes[first:]) for first in range(7)]
+    return [
+        Room(sizes, behind[2]),
+        Room(sizes, behind[3] + 16 * 60),
+        Room(sizes, behind[4] - 1),
+        Room(sizes, 0),
+        Room(sizes, behind[0]),
+        Room(sizes[:1], 16 * sizes[0] - 1),
+        Room([7], 200),
+        Room([10**9 // 7] * 9, 10**10),
+    ]
+
+
+def what_fits_anywhere(shards: list[int], free: int) -> Offload:
+    """Every block that still fits stays, whichever it is."""
+    away = []
+    for size in reversed(shards):
+        if 16 * size <= free:
+            free -= 16 * size
+        else:
+            away.append(size)
+    return Offload(len(away), 8 * sum(away), 4 * sum(away))
+
+
+def from_behind(truth: Callable) -> Callable:
+    """The last blocks are offloaded."""
+    return lambda shards, free: truth(shards[::-1], free)
+
+
+offload = Spec(
+    todo="9.8",
+    truth=accounting.offload,
+    cases=rooms,
+    form=three_numbers(Offload),
+    independent=True,
+    tell=lambda case: f"offload({case.shards}, free={case.free})",
+    advice={
+        "": "Which blocks do not fit, and which of their numbers move in a step?",
+        "blocks": AWAY,
+        "up": TWICE,
+        "down": "Only the gradients come down, with 4 bytes each.",
+    },
+    hints=(
+        "How many bytes do the shards of all blocks take on the GPU? Leave out the first block, "
+        "then the second one as well, until the rest fits.",
+        "16 bytes a number: weight, gradient and two moments. The sum of shards[blocks:] is what "
+        "stays, the sum of shards[:blocks] is what moves.",
+        "Start with blocks = 0 and add 1 while 16 * sum(shards[blocks:]) is more than free. Then 8 "
+        "bytes of every number of shards[:blocks] go up and 4 come down.",
+    ),
+    mistakes=[
+        *mistakes(
+            """
+            {FEWEST} => 16 * sum(shards[blocks:]) >= free
+                Shards that fill the memory to the last byte fit. | {AWAY}
+            {FEWEST} => 4 * sum(shards[blocks:]) > free
+                Only the weights are counted on the GPU. | {AWAY}
+            {FEWEST} => 8 * sum(shards[blocks:]) > free
+                Of the four numbers for each parameter only two are counted on the GPU.
+            {FEWEST} => 12 * sum(shards[blocks:]) > free
+                Of the four numbers for each parameter only three are counted on the GPU.
+            Offload(blocks => Offload(len(shards) - blocks
+                These are the blocks that stay on the GPU.
+                | The first number counts those that are left to the CPU.
+            {MOVED} => sum(shards[blocks:])
+                These are the bytes of the blocks that stay, and they do not move.
+                | What moves are shards[:blocks].
+            {MOVED} => (sum(shards) if blocks else 0)
+                The blocks that stay on the GPU are moved as well. | What moves are shards[:blocks].
+            up=2 * 4 * moved => up=4 * moved
+                The weights go up only once. | {TWICE}
+            up=2 * 4 * moved => up=2 * 16 * moved
+                The gradients and the moments go up as well. | {TWICE}
+            up=2 * 4 * moved, down=4 * moved => up=2 * 2 * moved, down=2 * moved
+                Weights and gradients move with 2 bytes each, and they are kept in float32.
+                | A number of float32 has 4 bytes.
+            up=2 * 4 * moved, down=4 * moved => up=4 * moved, down=2 * 4 * moved
+                Up and down are exchanged. | Weights go up, and gradients come down.
+            down=4 * moved => down=2 * 4 * moved
+                The gradients come down twice. | There are gradients only in backward.
+            down=4 * moved => down=16 * moved
+                All four numbers come down. | The CPU has the other three already.
+            """,
+            globals(),
+        ),
+        Mistake(
+            instead(what_fits_anywhere),
+            "A block in front stays on the GPU although one behind it was left to the CPU.",
+            AWAY,
+        ),
+        Mistake(
+            around(from_behind),
+            "The last blocks are offloaded, and the first ones are to be.",
+            AWAY,
         ),
     ],
 )

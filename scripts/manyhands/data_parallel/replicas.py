@@ -48,7 +48,7 @@ def broadcast_state(module: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Replace every gradient by its mean over the ranks, in place. Call after backward.
+    """Replace every gradient by its mean over the ranks. Call after backward.
 
     The mean, not the sum: a rank's loss is already the mean over its B/N samples, so the mean of
     the N gradients is the gradient of the mean over all B. Parameters without a gradient (frozen

@@ -98,7 +98,7 @@ def surface(
 ) -> Tensor:
     """Losses on a plane: [i, j] is at grid[i] along the first direction, grid[j] along the other.
 
-    Each rank computes its share of the points, and all ranks get all of them.
+    Each rank computes its share of the points, and one message brings all of them to all ranks.
 
     Args:
         parameters, directions: the same on all ranks.

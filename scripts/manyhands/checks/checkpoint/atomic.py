@@ -58,6 +58,7 @@ class Disk:
         self.synced: dict[int, int] = {}  # number of the file -> its bytes on the disk
         self.is_named = False
         self.is_gap = False  # an older file was gone before the new one came
+        self.is_from_here = True  # what was moved to the name came from the same folder
         self.has_old = path.exists()
         self.real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
 
@@ -76,6 +77,9 @@ class Disk:
 
         def move(source: object, target: object, **named: object) -> None:
             self.is_gap |= self.has_old and not self.path.exists()
+            folder = self.path.parent.resolve()
+            if Path(target).resolve() == folder / self.path.name:
+                self.is_from_here &= Path(source).resolve().is_relative_to(folder)
             self.real[name](source, target, **named)
             self.is_named = False
 
@@ -151,6 +155,7 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
         "the error that comes out": error or "none",
         "the old file stands there until the new one does": not disk.is_gap,
         "nothing is left beside the file": not left,
+        "what takes the name comes from the same folder": disk.is_from_here,
     }
     if case.has_second:
         seen["the second file"] = second.read_bytes() if second.exists() else "is not there"
@@ -183,6 +188,10 @@ def tell_writing(case: Writing) -> str:
 
 
 SWAP = "Write to another name in the same folder, and os.replace it to `path` at the end."
+ELSEWHERE = (
+    "Another folder may lie on another disk, to which os.replace cannot move a file. Write beside "
+    "the file."
+)
 SYNC = "file.flush() hands Python's buffer to the system, os.fsync(file.fileno()) to the disk."
 FOLDER = "sync_folder(os.path.dirname(path)) after os.replace."
 APPENDED = "Make the other name from the whole name of the file: append PARTIAL to it."
@@ -205,6 +214,7 @@ write_whole = Spec(
         "what a reader finds while `fill` writes": SWAP,
         "what a power cut would leave after the call": f"{SYNC} Then: {FOLDER}",
         "nothing is left beside the file": CLEAN,
+        "what takes the name comes from the same folder": ELSEWHERE,
         "": "Go through the docstring, one sentence after the other.",
     },
     reasons={
@@ -224,6 +234,8 @@ write_whole = Spec(
             The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
         partial = f"{path}{PARTIAL}" => partial = Path(path).with_suffix(PARTIAL)
             weights.pt and weights.json are written under the same other name. | {APPENDED}
+        partial = f"{path}{PARTIAL}" => partial = Path(path).resolve().parents[1] / f"one{PARTIAL}"
+            The file is written in another folder, and moved from there. | {ELSEWHERE}
         {FSYNC} => pass
             {UNSAFE} | {SYNC}
         file.flush() => pass

@@ -35,7 +35,7 @@ def states() -> list[Holders]:
     wide = {"a": box((0, 2), (0, 9)), "b": box((0, 12), (0, 1)), "c": box((0, 5))}
     return [
         Holders(own),
-        Holders([{"w": row} for row in rows]),
+        Holders([{"w": row} for row in rows[::-1]]),
         Holders(replicas),
         Holders([several] * 2),
         Holders([wide] * 2),
@@ -55,6 +55,7 @@ def plan_seen(answer: Callable, case: Holders) -> dict:
         load[rank] += prod(one.size)
     return {
         "names that are written": [name for name, _ in found],
+        "boxes in order": [f"{name} at {tuple(one.offset)}" for name, one in found],
         "the writer of each box": {
             f"{name} at {tuple(one.offset)} of size {tuple(one.size)}": rank
             for (name, one), rank in found.items()
@@ -66,6 +67,7 @@ def plan_seen(answer: Callable, case: Holders) -> dict:
 ONCE = "Collect for each (name, box) the list of the ranks that hold it; it has one entry then."
 FEWEST = "Of the ranks that hold the box, take the one with the fewest numbers so far."
 ALWAYS_FIRST = "The first holder writes every box that several hold, and others wait for it."
+IN_ORDER = "Go through sorted(holders.items())."
 COUNT = "Add prod(box.size), the number of numbers, to the writer's load."
 plan = Spec(
     todo="11.4",
@@ -74,7 +76,7 @@ plan = Spec(
     observe=plan_seen,
     tell=lambda case: f"plan of {len(case.every_box)} ranks that hold {_held(case)}",
     independent=True,
-    advice={"": FEWEST, "names that are written": "Go through sorted(holders.items())."},
+    advice={"": FEWEST, "names that are written": IN_ORDER, "boxes in order": IN_ORDER},
     reasons={
         "unhashable": ("A list is no key.", "(name, box) is one: a Box is a tuple."),
         "arg is an empty sequence": ("A box that no rank holds was asked for.", ONCE),
@@ -110,6 +112,9 @@ plan = Spec(
             The boxes come in the order in which the ranks name them. | sorted(holders.items())
         sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][1])
             The boxes come in the order of boxes first. | sorted(holders.items())
+        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][0])
+            Boxes of one name come in the order of the ranks that hold them.
+            | sorted(holders.items())
         """,
         globals(),
     ),

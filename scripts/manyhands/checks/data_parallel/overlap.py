@@ -150,6 +150,10 @@ def sent(answer, case: Backwards, place: Place) -> dict:
         given = [late.sent for late in started]
         seen |= _travelled(started, wire.events)
         seen["what the messages carry"] = given
+        sent_from = [late.tensor.data_ptr() for late in started]
+        seen["bucket number i is sent from self.flats[i]"] = sent_from == [
+            flat.data_ptr() for flat in model.flats
+        ]
         seen["how many messages in_flight holds"] = len(model.in_flight)
     seen["the weights are as they were"] = all(map(torch.equal, weights, inner.parameters()))
     return seen
@@ -314,6 +318,9 @@ bucket_sender = Spec(
             way. | Each bucket has a flat of its own: self.flats[index].
         {PACKED} => flat = pack(self.buckets[index], out=self.flats[index])
             The weights are packed, not the gradients. | {PACKED}
+        out=self.flats[index] => out=None
+            A bucket is packed into a new tensor, and _finish looks for the sums in self.flats.
+            | Pack into the flat that is there: pack(gradients, out=self.flats[index]).
         {BOUND} => {ALL_AT_ONCE}\\n        {BOUND}
             The first bucket is sent after the last gradient is ready, so no message travels while
             backward still computes. | Start a bucket as soon as its own last gradient is ready.

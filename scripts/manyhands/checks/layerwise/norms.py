@@ -10,6 +10,7 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import same, tensor
+from manyhands.instruments.ledger import Ledger
 from manyhands.layerwise import norms
 
 
@@ -53,12 +54,15 @@ def norms_seen(answer: Callable, case: Shards, place: Place) -> dict:
         memories.append(memory)
     before = [memory.clone() for memory in memories]
     order = {} if case.order == 2 else {"order": case.order}
-    found = tensor(answer(list(given), **order, **place.options))
+    with Ledger() as wire:
+        found = tensor(answer(list(given), **order, **place.options))
     kinds = [torch.promote_types(shard.dtype, torch.float32) for shard in given]
     return {
         "the norms": [one.to(k) for one, k in zip(found.flatten(), kinds, strict=False)],
         "the shape": list(found.shape),
         "the type": str(found.dtype),
+        # all_gather_object makes two calls: it tells the sizes first.
+        "all norms travel in one message": len(wire.entries) <= 2,
         "`shards` are unchanged": all(map(torch.equal, memories, before)),
     }
 
@@ -102,6 +106,7 @@ shard_norms = Spec(
         "": STEPS,
         "the shape": "Return one norm for each tensor: a vector of len(shards) numbers.",
         "the type": "Return the norms in float64.",
+        "all norms travel in one message": "Put the tensors' numbers into one vector first.",
         "`shards` are unchanged": "Use operations without a trailing underscore on the shards.",
     },
     reasons={

@@ -302,6 +302,7 @@ def novograd_drawn() -> list[Training]:
         training(seen, average, "late"),
         training(seen, {"averaging": True}, "two"),
         training(seen, {"averaging": True}, dtype=torch.float32),
+        training(seen, {"averaging": True}, "short", dtype=torch.bfloat16),
     ]
 
 

@@ -12,6 +12,7 @@ from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import same, show, tensor
 from manyhands.checks.loss_surface.hill import Hill, equal, loss_number
+from manyhands.instruments.ledger import Ledger
 from manyhands.loss_surface import surface as truth
 
 # ---- 2.4 ------------------------------------------------------------------------------------
@@ -46,13 +47,16 @@ def surface_seen(answer: Callable, case: Grid, place: Place) -> dict:
         return hill.loss()
 
     given = list(hill.parameters), directions, list(case.distances)
-    table = tensor(answer(loss, *given, **place.options))
+    with Ledger() as wire:
+        table = tensor(answer(loss, *given, **place.options))
     size = len(case.distances)
     share = -(-size // place.n) * size  # of whole rows
     unchanged = all(equal(*both) for both in zip(directions, copies, strict=True))
     return {
         "the surface": table,
         "no rank computes more points than its share": len(asked_for) <= share,
+        # all_gather_object makes two calls: it tells the sizes first.
+        "all points travel in one message": len(wire.entries) <= 2,
         **hill.left_behind(),
         "the directions are unchanged": unchanged,
         "besides": len(asked_for) == size * size,
@@ -70,7 +74,11 @@ surface = Spec(
     cases=grids,
     observe=surface_seen,
     tell=lambda case: f"surface(loss, parameters, directions, {show(list(case.distances), 4)})",
-    advice={"": f"{MINE} {ONE_CALL}", "no rank computes more points than its share": MINE},
+    advice={
+        "": f"{MINE} {ONE_CALL}",
+        "no rank computes more points than its share": MINE,
+        "all points travel in one message": ONE_CALL,
+    },
     reasons={
         "no attribute 'rank'": (
             "group=None stands for all ranks, and None has no methods.",
@@ -115,6 +123,8 @@ surface = Spec(
             The points are in one row. | The result has shape (G, G): losses.view(G, G).
         {SHARE} => range(len(losses) if rank == 0 else 0)
             The first rank computes all points. | {MINE}
+        {SUM} => for one in losses:\n        dist.all_reduce(one, group=group)
+            Each point has a message of its own. | {ONE_CALL}
         """,
         {**globals(), "EACH": "(len(losses) // world_size)"},
     ),

@@ -369,8 +369,10 @@ if check.ready("1.4", "1.5"):
         curves[name] = ([batch * step for step in steps], mean[list(steps)].tolist())
         found[batch] = [mean[samples // batch].item() for samples in (100, 1000)]
     figure, ax = figures.new_figure()
-    figures.lines(ax, curves, "samples looked at", "loss (mean of 10 runs)")
+    floor = mean_squared_error(best, x, y).item()
+    figures.lines(ax, curves, "samples looked at", "loss (mean of 10 runs)", floor)
     ax.set(yscale="log", ylim=(0.25, 10))
+    ax.set_yticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
     figures.show(figure, "The loss against the samples looked at, for three batch sizes.")
     for samples, said, which in ((100, after_100, 0), (1000, after_1000, 1)):
         losses_there = {batch: found[batch][which] for batch in NAMES}
@@ -381,9 +383,9 @@ if check.ready("1.4", "1.5"):
     assert found[10][1] < found[1][1] < found[100][1]
 
 # %% [markdown]
-# Per sample looked at, small batches bring the loss down much faster at first, because they take many more
-# steps. Later, the curve of single samples stays above the curve of batches of 10, because its steps keep
-# jumping. (A smaller learning rate towards the end calms such steps, which is why most training runs let the
+# The floor is the loss at the lowest point. Per sample looked at, small batches bring the loss down much
+# faster at first, because they take many more steps. Later, the curve of single samples stays above the curve
+# of batches of 10, because its steps keep jumping. (A smaller learning rate towards the end calms such steps, which is why most training runs let the
 # learning rate fall.)
 #
 # So why would anyone use large batches? Because a processor works on the samples of a batch **at the same

@@ -869,8 +869,9 @@ if check.ready("9.1", "9.2", "9.3", "9.8"):
         shard = 7_000_000_000 // num_layers // num  # every block has 1/32 of the parameters here
         blocks, up, down = moves[num] = offload([shard] * num_layers, free)
         link_s, cpu_s = up / 64e9, num * down / 4 * 28 / 307e9
-        print(f"{num} x 80 GB: {blocks:2} blocks on the CPU, {up / 1e9:4.1f} GB up a step: ", end="")
-        print(f"link {link_s:.2f} s, AdamW {cpu_s:.2f} s, arithmetic {compute_s:.2f} s")
+        moved = f"{num} x 80 GB: {blocks:2} blocks on the CPU, {up / 1e9:4.1f} GB up a step"
+        took = f"link {link_s:.2f} s, AdamW {cpu_s:.2f} s, arithmetic {compute_s:.2f} s"
+        print(f"{moved}: {took}")
     assert [moves[num].blocks > 0 for num in (1, 2, 3, 8)] == [True, True, False, True]
     assert moves[1].up / 64e9 > compute_s > moves[2].up / 64e9
     assert 28 * 7e9 / 307e9 > compute_s

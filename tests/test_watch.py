@@ -71,16 +71,22 @@ def tiny(clone: Path, **changes: object) -> list[str]:
     return [str(clone / "sbatch" / "ddp.sbatch"), *flags(clone, **changes)]
 
 
-def interrupt_when(condition: Callable[[], object], times: int = 1) -> None:
-    """Send this process what a stop button sends, as soon as the condition holds."""
+def interrupt_when(condition: Callable[[], object], *pauses_s: float) -> None:
+    """Send this process what a stop button sends, as soon as the condition holds.
+
+    Args:
+        pauses_s: where it is sent again, the seconds before each.
+    """
 
     def wait() -> None:
         deadline_s = time.monotonic() + 120
-        while not condition() and time.monotonic() < deadline_s:
+        while not condition():
+            if time.monotonic() > deadline_s:
+                return  # another test may run by now
             time.sleep(0.02)
-        for _ in range(times):
+        for pause_s in (0, *pauses_s):
+            time.sleep(pause_s)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -177,9 +183,12 @@ def sleepers() -> list[psutil.Process]:
     return [one for one in found if one.info["cmdline"] == ["sleep", "300"]]
 
 
-def test_a_second_interrupt_kills_at_once(folder):
+@pytest.mark.parametrize("pause_s", [0.5, 0.1, 0.003])
+def test_a_second_interrupt_kills_at_once(folder, monkeypatch, pause_s):
+    """Also one that comes with the first one, or while that is being answered."""
+    monkeypatch.setattr(watch._Lines, "say", lambda *_: time.sleep(0.3))
     log = Path("runs/little-001.log")
-    interrupt_when(lambda: log.exists() and "begun" in log.read_text(), times=2)
+    interrupt_when(lambda: log.exists() and "begun" in log.read_text(), pause_s)
     started_s = time.monotonic()
     with pytest.raises(JobStopped, match="interrupted. Nothing was saved"):
         watch.run(job_file(STUBBORN), local=True)

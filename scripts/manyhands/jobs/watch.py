@@ -25,6 +25,7 @@ from statistics import fmean
 from manyhands.instruments import figures
 from manyhands.jobs.submit import Job, remove_if_empty, submit
 from manyhands.ranks.failures import OneLine
+from manyhands.ranks.interrupts import Interrupts, noted
 from manyhands.training import storage
 
 SAVE_S = 45  # what a job may take to save and end; torchrun gives its ranks 30 s of it
@@ -80,16 +81,17 @@ def watch(job: Job, limit_s: float | None = None) -> Path:
     screen = _Panel(job) if _in_notebook() else _Lines(job)
     error = JobFailed
     told = ""
-    try:
-        _follow(job, screen, limit_s)
-        if not job.state.ended:
+    with noted() as interrupts:  # raised, the second one could come where nobody kills the job
+        _follow(job, screen, limit_s, interrupts)
+        if interrupts.count:
+            error = JobStopped
+            told = f"{job} was interrupted"
+        elif not job.state.ended:
             error = JobTooLong
             told = f"{job} was still {job.state} after limit_s={limit_s:g}"
-    except KeyboardInterrupt:
-        error = JobStopped
-        told = f"{job} was interrupted"
+        if told:
+            _stop(job, screen, interrupts)
     if told:
-        _stop(job, screen)
         if job.state.word == "finished" and job.status().get("state") != "finished":
             job.state = replace(job.state, word="cancelled")  # it ended before there was a run
     screen.show(last=True)
@@ -101,20 +103,23 @@ def watch(job: Job, limit_s: float | None = None) -> Path:
     return job.out
 
 
-def _follow(job: Job, screen: "_Lines | _Panel", limit_s: float) -> None:
-    """Show the job until it has ended, or for `limit_s`."""
+def _follow(
+    job: Job, screen: "_Lines | _Panel", limit_s: float, interrupts: Interrupts, patience: int = 0
+) -> None:
+    """Show the job until it ends, or more interrupts came than `patience`, or for `limit_s`."""
     deadline_s = time.monotonic() + limit_s
-    while not job.wait(0.2) and time.monotonic() < deadline_s:
+    while not job.wait(0.2) and time.monotonic() < deadline_s and interrupts.count <= patience:
         screen.show()
 
 
-def _stop(job: Job, screen: "_Lines | _Panel") -> None:
+def _stop(job: Job, screen: "_Lines | _Panel", interrupts: Interrupts) -> None:
     """Ask a job to save and end, and wait for that; a second interrupt kills it."""
     screen.say("stopping, as soon as it has saved; a second interrupt kills the job")
+    patience = min(interrupts.count, 1)  # two at once are a first one and a second one
     for ask, limit_s in ((job.ask_to_stop, SAVE_S), (job.kill, KILL_S)):
-        with suppress(KeyboardInterrupt):
-            ask()
-            job.wait(limit_s)
+        ask()
+        _follow(job, screen, limit_s, interrupts, patience)
+        patience += 1
         if job.state.ended:
             break
     if not job.log.exists():  # it has not begun

@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +39,7 @@ from manyhands.ranks.failures import (
     learner_frames,
     parse_stack,
 )
+from manyhands.ranks.interrupts import Interrupts, noted
 from manyhands.ranks.limits import CAP, Clock
 
 GRACE_S = 0.5  # how long the other ranks may still report after one has failed or finished
@@ -105,7 +105,7 @@ def _run(
     quiet: bool,
     join: bool,
     changes: dict[str, str],
-    interrupts: "_Interrupts",
+    interrupts: Interrupts,
 ) -> list:
     """One try of `run_ranks`; ServerGone where the ranks did not start."""
     import torch.distributed  # noqa: F401 (it takes seconds, in which the server does the same)
@@ -153,40 +153,14 @@ class _Rank:
     tail: list[str] = field(default_factory=list)  # its last lines, for one that dies
 
 
-class _Interrupts:
-    """Has SIGINT come? An exception in the midst of starting or ending ranks would lose some."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def note(self, *_: object) -> None:
-        """Handle the signal."""
-        self.came = True
-
-    def stop_if_any(self) -> None:
-        """Raise RanksInterrupted where it has come."""
-        if self.came:
-            raise RanksInterrupted
-
-
 @contextmanager
-def _interrupts_noted() -> Iterator[_Interrupts]:
-    """Note SIGINT instead of raising KeyboardInterrupt at once; raise RanksInterrupted at the end.
-
-    Only the main thread gets signals, and where they are ignored nothing changes.
-    """
-    interrupts = _Interrupts()
-    old = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or old in (None, signal.SIG_IGN):
-        yield interrupts
-        return
+def _interrupts_noted() -> Iterator[Interrupts]:
+    """Note SIGINT instead of raising KeyboardInterrupt; raise RanksInterrupted at the end."""
     try:
-        signal.signal(signal.SIGINT, interrupts.note)
-        yield interrupts
+        with noted() as interrupts:
+            yield interrupts
     finally:
-        signal.signal(signal.SIGINT, old)
-        if interrupts.came:
+        if interrupts.count:
             raise RanksInterrupted from None
 
 
@@ -323,7 +297,7 @@ def _wait(
     timeout_s: float,
     quiet: bool,
     server: forkserver.Server,
-    interrupts: _Interrupts,
+    interrupts: Interrupts,
 ) -> Clock:
     """Pass on output and collect results until all is settled or the time is up.
 

@@ -193,9 +193,10 @@ assert 54 < all_days < 2 * 54
 # minutes, you can ask thirty a day.
 #
 # **There are two ways to use many devices.** Either every device holds the whole model and works on its own
-# part of the data. This is **data parallelism** (lessons 05 to 11), and it makes training faster. Or the
-# model is split, and each device holds a part of it. This is **model parallelism** (lessons 12 to 14), and it
-# makes larger models possible. At the end of the course the two are combined.
+# part of the data. This is **data parallelism** (lessons 05 to 11), and it makes training faster. (In lesson 10
+# a device holds the whole of each layer only while the layer computes.) Or the model is split, and each device
+# computes a part of it. This is **model parallelism** (lessons 12 to 14), and it makes larger models possible.
+# At the end of the course the two are combined.
 
 # %% [markdown]
 # ## 3. What data sheets promise (optional)

@@ -262,8 +262,9 @@ if check.ready("1.3"):
 #
 # This limit is why learning rates need so much care. The steepest direction caps the learning rate, so the
 # way along the flattest direction takes many steps: the longer the valley, the more. The **condition
-# number** of the Hessian, its largest eigenvalue divided by its smallest, tells how long it is. At a
-# learning rate near the limit, the steps to a given tolerance are about proportional to this number. For a
+# number** of the Hessian, its largest eigenvalue divided by its smallest, tells how long it is. In a long
+# valley, and with a learning rate of nine tenths of the limit, the steps to a given tolerance are about
+# proportional to this number. (Still closer to the limit the steep direction is the slow one.) For a
 # real network nobody writes down the Hessian, but lesson 02 finds its largest eigenvalue.
 
 # %% [markdown]

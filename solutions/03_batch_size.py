@@ -496,7 +496,7 @@ if check.ready("3.3", "3.4", "3.5", "3.6"):
 # Once the learning rate is known, three training runs give the order of magnitude of a number for which the
 # sweep needed many times as many. The authors of the method use the noise scale to tell apart tasks whose
 # largest useful batches differ by orders of magnitude (McCandlish et al. 2018). The prediction is rough,
-# here usually within a factor of two or so, for three reasons. The noise scale grows during training, so
+# here usually within a factor of two or so, for three reasons. The noise scale changes during training, so
 # one number cannot fit all of it. It depends on the learning rate, as the first line shows beside the next
 # three if their learning rates differ: with larger steps, training bounces between the walls of the valley,
 # where the gradient is long, and the noise scale comes out smaller. And noise in a steep direction of the

@@ -59,8 +59,8 @@ print(
 # A **rank** is one process of a job; its number is called the rank, too. Suppose that every rank holds a
 # tensor of 8 MB, such as the gradients of a small model with two million parameters, and that every rank
 # needs the sum of all these tensors. This is an **all-reduce**. Here are two programs that do it, A and B.
-# Both leave the right sum on every rank, and both are made of the same messages, sent from one rank and
-# received by another.
+# Both leave the right sum on every rank, and both are made of the same kind of messages, sent from one rank
+# and received by another.
 #
 # The ranks are connected by a slow network, which this course simulates: every rank has a network
 # card that sends one message at a time and receives one at a time. Each message has a delay of 4 ms
@@ -159,7 +159,7 @@ for entries in run_ranks(recorded, 2, first_message):
 # ### Groups
 #
 # Not every pattern involves all ranks. A **process group** is a list of ranks, and every function of
-# this lesson takes one as its last argument, `group`. `None` means all ranks. Inside a group the
+# this lesson that sends messages has an argument `group` for one. `None` means all ranks. Inside a group the
 # ranks are numbered from 0 again. So ask for your number in the group with `dist.get_rank(group)` and
 # for the number of ranks with `dist.get_world_size(group)`, and name the partner of a message by
 # `group_dst` or `group_src`. Here ranks 3 and 1 of a job form a group, in this order, and the first
@@ -362,8 +362,8 @@ except RuntimeError as error:
 # %% [markdown]
 # With gloo, a `send` returns only when the receiver has taken the message, even if it has only a few
 # bytes. So each rank waits in `send` for the other to call `recv`, and neither gets there. This is a
-# **deadlock**. Outside this course such a program hangs until somebody ends it; here the wait has a
-# limit, and the error message names the line in which each rank waits. Other backends differ: MPI,
+# **deadlock**. Outside this course such a program hangs until its time-out, which is half an hour by default;
+# here the limit is short, and the error message names the line in which each rank waits. Other backends differ: MPI,
 # the message passing interface of most supercomputers, may buffer a small message and return at once,
 # and NCCL returns once the message is queued on the GPU. So a program with this mistake may work on
 # one backend and hang on another.
@@ -512,7 +512,7 @@ if check.ready("4.2", "4.10"):
 
 # %% [markdown]
 # The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never
-# sends as much as twice the tensor, however many ranks there are. Patarasuk and Yuan (2009) proved
+# sends as much as twice a tensor of at least n numbers, however many ranks there are. Patarasuk and Yuan (2009) proved
 # that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why
 # rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the
 # network add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink
@@ -743,14 +743,14 @@ if check.ready("4.6", "4.10"):
 # ### A job with your functions in it
 #
 # The next cell writes your functions to `mine/collectives.py` and starts a job with them. The script
-# measures your all-reduces at several sizes, and compares them with the library's all-reduce and with
-# the rate at which the machine copies memory. Without `--only` it measures all collectives. `ranks=4`
+# measures all-reduces at several sizes, with your ring among them, and compares them with the library's
+# all-reduce and with the rate at which the machine copies memory. Without `--only` it measures all collectives. `ranks=4`
 # asks for four ranks. On a cluster with GPUs the same file uses NCCL:
 # `sbatch sbatch/collectives.sbatch --impl mine`.
 #
 # While the job runs, the cell shows its progress and its last lines of output. All of its output is
 # in a file in the folder `runs` beside this notebook. The line in it that begins with `yours` names
-# the functions that the script calls; your other functions work inside them.
+# those of your functions that the script can call; `--only` chooses among them.
 #
 # In the table that the script prints, the column "algorithm" is the tensor's size divided by the
 # time. The column "bus" multiplies it by 2(n-1)/n, the part of the tensor that a rank sends in a
@@ -816,10 +816,9 @@ for nbytes, seconds in zip(SIZES, machine_s, strict=True):
     )
 
 # %% [markdown]
-# Thirty bytes take about as long as a few thousand, because nearly all of the time is latency. (The first
-# line may be far too long, because the connection has only just been used for the first time.) Only for
+# Thirty bytes take about as long as a few thousand, because nearly all of the time is latency. Only for
 # large messages does the time grow with the size. (If other programs are busy on your machine, some times
-# are too long. Run the cell again.)
+# are far too long. Run the cell again.)
 #
 # Two numbers, $\alpha$ and $\beta$, describe such a table roughly. Now fit them. The longest time is many
 # times the shortest, so an ordinary least-squares fit would be determined almost entirely by the largest

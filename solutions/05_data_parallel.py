@@ -311,8 +311,8 @@ check.average_gradients(average_gradients)
 # 8. the gradients are averaged over all ranks,
 # 9. every rank updates its weights,
 #
-# and so on from item 4 for the next batch. After training all replicas are equal, so you can take any of
-# them, copy its weights to the CPU, and save them. The cell after the check tests parity again, on one
+# and so on from item 4 for the next batch. After training all replicas have equal weights, so you can take
+# any of them, copy its weights to the CPU, and save them. The cell after the check tests parity again, on one
 # to four ranks whose replicas are built from different seeds. Only rounding should remain.
 
 # %% exercise="train_replicas" todo="5.7" minutes=15 difficulty=2 points=2
@@ -692,7 +692,7 @@ if check.ready("5.10", "5.11"):
 # backward. A network between computers is slower, but it carries messages while the cores compute. So
 # the next cells simulate a link of 200 MB/s with 1 ms of latency per message: a rank that waits for a
 # message sleeps for as long as the simulated link would take. Backward and your code are real. A bucket
-# holds two layers here (2.1 MB).
+# holds about two layers here (2.1 MB).
 #
 # Watch how long a rank waits in a step. The link needs 42 ms for the model's 8.4 MB, to which each
 # message adds 1 ms: that makes 58 ms with 16 messages and 46 ms with 4 buckets. With overlap only the
@@ -808,8 +808,7 @@ if check.ready("5.6", "5.8", "5.11"):
 # and overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of
 # the first layer are ready last. (A rank that other programs delay before it waits finds less of it left.)
 # So the link's own times let buckets save 12 ms, and overlap up to 34.5 ms where backward is long enough.
-# What your run saved differs from that by the time for which one rank was late and the other one waited for
-# it. Forward and backward are real work, whose length varies from run to run. That is why the cell compares
+# What your run saved differs from that by the time for which one rank was late, or woke up late. Forward and backward are real work, whose length varies from run to run. That is why the cell compares
 # the waiting and not the whole steps.
 
 # %% [markdown]
@@ -935,8 +934,8 @@ if check.ready("5.8"):
 # The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4 bytes
 # per number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB, where
 # our `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are 2^20
-# bytes, and its DDP closes a bucket only once the bucket holds at least that much, so its buckets are
-# larger than the number says.) Write down what you expect, then run the cells below.
+# bytes, and its DDP closes a bucket only once the bucket holds at least that much, so all its buckets
+# but the last can be larger than the number says.) Write down what you expect, then run the cells below.
 
 # %%
 messages_by_parameter = None  # your number: messages per step with average_gradients
@@ -1062,7 +1061,7 @@ if check.ready("5.6"):
 # ## 10. Run it as a job, with your functions in it
 #
 # The next cell writes your functions to `mine/data_parallel.py`, and trains a small language model with
-# your `BucketedDDP` on real processes: one for each GPU of the job, or two without GPUs. The cell shows
+# your `BucketedDDP` on real processes: one for each GPU of the job, or usually two without. The cell shows
 # the loss while the job runs, and a report at the end. In the report's figure the loss should start near
 # 3.6, which is ln 36 and so a guess among 36 characters, and fall well below 3. The stop button saves a
 # checkpoint and then stops the job. The job's files are in the folder `runs` beside this notebook. In its

@@ -258,8 +258,8 @@ assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 # %% [markdown]
 # The smaller learning rates are far worse, because the steps are few already and now become shorter as well.
 # So the larger batch does not need a smaller learning rate. But it does not bear a much larger one either. With
-# both sides tuned the best rate at batch 256 is about twice that at batch 16: half of what the root rule asks
-# for, and an eighth of what the linear rule asks for. Lesson 03 tuned every batch size on another network, and
+# both sides tuned the best rate at batch 256 was twice that at batch 16 in our run, and with some seeds it is the
+# same: half of what the root rule asks for or less, and an eighth of what the linear rule asks for or less. Lesson 03 tuned every batch size on another network, and
 # there too the best rate at batch 256 was twice that at batch 16. Next to a reference at 0.1, a quarter of
 # its best rate, the same runs with the large batch would have shown a factor four times as large.
 #
@@ -347,7 +347,7 @@ check.noise_size(noise_size, noisy_mean)
 # Verify this on gradients of your own network: the mean is kept, and the covariance is restored. The loss of
 # sample $n$ has gradient $g_n$, so the gradient of the noisy mean is the mean of $z_n g_n$. The cell draws 400
 # such gradients at batch 256, with sigma chosen to match the noise of batch 16, and lists the variance of one
-# *step* for each combination of batch, learning rate and noise. The cell after it trains with this noise and
+# *step* for five combinations of batch, learning rate and noise. The cell after it trains with this noise and
 # without, at the same learning rate and with six seeds.
 
 # %%
@@ -630,7 +630,7 @@ check.grown_batch(grown_batch)
 # %% [markdown]
 # If the argument holds, the growing batch has the same error curve per image as the falling learning rate of
 # the reference, with fewer steps. Watch for this in the left panel. The other way to pay is **longer
-# training**: four times as many images, at the tuned rate. The right panel enlarges the end of all curves.
+# training**: four times as many images, at the tuned rate. The right panel enlarges the end of those that come below 12 %.
 
 
 # %%
@@ -687,7 +687,7 @@ if check.ready("7.7"):
 # differ by at most $t$ times the standard error of the difference are called a tie. The factor $t$ depends on
 # the number of seeds, because a standard deviation from few values is itself uncertain: Student's t
 # distribution gives 4.30 for two seeds each, 2.78 for three, 2.31 for five, and 1.96 for very many. With
-# these factors, given by `student`, two ways that are equally good miss the tie in 5 of 100 comparisons. A
+# these factors, which `student` gives up to six seeds each, two ways that are equally good miss the tie in 5 of 100 comparisons. A
 # fixed factor of 2 would let them miss it in 12 of 100 comparisons with three seeds, and in 18 with two.
 #
 # Two things follow. Fourteen remedies make 91 pairs, so some differences in the ranking may still be due to

@@ -591,8 +591,8 @@ if check.ready("8.2", "8.6"):
 # The base class calls `whole_norms`, which does all this for you. PyTorch's `fully_shard` turns parameters
 # into DTensors, tensors that know how they are sharded, and from a DTensor `whole_norms` can tell the groups
 # of ranks. There are two of them when tensor parallelism splits the layers as well (lesson 13), so that a
-# matrix is sharded over both dimensions of a grid of ranks. The next cell trains a model of two layers with
-# LAMB, under `fully_shard` on two ranks and then on one process.
+# matrix is sharded over both dimensions of a grid of ranks. The next cell trains a model of two linear
+# modules with LAMB, under `fully_shard` on two ranks and also on one process.
 
 
 # %%

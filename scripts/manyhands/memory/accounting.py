@@ -125,19 +125,20 @@ class Offload(NamedTuple):
 
 
 def offload(shards: Sequence[int], free: int) -> Offload:
-    """Leave as few blocks to the CPU as possible, and count the bytes that a step moves.
+    """Leave as few of the first blocks to the CPU as possible; count the bytes that a step moves.
 
     In ZeRO stage 3 a rank has one shard of every block: weights, gradients and Adam's two moments,
     all in float32. All four are on the GPU or, for an offloaded block, all four in the CPU's
-    memory. The first blocks are offloaded, until the shards of all others fit into `free`. Backward
-    needs the last blocks first, so they stay where they are.
+    memory. Blocks are offloaded from the first one on, until the shards of all others fit into
+    `free`. Backward needs the last blocks first, so they stay where they are.
 
     In every step the weights of an offloaded block go up to the GPU for forward, and again for
     backward. Its gradients come down once. Moments do not move, as the CPU runs the optimizer.
 
     Args:
         shards: how many numbers the rank's shard of each block has, in the order of forward.
-        free: bytes of the GPU's memory that shards may fill, to the last one.
+        free: bytes that the shards on the GPU may take, and fill up. What a step brings up has room
+            elsewhere.
     """
     blocks = 0
     while 16 * sum(shards[blocks:]) > free:

@@ -601,6 +601,11 @@ def what_fits_anywhere(shards: list[int], free: int) -> Offload:
     return Offload(len(away), 8 * sum(away), 4 * sum(away))
 
 
+def largest_first(truth: Callable) -> Callable:
+    """The largest blocks are offloaded."""
+    return lambda shards, free: truth(sorted(shards, reverse=True), free)
+
+
 def from_behind(truth: Callable) -> Callable:
     """The last blocks are offloaded."""
     return lambda shards, free: truth(shards[::-1], free)
@@ -636,8 +641,6 @@ offload = Spec(
                 Only the weights are counted on the GPU. | {AWAY}
             {FEWEST} => 8 * sum(shards[blocks:]) > free
                 Of the four numbers for each parameter only two are counted on the GPU.
-            {FEWEST} => 12 * sum(shards[blocks:]) > free
-                Of the four numbers for each parameter only three are counted on the GPU.
             Offload(blocks => Offload(len(shards) - blocks
                 These are the blocks that stay on the GPU.
                 | The first number counts those that are left to the CPU.
@@ -665,6 +668,11 @@ offload = Spec(
         Mistake(
             instead(what_fits_anywhere),
             "A block in front stays on the GPU although one behind it was left to the CPU.",
+            AWAY,
+        ),
+        Mistake(
+            around(largest_first),
+            "The largest blocks are offloaded, and the first ones are to be.",
             AWAY,
         ),
         Mistake(

@@ -352,7 +352,7 @@ def spans_of(make_schedule, p, m, v=1, forward_s=0.02):
     """When this rank computed what, in one step of stages that only wait."""
     own = {s: Waiting(forward_s / v, 2 * forward_s / v) for s in range(dist.get_rank(), p * v, p)}
     pipe = Pipeline(own, make_schedule(p, m), lambda out, _: out.mean(), (1, 4))
-    for _ in range(2):  # in the first step the connections are made
+    for _ in range(2):  # the spans are those of the last step
         dist.barrier()
         pipe.step(torch.ones(m, 4), torch.ones(m, 4))
     return list(pipe.spans)
@@ -449,8 +449,8 @@ if check.ready("12.2", "12.4", "12.5"):
 #
 # For p = 4 and m = 4 the first is 75 % and the second 43 %. Both are in use: Narayanan et al. 2021 give the
 # first, GPipe's authors the second. The number alone does not tell which one is meant, so always say it. If a
-# rank has v stages instead of one, an empty slot is only 1/v as long, so p - 1 becomes (p - 1)/v; in the core
-# of this lesson v is 1.
+# rank has v stages instead of one, an empty slot is only 1/v as long, so p - 1 becomes (p - 1)/v, given at least
+# p micro-batches; in the core of this lesson v is 1.
 #
 # Write both formulas, and `idle_share`, which computes the second one from a chart's times: for each rank a
 # list of `Span`s, (action, start, stop).
@@ -710,7 +710,7 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
 # step happen to be short. So the formula is exact only for equal times and free messages.
 #
 # Our engine begins to receive a tensor only when it needs it, after all earlier computation, so no message is
-# hidden behind computation. A library can do better: Megatron's interleaved schedule sends and receives while
+# hidden behind computation of the rank that receives it. A library can do better: Megatron's interleaved schedule sends and receives while
 # it computes, and its plain 1F1B puts each send and the receive that comes next into one batch.
 #
 # ## 11. An order of messages that hangs (optional)
@@ -782,7 +782,7 @@ if check.ready("12.2", "12.7"):
 #
 # Can the bubble shrink without more micro-batches? Yes: give each rank v stages that are not neighbours:
 # rank r has the stages r, r + p, r + 2p, ... A stage is then 1/v as long, and so is each empty slot, so the
-# bubble is (p - 1) / v slots instead of p - 1. The price is more than v times as many messages, and more
+# bubble is (p - 1) / v slots instead of p - 1, with at least p micro-batches. The price is more than v times as many messages, and more
 # micro-batches in flight.
 #
 # The micro-batches go in max(1, m // p) groups of equal size. Where that is impossible (p = 4, m = 9), raise

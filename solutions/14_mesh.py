@@ -86,10 +86,10 @@ figures.show(pictures.mesh(SIZES), "Two blocks of 2 x 2 ranks; tp joins rows, dp
 
 # %% [markdown]
 # Which axis goes where is not arbitrary. The last axis has consecutive ranks, so it lies inside a node.
-# **Tensor parallelism** belongs there: it sends most, and nothing hides its messages (lesson 13). **Data
-# parallelism** comes next, because its messages can hide behind the computation. The **pipeline** is outermost:
-# a cut sends only one activation and one gradient per micro-batch, so it can live with the slow links between
-# nodes.
+# **Tensor parallelism** belongs there: with many tokens it sends most, and in our layers nothing hides its
+# messages (lesson 13). **Data parallelism** comes next, because its messages can hide behind the computation. The
+# **pipeline** is outermost: a cut sends only one activation and one gradient per micro-batch, so it can live with
+# the slow links between nodes.
 #
 # Write both functions of the numbering. `coordinates` says where a rank stands, and `ranks_along` which ranks
 # are in its group along an axis. `prod`, from `math`, multiplies the numbers of an iterable.
@@ -543,7 +543,8 @@ if check.ready("14.7", "14.8"):
 # thousand tokens per rank suffice to hide gradients, and between whole nodes 1.1 (H100) to 2.3 times (B200)
 # as many. A well-known book has the same numbers for the H100: 990e12 / 450e9 = 2,200 tokens in a node and
 # 990e12 / 400e9 = 2,475 beyond one (Austin et al. 2025, chapter on GPUs). With gradient accumulation the
-# tokens of the last micro-batch count, since the messages travel beside it only.
+# tokens of one micro-batch count: the messages of replicas travel beside the last one only, those of FSDP beside
+# each.
 #
 # A group with a single GPU in each node has one card, and needs eight times as many tokens as one that fills its
 # nodes. Data parallelism beside tp 8 has such groups. But its eight tensor ranks work on the same tokens, so for
@@ -660,7 +661,7 @@ if check.ready("14.10", "14.11"):
 # the data sheet's FLOP/s that the model's own FLOPs use; `x 16` are micro-batches of a step on each replica;
 # `sp` is sequence parallelism among the tensor ranks (lesson 13); **interleave** 4 gives each rank four short
 # stages instead of a long one (lesson 12); **selective** recomputation repeats only norms and activation
-# functions in backward, which need much memory and little time.
+# functions in backward, and attention where it is not fused, which need much memory and little time.
 
 # %%
 from manyhands.mesh import plan_words, published
@@ -827,7 +828,7 @@ if check.ready(*JOB):
     watch.run("../sbatch/mesh.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
-# The log names your functions, draws the mesh, and ends with the loss on the test split, which has fallen from
+# The log names your functions, draws the mesh, and gives at its end the loss on the test split, which has fallen from
 # 3.6, the loss of a guess among 36 characters. This is the end of the core.
 #
 # ## 11. Hybrid sharding (optional)
@@ -907,7 +908,7 @@ C = 100e9  # FLOP/s of a rank: a small one, for a small model
 
 
 def machine(gb_per_s, node_gb_per_s=10):
-    """Links of a network of this speed along pp and dp, and a quicker one along tp."""
+    """Links of a network of the first speed along pp and dp, and one of the second along tp."""
     network = Link("network", 1e9 * gb_per_s, 1e-6)
     return Machine(C, {"pp": network, "dp": network, "tp": Link("node", 1e9 * node_gb_per_s, 1e-6)})
 
@@ -1069,8 +1070,8 @@ if check.ready("14.7"):
 # <details><summary>A mesh of nodes with 8 GPUs has pp 4, dp 8 and tp 8. A colleague places tp outermost "because it is the most important". What happens?</summary>
 #
 # Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All
-# four all-reduces of each block cross the network, each group by a single card per node, and nothing hides
-# them: by the C/W of one card, eight tensor ranks wait nearly four times as long as they compute at width
+# four all-reduces of each block cross the network, each group by a single card per node, and in our layers
+# nothing hides them: by the C/W of one card, eight tensor ranks wait nearly four times as long as they compute at width
 # 8,192 on the H100.
 #
 # </details>
@@ -1085,7 +1086,7 @@ if check.ready("14.7"):
 # <details><summary>You double dp and keep the global batch, the micro-batch and the rest of the mesh. Which parts of the planner's step time do not halve?</summary>
 #
 # The bubble keeps its seconds: it lasts pp − 1 slots, however few micro-batches there are. Exposed messages of
-# data parallelism do not shrink either, because they hide behind one micro-batch only (up to ZeRO-1; ZeRO-3 waits in each micro-batch).
+# data parallelism do not shrink either, because they hide behind one micro-batch only (without a pipeline, ZeRO-3 waits in each micro-batch).
 #
 # </details>
 

@@ -6,8 +6,8 @@ from manyhands.mesh.hardware import CONTEXT_BYTES, GIB
 from manyhands.mesh.planner import COMMUNICATION, Plan
 
 MEMORY_SOURCES = {
-    "weights": "2 bytes per parameter of the stage / tp; / dp in ZeRO-3 (lesson 09)",
-    "gradients": "their type's bytes per parameter; / dp from ZeRO-2 on (lessons 09 and 12)",
+    "weights": "2 bytes per parameter of the stage / tp; pp 1: / dp in ZeRO-3 (lesson 09)",
+    "gradients": "their type's bytes per parameter; pp 1: / dp from ZeRO-2 on (lessons 09 and 12)",
     "optimizer": "12 bytes per parameter: float32 master and moments; / dp from ZeRO-1 on",
     "gathered": "ZeRO-3: the root and two units whole, one unit's gradients (lesson 10)",
     "activations": "lesson 09's count per block and token, times micro-batches in flight (12)",

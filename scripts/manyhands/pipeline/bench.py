@@ -113,7 +113,7 @@ def _spans_of_steps(
         dist.barrier()
         runner.step(inputs, targets)
         rounds.append(list(runner.spans))
-    return rounds[1:]  # the first one makes the connections
+    return rounds[1:]  # the first one warms up
 
 
 def units_of_1f1b(p: int, m: int) -> list[list]:
@@ -207,7 +207,7 @@ def time_bubble(m: int, num_rounds: int) -> list[list]:
         dist.barrier()
         runner.step(torch.ones(m, 4), torch.ones(m, 4))
         rounds.append(list(runner.spans))
-    return rounds[1:]  # the first one makes the connections
+    return rounds[1:]  # the first one warms up
 
 
 FILES = (

@@ -8,7 +8,7 @@ in 3 m of the 3 (m + p - 1) units, and waits in 3 (p - 1).
 
 The same empty time is quoted in two ways. Of the ideal time, without a bubble, it is (p - 1)/m; of
 the time that passes, (p - 1)/(m + p - 1). For p = 4 and m = 4 that is 75 % and 43 %: always say
-which. With v stages per rank, p - 1 becomes (p - 1)/v.
+which. With v stages per rank and m >= p, p - 1 becomes (p - 1)/v.
 
 Price: simulating a schedule of A actions takes about A steps of Python; 64 ranks and 256
 micro-batches take a quarter of a second with GPipe, half a second with 1F1B.
@@ -97,7 +97,7 @@ def idle_share(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def bubble(p: int, m: int, v: int = 1) -> tuple[Fraction, Fraction]:
-    """The bubble of GPipe, 1F1B and interleaved with equal stages, by formula.
+    """The bubble of GPipe, 1F1B, and interleaved where m >= p, with equal stages, by formula.
 
     Args:
         p: ranks.

@@ -90,7 +90,10 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """
     groups = max(1, m // p)
     if m % groups:
-        raise ValueError(f"{m} micro-batches on {p} ranks: interleaved wants a multiple of {p}")
+        raise ValueError(
+            f"{m} micro-batches on {p} ranks cannot be put into {groups} equal groups: take a "
+            f"multiple of {p}"
+        )
     g, schedule = m // groups, []
     places = [(chunk, a * g + i) for a in range(groups) for chunk in range(v) for i in range(g)]
     for rank in range(p):

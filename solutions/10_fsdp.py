@@ -335,9 +335,9 @@ check.FSDP(FSDP)
 
 # %% [markdown]
 # The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
-# Between steps the model's own parameters have no memory behind them. PyTorch would read them all the same,
-# and the process would end with a segmentation fault, so `guard`, which you saw in `ShardedFlat`, turns such
-# a read into an error. `full_state` collects the weights from the shards, on rank 0.
+# Between steps the model's own parameters have no memory behind them. Many operations of PyTorch would read them
+# all the same, and the process would end with a segmentation fault, so `guard`, which you saw in `ShardedFlat`,
+# turns such a read into an error. `full_state` collects the weights from the shards, on rank 0.
 
 
 # %%
@@ -701,7 +701,8 @@ if check.ready("10.1", "10.4", "10.5", "10.7"):
 # %% [markdown]
 # PyTorch's function takes the plain shards for the whole gradient: each rank gets the norm of its own part,
 # so the ranks scale their shards differently, without any warning. The right norm needs one all-reduce of a
-# single number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does this itself.
+# single number. DTensors know that they are parts, so for `fully_shard` PyTorch's function does an all-reduce
+# itself, of one number per parameter tensor.
 
 # %% [markdown]
 # ## 9. Two dimensions: shards and replicas (optional)
@@ -939,8 +940,8 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 # FSDP paper calls this deferred initialization. `materialise` does it for one unit, and `ShardedModel` calls
 # it when it is given `draw`, a function that returns the first values of a parameter by its name.
 #
-# To get the weights that one process would draw, a rank must be able to draw each parameter without those
-# before it. That is why `draw_weight` makes a random generator of its own for each parameter, seeded by the
+# To get the weights that one process would draw, in whatever order the units come, a rank must be able to draw
+# each parameter without those before it. That is why `draw_weight` makes a random generator of its own for each parameter, seeded by the
 # parameter's name.
 
 # %% show="true"
@@ -1036,7 +1037,8 @@ if check.ready("10.1", "10.4", "10.5"):
 # ## 13. Run it as a job
 #
 # The job trains with your own functions; with your `FSDP`, that is stage 3. Its model is built in shards,
-# so no rank holds all of it before the end, when rank 0 collects the weights on its CPU. With `--limit-mb
+# so no rank holds all of it while it is built; in a step the root and two units are whole, which are all there
+# are with two blocks. At the end rank 0 collects the weights on its CPU. With `--limit-mb
 # 8`, which the cell does not use, a rank would be stopped when its tensors take more than 8 MB, from the
 # first weight on. The job's checkpoints hold a file for each rank, with that rank's shards. The report's
 # row "tensors at their peak" counts as `Live` does, in the first two steps, which are slower for that

@@ -419,7 +419,7 @@ every_box, (values, *_) = zip(*run_ranks(boxes_on_rank, 4), strict=True)
 name = next(name for name, box in every_box[0].items() if name.endswith("exp_avg"))
 for rank, boxes in enumerate(every_box):
     print(f"rank {rank}: {name} from {boxes[name].offset[0]:,}, {boxes[name].size[0]:,} numbers")
-print(f"{len(every_box[0])} pieces per rank, {len(values)} numbers and texts, such as step")
+print(f"{len(every_box[0])} pieces per rank, {len(values)} plain values, such as step")
 
 # %% [markdown]
 # ### Who writes what?
@@ -525,8 +525,8 @@ if check.ready("11.4"):
 
 # %% [markdown]
 # Rank 2 was killed before the ranks could agree on the second save, so nothing of step 6 was written. Had
-# it been killed later, the folder of step 6 might hold files, but no index; either way only the checkpoint
-# of step 3 counts.
+# it been killed while it wrote its file, the folder of step 6 would hold files, but no index; either way only
+# the checkpoint of step 3 counts.
 
 # %% [markdown]
 # ## 4. On another number of ranks
@@ -739,8 +739,8 @@ if check.ready("11.4", "11.7"):
 # | JSON, and `weights_only=True` | pickle | loading can run code that somebody has put into the file, so load only what your own runs have saved |
 # | `newest_intact`, `to_remove` | nothing | which folder to load and which ones to keep is left to your program |
 #
-# DCP recognizes a shard by its type, `DTensor`, which is what `fully_shard` makes of every weight. It takes any
-# other tensor for one that all ranks hold alike. The shards of our own FSDP are plain tensors, so DCP would keep
+# DCP recognizes a shard by its type, `DTensor`, which is what `fully_shard` makes of every weight. It takes a
+# plain tensor for one that all ranks hold alike. The shards of our own FSDP are plain tensors, so DCP would keep
 # those of one rank and lose the others. That is why this section shards with `fully_shard`.
 #
 # ### What does a bare state bring back?
@@ -1190,8 +1190,9 @@ assert max(apart[: lives[1]["stop"]]) < 1e-5 < max(apart)
 # another order. The table shows what becomes of that: the difference from the undisturbed run on one rank is
 # of the order of float32's last digit at first, and it grows over hundreds of steps. Lesson 06 saw the same
 # between one process and two that nobody killed, where training amplifies rounding. That rounding explains all of the
-# difference here is likely, but was not measured apart. *Random numbers* drawn on a rank, for example by dropout, are not carried over at
-# all when the number of ranks changes; the ranks draw new ones. Our model has no dropout.
+# difference here is likely, but was not measured apart. *Random numbers* drawn on a rank, for example by dropout,
+# our job does not carry over at all when the number of ranks changes; the ranks draw new ones. Our model has no
+# dropout.
 
 # %% [markdown]
 # ## 11. What frameworks do (optional)
@@ -1213,8 +1214,8 @@ assert max(apart[: lives[1]["stop"]]) < 1e-5 < max(apart)
 # Neither changes the mathematics: over the 20 steps of a test on two ranks, no loss differs from that of
 # `train_ddp.py` by more than 1e-4. Nor does it after a run was killed and resumed by two ranks, by one in place
 # of two, or by two in place of one (`pytest -s tests/test_frameworks.py` prints the differences). That works on
-# other numbers of ranks because their checkpoints are whole: every rank holds all of the state, and rank 0 writes
-# it. What they lack had to be added. Lightning's knows the number of the step, from which our sampler finds the
+# other numbers of ranks because their checkpoints are whole: every rank holds all of the weights and of the
+# optimizer's state, and rank 0 writes them. What they lack had to be added. Lightning's knows the number of the step, from which our sampler finds the
 # place in the data. Accelerate's knows neither the step nor the best loss, so an object of ours is registered and
 # saved with it. Without the packages, either script ends with one line that names the missing one, and exit code 2.
 
@@ -1458,7 +1459,8 @@ if check.ready("11.12"):
 # again with the same `--out`, on any number of ranks that divides the batch. Here it runs with the course's
 # functions. Of yours it can take `samples_of_step` (section 10): call `check.keep()`, and add `--impl mine`.
 #
-# All of the course's jobs that train the language model save with the code of this lesson. Most of them
+# The course's other jobs that save a training of the language model do it with the code of this lesson, except
+# the two with a framework. Most of them
 # resume only on the number of ranks that they began with: their order of samples depends on it, and the
 # jobs of lessons 12 to 14 save each rank's parts as its own. This one takes `samples_of_step`, and its
 # parts fit any number of ranks.
@@ -1495,7 +1497,7 @@ check.summary()
 # If nothing is replicated and the plan balances, each of the 256 ranks writes 4.7 GB. Each of the 192 ranks
 # owns 6.25 GB, so it copies that much. It reads more, because `load_sharded` reads whole files to check their
 # sums: a box of 6.25 GB is as long as 4/3 of a file and begins at a multiple of a third of one, so it touches
-# two files, 9.4 GB.
+# two files, 9.4 GB, and reads them twice, once for the sums and once to load.
 # </details>
 #
 # <details><summary>Why is the index written last, and removed first?</summary>

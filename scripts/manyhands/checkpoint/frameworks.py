@@ -54,7 +54,7 @@ ROWS = (
         "save_overwrite",
         "a step that is saved again replaces its checkpoint",
         "enable_version_counter: a second file gets -v1",
-        "save_state refuses a folder that exists",
+        "with automatic_checkpoint_naming save_state refuses a folder that exists",
     ),
     Row(
         "where to resume",
@@ -74,7 +74,7 @@ ROWS = (
 
 # What pip says when Composer is to stand beside this course's torch.
 COMPOSER = {
-    "remake": 'pip install --dry-run "mosaicml>=0.32" -c constraints.txt',
-    "date": "2026-11-23",
+    "remake": 'pip install --dry-run "mosaicml>=0.32" "torch==2.13.0"',
+    "date": "2026-11-26",
     "says": "mosaicml 0.32.1 depends on torch<2.7.1 and >=2.6.0",
 }

@@ -55,7 +55,8 @@ def save_sharded(state: Mapping, folder: str | Path, group: Group = None) -> int
     Args:
         state: nested; its leaves are tensors that all ranks hold whole and alike, Pieces, numbers,
             texts and None. What only one rank has stands below {"ranks": {its number: ...}}.
-        folder: an address for Store. What was in it before is gone as soon as this begins.
+        folder: an address for Store. A checkpoint that is in it is lost once all ranks have read
+            their states.
 
     Returns:
         The bytes that this rank has written.
@@ -93,7 +94,7 @@ def save_sharded(state: Mapping, folder: str | Path, group: Group = None) -> int
 
 
 def plan(every_box: Sequence[Mapping[str, Box]]) -> dict[tuple[str, Box], int]:
-    """Which rank writes which box: each box once, and no rank much more than another.
+    """Which rank writes which box: each box once, by the holder with the least so far.
 
     Args:
         every_box: of each rank, name -> the box of that tensor which it holds. Some boxes are held
@@ -134,8 +135,9 @@ def load_sharded(
         `state` with the same tensors, and the checkpoint's numbers and texts.
 
     Raises:
-        ValueError: on every rank, when the checkpoint is incomplete or damaged, or has other
-            names, shapes or types. Some tensors may have been written to by then.
+        ValueError: on every rank, when the checkpoint is incomplete, or a file that one of them
+            reads is damaged, or names, shapes or types are others. Some tensors may have been
+            written to by then.
     """
     store = Store(folder)
     index = together(lambda: read_index(store), group)

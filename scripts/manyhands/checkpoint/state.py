@@ -195,9 +195,10 @@ class TrainingState:
     def state_dict(self) -> dict:
         """Return a snapshot of the run, which stays as it is while the training goes on.
 
-        It consists of dicts and lists of tensors, numbers and texts. Its names: model, optimizers,
-        schedulers, algorithms, callbacks, scaler, timestamp, rank_zero_seed, train_metrics,
-        eval_metrics, run_name, dataset_state; and ranks, {self.rank: what this rank alone has}.
+        It consists of dicts, lists and tuples of tensors, numbers, texts and None. Its names:
+        model, optimizers, schedulers, algorithms, callbacks, scaler, timestamp, rank_zero_seed,
+        train_metrics, eval_metrics, run_name, dataset_state; and ranks, {self.rank: what this rank
+        alone has}.
         """
         run = self.run
         live = {

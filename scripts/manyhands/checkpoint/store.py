@@ -220,6 +220,7 @@ def write_whole(path: str | Path, fill: Callable[[IO[bytes]], object]) -> object
 
     Raises:
         OSError, or what `fill` raises: then the old file is as it was, and nothing is left beside.
+            Only an error of sync_folder comes when the new file has taken the name.
     """
     partial = f"{path}{PARTIAL}"
     try:

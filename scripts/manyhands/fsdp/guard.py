@@ -1,7 +1,7 @@
 """Parameters whose memory comes and goes: to use one while it is away is an error, not a crash.
 
-PyTorch reads a tensor whose storage was resized to 0 bytes as if its numbers were there, and ends
-the process by a segmentation fault. A guarded parameter looks at its storage first.
+Many operations of PyTorch read a tensor whose storage was resized to 0 bytes as if its numbers were
+there, and the process ends by a segmentation fault. A guarded parameter looks at its storage first.
 """
 
 from collections.abc import Callable, Iterable, Iterator

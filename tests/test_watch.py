@@ -96,11 +96,12 @@ def num_steps(out: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def nothing_left(folder: Path) -> bool:
+def left(folder: Path) -> list[str]:
+    """What is left of a job; it may take a moment to end."""
     deadline_s = time.monotonic() + 10
     while left_behind(folder) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    return not left_behind(folder)
+    return left_behind(folder)
 
 
 # ---- on this machine ---------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_an_interrupted_job_is_saved_and_goes_on_to_its_end(folder, clone, capsy
     step = int(str(stop.value).split("step ")[1].split()[0])
     assert 5 < step < 120 and stop.value._render_traceback_() == [str(stop.value)]
     assert json.loads((out / "status.json").read_text())["state"] == "stopped"
-    assert nothing_left(folder) and nothing_left(clone)
+    assert left(folder) + left(clone) == []
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ddp-001: running on this machine, 0 s"
     assert said[-1].startswith("ddp-001: stopped on this machine")
@@ -175,7 +176,7 @@ def test_a_job_has_a_limit_and_one_that_ignores_it_is_killed(folder, monkeypatch
         watch.run(job_file(STUBBORN), local=True, limit_s=1)
     assert "not yet" in Path("runs/little-001.log").read_text()  # it was asked first
     assert time.monotonic() - started_s < 10
-    assert nothing_left(folder) and not sleepers()
+    assert left(folder) == [] and not sleepers()
 
 
 def sleepers() -> list[psutil.Process]:
@@ -193,7 +194,7 @@ def test_a_second_interrupt_kills_at_once(folder, monkeypatch, pause_s):
     with pytest.raises(JobStopped, match="interrupted. Nothing was saved"):
         watch.run(job_file(STUBBORN), local=True)
     assert time.monotonic() - started_s < watch.SAVE_S / 2
-    assert nothing_left(folder) and not sleepers()
+    assert left(folder) == [] and not sleepers()
 
 
 def test_an_interrupt_before_there_is_a_run_is_not_called_finished(folder, capsys):
@@ -262,7 +263,7 @@ def test_a_job_ends_with_the_process_that_submitted_it(folder, clone):
     assert num_steps(Path("runs/ddp-001")) >= 3 and left_behind(clone)
     kernel.kill()
     kernel.wait()
-    assert nothing_left(clone)
+    assert left(clone) == []
 
 
 # ---- in a notebook -----------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def run(
     limit_s: float | None = None,
 ) -> Path:
     """Submit a job and watch it to its end; `submit` and `watch` say what the arguments mean."""
-    return watch(submit(job_file, *flags, nodes=nodes, ranks=ranks, out=out, local=local), limit_s)
+    with noted() as interrupts:  # raised while the job starts, one would leave it alone
+        job = submit(job_file, *flags, nodes=nodes, ranks=ranks, out=out, local=local)
+        return _watch(job, limit_s, interrupts)
 
 
 def watch(job: Job, limit_s: float | None = None) -> Path:
@@ -77,21 +79,25 @@ def watch(job: Job, limit_s: float | None = None) -> Path:
         JobTooLong: it was not done at the limit.
         JobStopped: it was interrupted.
     """
+    with noted() as interrupts:  # raised, a second one could come where nobody kills the job
+        return _watch(job, limit_s, interrupts)
+
+
+def _watch(job: Job, limit_s: float | None, interrupts: Interrupts) -> Path:
+    """As `watch`; interrupts are those since the job was submitted."""
     limit_s = limit_s or (LOCAL_LIMIT_S if job.process else SLURM_LIMIT_S)
     screen = _Panel(job) if _in_notebook() else _Lines(job)
     error = JobFailed
     told = ""
-    with noted() as interrupts:  # raised, the second one could come where nobody kills the job
-        _follow(job, screen, limit_s, interrupts)
-        if interrupts.count:
-            error = JobStopped
-            told = f"{job} was interrupted"
-        elif not job.state.ended:
-            error = JobTooLong
-            told = f"{job} was still {job.state} after limit_s={limit_s:g}"
-        if told:
-            _stop(job, screen, interrupts)
+    _follow(job, screen, limit_s, interrupts)
+    if interrupts.count:
+        error = JobStopped
+        told = f"{job} was interrupted"
+    elif not job.state.ended:
+        error = JobTooLong
+        told = f"{job} was still {job.state} after limit_s={limit_s:g}"
     if told:
+        _stop(job, screen, interrupts)
         if job.state.word == "finished" and job.status().get("state") != "finished":
             job.state = replace(job.state, word="cancelled")  # it ended before there was a run
     screen.show(last=True)

@@ -41,9 +41,10 @@ state finished
 cp report.png "$out"
 """
 # Says where the job is, then sleeps; a child leads a group of its own, as torchrun's ranks do.
-STUBBORN = """
+SLEEP_S = f"300.{os.getpid()}"  # tells its processes from those of other workers
+STUBBORN = f"""
 trap 'echo "not yet"' TERM
-setsid sleep 300 &
+setsid sleep {SLEEP_S} &
 echo begun
 while true; do sleep 0.1; done
 """
@@ -181,7 +182,7 @@ def test_a_job_has_a_limit_and_one_that_ignores_it_is_killed(folder, monkeypatch
 
 def sleepers() -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline", "status"])
-    return [one for one in found if one.info["cmdline"] == ["sleep", "300"]]
+    return [one for one in found if one.info["cmdline"] == ["sleep", SLEEP_S]]
 
 
 @pytest.mark.parametrize("pause_s", [0.5, 0.1, 0.003])

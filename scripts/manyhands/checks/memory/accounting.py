@@ -562,7 +562,7 @@ saved_bytes = Spec(
 
 AWAY = "Offload from the front, one block after another, until 16 bytes for each number left fit."
 TWICE = "An offloaded block's weights are needed in forward and in backward, with 4 bytes each."
-FEWEST = "16 * sum(shards[blocks:]) > free"
+FEWEST = "16 * sum(shards[num:]) <= free"
 MOVED = "sum(shards[:blocks])"
 
 
@@ -629,17 +629,17 @@ offload = Spec(
         "then the second one as well, until the rest fits.",
         "16 bytes a number: weight, gradient and two moments. The sum of shards[blocks:] is what "
         "stays, the sum of shards[:blocks] is what moves.",
-        "Start with blocks = 0 and add 1 while 16 * sum(shards[blocks:]) is more than free. Then 8 "
+        "Take the first number for which 16 * sum(shards[blocks:]) is at most free. Then 8 "
         "bytes of every number of shards[:blocks] go up and 4 come down.",
     ),
     mistakes=[
         *mistakes(
             """
-            {FEWEST} => 16 * sum(shards[blocks:]) >= free
+            {FEWEST} => 16 * sum(shards[num:]) < max(free, 1)
                 Shards that fill the memory to the last byte fit. | {AWAY}
-            {FEWEST} => 4 * sum(shards[blocks:]) > free
+            {FEWEST} => 4 * sum(shards[num:]) <= free
                 Only the weights are counted on the GPU. | {AWAY}
-            {FEWEST} => 8 * sum(shards[blocks:]) > free
+            {FEWEST} => 8 * sum(shards[num:]) <= free
                 Of the four numbers for each parameter only two are counted on the GPU.
             Offload(blocks => Offload(len(shards) - blocks
                 These are the blocks that stay on the GPU.

@@ -386,8 +386,8 @@ if check.ready("1.4", "1.5"):
 # %% [markdown]
 # The floor is the loss at the lowest point. Per sample looked at, small batches bring the loss down much
 # faster at first, because they take many more steps. Later, the curve of single samples stays above the curve
-# of batches of 10, because its steps keep jumping. (A smaller learning rate towards the end calms such steps, which is why most training runs let the
-# learning rate fall.)
+# of batches of 10, because its steps keep jumping. (A smaller learning rate towards the end calms such steps,
+# which is why most training runs let the learning rate fall.)
 #
 # So why would anyone use large batches? Because a processor works on the samples of a batch **at the same
 # time**, and many processors can work on even more. What counts then is the number of steps, not the number

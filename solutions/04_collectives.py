@@ -363,10 +363,10 @@ except RuntimeError as error:
 # With gloo, a `send` returns only when the receiver has taken the message, even if it has only a few
 # bytes. So each rank waits in `send` for the other to call `recv`, and neither gets there. This is a
 # **deadlock**. Outside this course such a program hangs until its time-out, which is half an hour by default;
-# here the limit is short, and the error message names the line in which each rank waits. Other backends differ: MPI,
-# the message passing interface of most supercomputers, may buffer a small message and return at once,
-# and NCCL returns once the message is queued on the GPU. So a program with this mistake may work on
-# one backend and hang on another.
+# here the limit is short, and the error message names the line in which each rank waits. Other backends
+# differ: MPI, the message passing interface of most supercomputers, may buffer a small message and return at
+# once, and NCCL returns once the message is queued on the GPU. So a program with this mistake may work on one
+# backend and hang on another.
 #
 # One cure is a fixed order: even ranks send first, and odd ranks receive first. But then only one
 # direction is in use at a time. It is better to *start* both messages, then wait for both.
@@ -512,11 +512,11 @@ if check.ready("4.2", "4.10"):
 
 # %% [markdown]
 # The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never
-# sends as much as twice a tensor of at least n numbers, however many ranks there are. Patarasuk and Yuan (2009) proved
-# that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why
-# rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the
-# network add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink
-# SHARP, which NCCL calls NVLS, does so between the GPUs of one node.
+# sends as much as twice a tensor of at least n numbers, however many ranks there are. Patarasuk and Yuan
+# (2009) proved that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That
+# is why rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the
+# network add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink SHARP,
+# which NCCL calls NVLS, does so between the GPUs of one node.
 
 # %% [markdown]
 # ## 7. The riddle solved
@@ -744,9 +744,9 @@ if check.ready("4.6", "4.10"):
 #
 # The next cell writes your functions to `mine/collectives.py` and starts a job with them. The script
 # measures all-reduces at several sizes, with your ring among them, and compares them with the library's
-# all-reduce and with the rate at which the machine copies memory. Without `--only` it measures all collectives. `ranks=4`
-# asks for four ranks. On a cluster with GPUs the same file uses NCCL:
-# `sbatch sbatch/collectives.sbatch --impl mine`.
+# all-reduce and with the rate at which the machine copies memory. Without `--only` it measures all
+# collectives. `ranks=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
+# sbatch/collectives.sbatch --impl mine`.
 #
 # While the job runs, the cell shows its progress and its last lines of output. All of its output is
 # in a file in the folder `runs` beside this notebook. The line in it that begins with `yours` names

@@ -808,8 +808,9 @@ if check.ready("5.6", "5.8", "5.11"):
 # and overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of
 # the first layer are ready last. (A rank that other programs delay before it waits finds less of it left.)
 # So the link's own times let buckets save 12 ms, and overlap up to 34.5 ms where backward is long enough.
-# What your run saved differs from that by the time for which one rank was late, or woke up late. Forward and backward are real work, whose length varies from run to run. That is why the cell compares
-# the waiting and not the whole steps.
+# What your run saved differs from that by the time for which one rank was late, or woke up late. Forward and
+# backward are real work, whose length varies from run to run. That is why the cell compares the waiting and
+# not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)

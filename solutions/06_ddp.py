@@ -1247,10 +1247,11 @@ assert reads == {"without @": 3, "with @": 1}
 # shows it.
 #
 # The second fault is in a language model. In training, every position of a block predicts the token
-# after it, and except for the last position that token stands in the same block, one position further on. So attention needs a
-# **causal mask**, which hides all later positions. Below the same model is trained with the mask and
-# without it. The grammar of the text is known, and no model that predicts can have an expected loss below
-# its entropy. Predict the two losses. Then predict both for the last position alone, which has no later one.
+# after it, and except for the last position that token stands in the same block, one position further on. So
+# attention needs a **causal mask**, which hides all later positions. Below the same model is trained with the
+# mask and without it. The grammar of the text is known, and no model that predicts can have an expected loss
+# below its entropy. Predict the two losses. Then predict both for the last position alone, which has no later
+# one.
 
 
 # %%

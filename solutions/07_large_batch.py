@@ -259,9 +259,10 @@ assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 # The smaller learning rates are far worse, because the steps are few already and now become shorter as well.
 # So the larger batch does not need a smaller learning rate. But it does not bear a much larger one either. With
 # both sides tuned the best rate at batch 256 was twice that at batch 16 in our run, and with some seeds it is the
-# same: half of what the root rule asks for or less, and an eighth of what the linear rule asks for or less. Lesson 03 tuned every batch size on another network, and
-# there too the best rate at batch 256 was twice that at batch 16. Next to a reference at 0.1, a quarter of
-# its best rate, the same runs with the large batch would have shown a factor four times as large.
+# same: half of what the root rule asks for or less, and an eighth of what the linear rule asks for or less.
+# Lesson 03 tuned every batch size on another network, and there too the best rate at batch 256 was twice that
+# at batch 16. Next to a reference at 0.1, a quarter of its best rate, the same runs with the large batch
+# would have shown a factor four times as large.
 #
 # Why do both rules ask for too much? They are arguments about noise and distance, and neither of them knows
 # that a step must not be longer than the curvature of the loss allows, whatever the batch (lesson 01). Here
@@ -630,7 +631,8 @@ check.grown_batch(grown_batch)
 # %% [markdown]
 # If the argument holds, the growing batch has the same error curve per image as the falling learning rate of
 # the reference, with fewer steps. Watch for this in the left panel. The other way to pay is **longer
-# training**: four times as many images, at the tuned rate. The right panel enlarges the end of those that come below 12 %.
+# training**: four times as many images, at the tuned rate. The right panel enlarges the end of those that
+# come below 12 %.
 
 
 # %%
@@ -687,8 +689,9 @@ if check.ready("7.7"):
 # differ by at most $t$ times the standard error of the difference are called a tie. The factor $t$ depends on
 # the number of seeds, because a standard deviation from few values is itself uncertain: Student's t
 # distribution gives 4.30 for two seeds each, 2.78 for three, 2.31 for five, and 1.96 for very many. With
-# these factors, which `student` gives up to six seeds each, two ways that are equally good miss the tie in 5 of 100 comparisons. A
-# fixed factor of 2 would let them miss it in 12 of 100 comparisons with three seeds, and in 18 with two.
+# these factors, which `student` gives up to six seeds each, two ways that are equally good miss the tie in 5
+# of 100 comparisons. A fixed factor of 2 would let them miss it in 12 of 100 comparisons with three seeds,
+# and in 18 with two.
 #
 # Two things follow. Fourteen remedies make 91 pairs, so some differences in the ranking may still be due to
 # chance. And a tie does not say that two ways are equally good, only that these seeds cannot tell them apart.

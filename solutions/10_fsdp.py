@@ -941,8 +941,8 @@ if check.ready("10.1", "10.2", "10.3", "10.4", "10.5", "10.7", "10.8"):
 # it when it is given `draw`, a function that returns the first values of a parameter by its name.
 #
 # To get the weights that one process would draw, in whatever order the units come, a rank must be able to draw
-# each parameter without those before it. That is why `draw_weight` makes a random generator of its own for each parameter, seeded by the
-# parameter's name.
+# each parameter without those before it. That is why `draw_weight` makes a random generator of its own for
+# each parameter, seeded by the parameter's name.
 
 # %% show="true"
 from manyhands.fsdp.meta import draw_weight, materialise

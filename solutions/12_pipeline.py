@@ -710,8 +710,9 @@ if check.ready("12.2", "12.5", "12.6", "12.7"):
 # step happen to be short. So the formula is exact only for equal times and free messages.
 #
 # Our engine begins to receive a tensor only when it needs it, after all earlier computation, so no message is
-# hidden behind computation of the rank that receives it. A library can do better: Megatron's interleaved schedule sends and receives while
-# it computes, and its plain 1F1B puts each send and the receive that comes next into one batch.
+# hidden behind computation of the rank that receives it. A library can do better: Megatron's interleaved
+# schedule sends and receives while it computes, and its plain 1F1B puts each send and the receive that comes
+# next into one batch.
 #
 # ## 11. An order of messages that hangs (optional)
 #
@@ -782,8 +783,8 @@ if check.ready("12.2", "12.7"):
 #
 # Can the bubble shrink without more micro-batches? Yes: give each rank v stages that are not neighbours:
 # rank r has the stages r, r + p, r + 2p, ... A stage is then 1/v as long, and so is each empty slot, so the
-# bubble is (p - 1) / v slots instead of p - 1, with at least p micro-batches. The price is more than v times as many messages, and more
-# micro-batches in flight.
+# bubble is (p - 1) / v slots instead of p - 1, with at least p micro-batches. The price is more than v times
+# as many messages, and more micro-batches in flight.
 #
 # The micro-batches go in max(1, m // p) groups of equal size. Where that is impossible (p = 4, m = 9), raise
 # a `ValueError`. In schedules and charts a letter says which of a rank's stages is meant: `F0a` is the

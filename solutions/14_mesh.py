@@ -828,8 +828,8 @@ if check.ready(*JOB):
     watch.run("../sbatch/mesh.sbatch", "--impl", "mine", *flags.split())
 
 # %% [markdown]
-# The log names your functions, draws the mesh, and gives at its end the loss on the test split, which has fallen from
-# 3.6, the loss of a guess among 36 characters. This is the end of the core.
+# The log names your functions, draws the mesh, and gives at its end the loss on the test split, which has
+# fallen from 3.6, the loss of a guess among 36 characters. This is the end of the core.
 #
 # ## 11. Hybrid sharding (optional)
 #
@@ -1071,8 +1071,8 @@ if check.ready("14.7"):
 #
 # Neighbours in a tensor group are then 32 ranks apart (pp · dp), so all eight are on different nodes. All
 # four all-reduces of each block cross the network, each group by a single card per node, and in our layers
-# nothing hides them: by the C/W of one card, eight tensor ranks wait nearly four times as long as they compute at width
-# 8,192 on the H100.
+# nothing hides them: by the C/W of one card, eight tensor ranks wait nearly four times as long as they
+# compute at width 8,192 on the H100.
 #
 # </details>
 #
@@ -1086,7 +1086,8 @@ if check.ready("14.7"):
 # <details><summary>You double dp and keep the global batch, the micro-batch and the rest of the mesh. Which parts of the planner's step time do not halve?</summary>
 #
 # The bubble keeps its seconds: it lasts pp − 1 slots, however few micro-batches there are. Exposed messages of
-# data parallelism do not shrink either, because they hide behind one micro-batch only (without a pipeline, ZeRO-3 waits in each micro-batch).
+# data parallelism do not shrink either, because they hide behind one micro-batch only (without a pipeline,
+# ZeRO-3 waits in each micro-batch).
 #
 # </details>
 

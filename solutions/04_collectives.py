@@ -745,8 +745,8 @@ if check.ready("4.6", "4.10"):
 # The next cell writes your functions to `mine/collectives.py` and starts a job with them. The script
 # measures all-reduces at several sizes, with your ring among them, and compares them with the library's
 # all-reduce and with the rate at which the machine copies memory. Without `--only` it measures all
-# collectives. `ranks=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL: `sbatch
-# sbatch/collectives.sbatch --impl mine`.
+# collectives. `ranks=4` asks for four ranks. On a cluster with GPUs the same file uses NCCL:
+# `sbatch sbatch/collectives.sbatch --impl mine`.
 #
 # While the job runs, the cell shows its progress and its last lines of output. All of its output is
 # in a file in the folder `runs` beside this notebook. The line in it that begins with `yours` names

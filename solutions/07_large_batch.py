@@ -258,8 +258,8 @@ assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 # %% [markdown]
 # The smaller learning rates are far worse, because the steps are few already and now become shorter as well.
 # So the larger batch does not need a smaller learning rate. But it does not bear a much larger one either. With
-# both sides tuned the best rate at batch 256 was twice that at batch 16 in our run, and with some seeds it is the
-# same: half of what the root rule asks for or less, and an eighth of what the linear rule asks for or less.
+# both sides tuned the best rate at batch 256 was twice that at batch 16 in our run, and with some seeds it is
+# no larger at all. The root rule asks for at least twice as much, the linear rule for at least eight times.
 # Lesson 03 tuned every batch size on another network, and there too the best rate at batch 256 was twice that
 # at batch 16. Next to a reference at 0.1, a quarter of its best rate, the same runs with the large batch
 # would have shown a factor four times as large.

@@ -140,7 +140,7 @@ def offload(shards: Sequence[int], free: int) -> Offload:
         free: bytes that the shards on the GPU may take, and fill up. What a step brings up has room
             elsewhere.
     """
-    fewest = range(len(shards) + 1)
-    blocks = next(num for num in fewest if 16 * sum(shards[num:]) <= free)
+    numbers = range(len(shards) + 1)
+    blocks = next(number for number in numbers if 16 * sum(shards[number:]) <= free)
     moved = sum(shards[:blocks])
     return Offload(blocks, up=2 * 4 * moved, down=4 * moved)

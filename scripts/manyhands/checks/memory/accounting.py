@@ -562,7 +562,7 @@ saved_bytes = Spec(
 
 AWAY = "Offload from the front, one block after another, until 16 bytes for each number left fit."
 TWICE = "An offloaded block's weights are needed in forward and in backward, with 4 bytes each."
-FEWEST = "16 * sum(shards[num:]) <= free"
+FEWEST = "16 * sum(shards[number:]) <= free"
 MOVED = "sum(shards[:blocks])"
 
 
@@ -635,11 +635,11 @@ offload = Spec(
     mistakes=[
         *mistakes(
             """
-            {FEWEST} => 16 * sum(shards[num:]) < max(free, 1)
+            {FEWEST} => 16 * sum(shards[number:]) < max(free, 1)
                 Shards that fill the memory to the last byte fit. | {AWAY}
-            {FEWEST} => 4 * sum(shards[num:]) <= free
+            {FEWEST} => 4 * sum(shards[number:]) <= free
                 Only the weights are counted on the GPU. | {AWAY}
-            {FEWEST} => 8 * sum(shards[num:]) <= free
+            {FEWEST} => 8 * sum(shards[number:]) <= free
                 Of the four numbers for each parameter only two are counted on the GPU.
             Offload(blocks => Offload(len(shards) - blocks
                 These are the blocks that stay on the GPU.

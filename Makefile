@@ -22,7 +22,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
-.PHONY: help install lab job report test bench gpu notebooks lint solutions chaos
+.PHONY: help install lab job report test bench gpu notebooks lint solutions hub chaos
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -30,7 +30,7 @@ help: ## list what can be made
 install: $(ENV)/ready ## install the course into .venv, and nothing else
 
 lab: $(ENV)/ready ## open the course in JupyterLab
-	$(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir="$(CURDIR)" \
 		--LabApp.default_url=/lab/tree/notebooks/start.ipynb $(AS_ROOT)
 
 job: $(ENV)/ready ## run the main job on this machine and write its report; DATA=FOLDER trains on your text
@@ -46,6 +46,9 @@ test: lint $(ENV)/ready-frameworks ## lint, and run the tests whose inputs chang
 	$(BIN)/python -m pytest -p no:nbval -n auto --maxprocesses 4 --dist loadgroup \
 		$(if $(ONLY),--only "$(ONLY)") \
 		$(if $(NIGHTLY),--nightly,$(if $(ALL),,--changed))
+
+hub: $(ENV)/ready-hub ## a class on a real JupyterHub, in a real browser; needs root, node and Chromium
+	$(BIN)/python tests/hub.py
 
 chaos: $(ENV)/ready-dev ## damage checkpoints, kill ranks, nodes and Slurm: 50 times, or DAMAGES=5 KILLS=3; nothing is lost
 	$(BIN)/python tests/damage.py $(if $(DAMAGES),--damages "$(DAMAGES)")
@@ -91,4 +94,10 @@ $(ENV)/ready-dev: $(ENV)/ready
 # Lightning and Accelerate, for scripts/train_lightning.py and scripts/train_accelerate.py.
 $(ENV)/ready-frameworks: $(ENV)/ready
 	$(INSTALL) -e '.[frameworks]'
+	@touch $@
+
+# JupyterHub and its proxy, in the course's environment: see sbatch/hub/README.md.
+$(ENV)/ready-hub: $(ENV)/ready-dev
+	$(INSTALL) -e '.[dev,hub,browser]'
+	npm install --no-audit --no-fund --prefix $(ENV)/hub configurable-http-proxy@5
 	@touch $@

@@ -24,6 +24,7 @@ from manyhands.gpu.measuring import one_line
 from manyhands.gpu.peaks import peak_of, utilisation
 from manyhands.instruments.meters import machine
 from manyhands.ranks.runtime import BadInput, command_line, distributed
+from manyhands.training import places
 from manyhands.training.storage import next_free, write_json
 
 MAX_GPUS = 8
@@ -63,7 +64,7 @@ def run_parts(config: Config) -> None:
     num_ranks = count_ranks(config)
     if not any(config.only in name for name in plan.PARTS):
         raise BadInput(f"--only {config.only!r} is in no part's name: {', '.join(plan.PARTS)}")
-    folder = Path(config.out) if config.out else next_free(Path("runs"), "gpu")
+    folder = Path(config.out) if config.out else next_free(places.runs(), "gpu")
     folder.mkdir(parents=True, exist_ok=True)
     begin_s = time.monotonic()
     deadline_s = begin_s + 60 * config.limit_min

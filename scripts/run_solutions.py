@@ -54,15 +54,15 @@ class Part:
     words: Sequence[str]
     out: Path
     nodes: int | None = None
+    gpus: int | None = None
     job: jobs.Job | None = None
     fault: str = ""  # why it was not submitted, or not waited for
 
     def submit(self, local: bool) -> None:
         """Hand it to Slurm, or start it here."""
         try:
-            self.job = jobs.submit(
-                self.job_file, *self.words, nodes=self.nodes, out=self.out, local=local
-            )
+            how = {"nodes": self.nodes, "gpus": self.gpus, "out": self.out, "local": local}
+            self.job = jobs.submit(self.job_file, *self.words, **how)
         except jobs.JobRefused as refusal:
             self.fault = str(refusal)
             return
@@ -133,7 +133,8 @@ def parts_of(lesson: str, job: dict | None, nodes: int) -> list[Part]:
     sbatch = ROOT / "sbatch"
     word = lesson.partition("_")[2]
     page = FOLDER / lesson
-    parts = [Part(f"{lesson}, notebook", sbatch / "solution.sbatch", [lesson], page)]
+    job_file = sbatch / "solution.sbatch"
+    parts = [Part(f"{lesson}, notebook", job_file, [lesson], page, gpus=0)]  # its ranks use CPUs
     if job is not None:
         flags = shlex.split(job["flags"])
         out = next_free(FOLDER, word)

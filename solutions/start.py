@@ -56,6 +56,19 @@ assert run_ranks(add_up, 4) == [10, 10, 10, 10]
 print("everything works")
 
 # %% [markdown]
+# ## Where am I?
+#
+# The next cell lists all lessons with their exercises, shows which of them you have solved, and
+# names the one that comes next. Run it whenever you come back. What you have solved is noted in a
+# folder of your own, so it is still known when you have closed everything, and also after an
+# update of the course.
+
+# %%
+from manyhands.checks.engine import overview
+
+overview.show()
+
+# %% [markdown]
 # ## How a lesson works
 #
 # - A lesson is one notebook in this folder. Work through it from top to bottom.
@@ -63,7 +76,9 @@ print("everything works")
 #   docstring, is the task. The line `raise NotImplementedError` is what you replace.
 # - The cell after it checks your answer on real processes. Green means done. Red names what was
 #   seen and what to try. Amber means that you have not started; the notebook still runs on.
-# - `check.hint("6.3")` gives one hint at a time. The folder `solutions/` has every answer.
+# - `check.hint("6.3")` gives one hint at a time. After two tries `check.give("6.3")` shows the
+#   course's answer, and the rest of the lesson runs with it. Once your own answer is green,
+#   `check.compare("6.3")` shows it beside the course's.
 # - Before an experiment you write down a number that you expect. Being wrong there is how you
 #   learn most.
 #

@@ -13,7 +13,7 @@ from itertools import repeat
 from manyhands.checks.engine import trial, verdict
 from manyhands.checks.engine.answer import parts_of
 from manyhands.checks.engine.card import Verdict, Wrong
-from manyhands.checks.engine.lesson import Exercise, judge
+from manyhands.checks.engine.exercise import Exercise, judge
 from manyhands.checks.engine.mistakes import TOGETHER, Mistake
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.verdict import Faces, Trial

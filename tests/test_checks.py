@@ -30,7 +30,8 @@ from manyhands.checkpoint import asynchronous, store
 from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair, as_written
 from manyhands.checks.engine.card import NotYet, Verdict
-from manyhands.checks.engine.lesson import Lesson, judge
+from manyhands.checks.engine.exercise import judge
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.engine.mistakes import sources_of
 from manyhands.checks.engine.spec import Spec
 from manyhands.data_parallel import replicas as data_parallel

@@ -17,7 +17,8 @@ from torch import Tensor
 from audit import Audit
 from manyhands.checks.engine import cases, mistakes, trial, verdict, words
 from manyhands.checks.engine.card import NotJudged, Wrong
-from manyhands.checks.engine.lesson import Lesson, judge
+from manyhands.checks.engine.exercise import judge
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.checks.engine.mistakes import Mistake, after, instead
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import (

@@ -79,7 +79,7 @@ def test_environment_and_pyproject_agree() -> None:
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = pins()
-    for name, versions in needed("dev", "frameworks").items():
+    for name, versions in needed("dev", "frameworks", "hub", "browser").items():
         assert name in pinned, f"constraints.txt does not pin {name}"
         assert pinned[name] in versions, f"{name}=={pinned[name]} is not {versions}"
 

@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from answers.first_job import job_with
 from manyhands.checks import first_job as check
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.lesson import judge
+from manyhands.checks.engine.exercise import judge
 from manyhands.checks.first_job import directives, files
 from manyhands.checks.first_job import site as site_rules
 from manyhands.data import images

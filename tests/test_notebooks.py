@@ -36,8 +36,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def mine_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The notebooks' last cells write the functions that passed: not over a learner's own."""
+    """What the notebooks note of a learner is not written over somebody's own."""
     monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
+    monkeypatch.setenv("MANYHANDS_PROGRESS", str(tmp_path / "progress"))
 
 
 def output_text(cell: NotebookNode) -> str:

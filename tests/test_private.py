@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from jobs import ROOT, environment
 from manyhands.checks.engine.bench import lessons
-from manyhands.checks.engine.lesson import judge
+from manyhands.checks.engine.exercise import judge
 from manyhands.ranks import forkserver, peers, private
 from manyhands.ranks.failures import MachineFault
 from manyhands.ranks.lab import run_ranks

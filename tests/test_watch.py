@@ -377,7 +377,7 @@ from manyhands.jobs import submit as jobs, watch
 words, found = json.loads(sys.argv[1]), {}
 site = Path(words[0]).with_name("site.env")
 os.environ["SBATCH_PARTITION"] = "of-this-session"  # a site's words count, not the session's
-block = Path("block.sbatch")
+block = Path(words[0]).with_name("block.sbatch")
 block.write_text("#!/bin/bash\\nsleep 300\\n")
 blocker = jobs.sbatch(block, options=["--nodes=3", "--gpus-per-node=4", "--output=/dev/null"])
 job = jobs.submit(*words, nodes=2, ranks=1)
@@ -406,6 +406,11 @@ except watch.JobStopped as stopped:
     found["out of the queue"] = str(stopped)
 found["its state"], found["its folder"] = queued.state.word, queued.out.exists()
 
+site.write_text("export SBATCH_GPUS_PER_NODE=4\\n")
+for name, gpus in (("site's GPUs", None), ("no GPUs", 0)):
+    asked = jobs.submit(block, gpus=gpus)
+    found[name] = jobs.slurm("squeue", "-h", "-j", asked.id, "-o", "%b")
+    asked.kill()
 site.write_text("export SBATCH_PARTITION=nowhere\\n")
 try:
     jobs.submit(*words)
@@ -446,6 +451,7 @@ def test_a_slurm_job_is_queued_watched_and_stopped_and_goes_on_from_another_job(
     assert "jobs with a higher priority go first, 1 waiting job(s) before it" in found["behind"]
     assert found["out of the queue"].endswith("was interrupted. Nothing was saved")
     assert found["its state"] == "cancelled" and not found["its folder"]
+    assert "gpu:4" in found["site's GPUs"] and "gpu:4" not in found["no GPUs"]
     assert found["refused"].startswith("Slurm refused ddp.sbatch: ")
     assert "nowhere" in found["refused"] and "check_site.sh" in found["refused"]
     assert found["local"] == "runs/here-001" and (folder / "here.txt").exists()

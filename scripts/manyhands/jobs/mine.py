@@ -21,11 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from manyhands.ranks.runtime import BadInput, distributed, first_line
-
-
-def folder_of_answers() -> Path:
-    """mine/ of the course. The tests put theirs elsewhere, so that they never touch a learner's."""
-    return Path(os.environ.get("MANYHANDS_MINE") or Path(__file__).resolve().parents[3] / "mine")
+from manyhands.training import places, storage
 
 
 def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None) -> Path:
@@ -33,6 +29,7 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None
 
     Raises:
         ValueError: an answer uses a value of the notebook that cannot be written down.
+        NoPlace: the file cannot be written; one that was there stays as it was.
     """
     imports: set[str] = set()
     definitions: dict[str, str] = {}
@@ -43,10 +40,11 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None
         "\n\n\n".join([title + "\n\n" + "\n".join(sorted(imports)), *definitions.values()]) + "\n"
     )
     compile(text, f"mine/{lesson}.py", "exec")
-    folder = folder or folder_of_answers()
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{lesson}.py"
-    path.write_text(text, encoding="utf-8")
+    path = places.make(folder or places.mine()) / f"{lesson}.py"
+    try:
+        storage.replace_file(path, text.encode())
+    except OSError as problem:
+        raise places.NoPlace(path, problem) from None
     return path
 
 
@@ -56,18 +54,21 @@ def load(
     """Import <lesson>.py of `folder`, by default mine/; returns those of `names` that it defines.
 
     Raises:
-        BadInput: the file does not run; or, where one is `needed`, it is absent or defines none.
+        BadInput: the file does not run, or is another user's; or, where one is `needed`, it is
+            absent or defines none.
     """
-    folder = folder or folder_of_answers()
-    path = folder / f"{lesson}.py"
-    shown = f"{folder.name}/{path.name}"
-    if not path.is_file():
+    tried = [one / f"{lesson}.py" for one in ([folder] if folder else places.with_mine())]
+    path = next((one for one in tried if one.is_file()), None)
+    if path is None:
         if not needed:
             return {}
         raise BadInput(
-            f"{shown} is not there: run check.keep() in the {lesson} notebook, which writes it, "
-            "or start without your own functions"
+            f"{tried[0]} is not there: run check.keep() in the {lesson} notebook, which writes "
+            "it, and start the job in that notebook's folder, or without your own functions"
         )
+    if path.stat().st_uid not in (os.getuid(), 0):  # this process is about to run what it holds
+        raise BadInput(f"{path} belongs to another user of this machine: only your own is run")
+    shown = f"{path.parent.name}/{path.name}"
     spec = importlib.util.spec_from_file_location(f"mine_{lesson}", path)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -25,7 +25,7 @@ import psutil
 from manyhands.instruments.meters import duration, seconds_of
 from manyhands.ranks.failures import OneLine
 from manyhands.ranks.runtime import END_WITH_PARENT, BadInput
-from manyhands.training import storage
+from manyhands.training import places, storage
 
 ANSWER_S = 5  # what a controller of Slurm may take to answer
 # What belongs to this session, which can be a job itself, and would mislead or leak to another.
@@ -165,6 +165,7 @@ def submit(
     *flags: object,
     nodes: int | None = None,
     ranks: int | None = None,
+    gpus: int | None = None,
     out: str | Path | None = None,
     local: bool | None = None,
 ) -> Job:
@@ -175,7 +176,8 @@ def submit(
     Args:
         nodes: how many, where the job file's own number is not wanted.
         ranks: ranks a node; one a GPU, or 2, where not given.
-        out: folder of the run; a free one in runs/ of the current folder where not given. A run
+        gpus: GPUs a node to ask Slurm for, where the job file's or the site's number is not wanted.
+        out: folder of the run; a free one in runs/ (training/places.py) where not given. A run
             that was stopped goes on in its folder.
         local: True runs the job on this machine, also where there is a Slurm; so does a variable
             MANYHANDS_LOCAL in the environment.
@@ -187,7 +189,7 @@ def submit(
     words = [str(flag) for flag in flags]
     local = _stays_here() if local is None else local
     _check(path, words, nodes, ranks, local)
-    job = Job(Path(out) if out else storage.next_free(Path("runs"), path.stem))
+    job = Job(Path(out) if out else storage.next_free(places.runs(), path.stem))
     job.log_begin = job.log.stat().st_size if job.log.exists() else 0
     words += ["--out", str(job.out)]
     environ = {"PYTHON": sys.executable} | ({"RANKS": str(ranks)} if ranks else {})
@@ -195,7 +197,9 @@ def submit(
         job.process = _start_here(path, words, job.log, environ)
         job.state = State("running", "on this machine")
     else:
-        _queue(job, path, words, nodes, environ)
+        asked = {"--nodes": nodes, "--gpus-per-node": gpus}
+        options = [f"{name}={number}" for name, number in asked.items() if number is not None]
+        _queue(job, path, words, options, environ)
     return job
 
 
@@ -210,11 +214,11 @@ def course_file(path: str | Path) -> Path:
     return own if own.is_file() and not path.exists() else path
 
 
-def _queue(job: Job, path: Path, words: list[str], nodes: int | None, environ: dict) -> None:
+def _queue(job: Job, path: Path, words: list[str], options: list[str], environ: dict) -> None:
     """Hand the job to Slurm; where that is refused nothing is left of it."""
     job.log.parent.mkdir(parents=True, exist_ok=True)  # else Slurm ends the job without a word
     log = str(job.log.resolve()).replace("%", "%%")  # sbatch reads % as the start of a pattern
-    options = [f"--output={log}", "--open-mode=append"] + ([f"--nodes={nodes}"] if nodes else [])
+    options = [f"--output={log}", "--open-mode=append", *options]
     try:
         job.id = sbatch(path, *words, options=options, environ=environ)
     except JobRefused:

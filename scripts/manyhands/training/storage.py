@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from manyhands.ranks.runtime import BadInput, first_line
-from manyhands.training import lock
+from manyhands.training import lock, places
 from manyhands.training.process import this_process
 
 FORMAT = "manyhands run 1"
@@ -137,7 +137,7 @@ def open_folder(
         BadInput: `out` holds something else, another run, or a finished one, or another process
             writes into it.
     """
-    folder = Path(out) if out else next_free(Path("runs"), name)
+    folder = Path(out) if out else next_free(places.runs(), name)
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder} is a file: name a folder")
     if (folder / "config.json").exists():
@@ -187,15 +187,22 @@ def write_end(folder: Path, status: dict) -> None:
 
 
 def next_free(runs: Path, name: str) -> Path:
-    """Make and return the first of `name`-001, `name`-002, ... that is not there yet."""
-    runs.mkdir(parents=True, exist_ok=True)
+    """Make and return the first of `name`-001, `name`-002, ... that is not there yet.
+
+    Raises:
+        NoPlace: it cannot be made.
+    """
+    places.make(runs)
     number = 1
     while True:
+        folder = runs / f"{name}-{number:03d}"
         try:
-            (runs / f"{name}-{number:03d}").mkdir()
-            return runs / f"{name}-{number:03d}"
+            folder.mkdir()
+            return folder
         except FileExistsError:  # also when another job was quicker
             number += 1
+        except OSError as problem:
+            raise places.NoPlace(folder, problem) from None
 
 
 def _accept(folder: Path, about: dict) -> None:

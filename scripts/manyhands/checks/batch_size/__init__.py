@@ -10,6 +10,7 @@ from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("batch_size")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 throughput = lesson.add(sweeps.throughput)
 steps_to_target = lesson.add(sweeps.steps_to_target)

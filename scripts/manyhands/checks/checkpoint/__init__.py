@@ -15,6 +15,7 @@ from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("checkpoint")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 Position = lesson.add(state.position)
 TrainingState = lesson.add(state.training_state)
@@ -24,7 +25,7 @@ overlap = lesson.add(boxes.overlap)
 parts_to_copy = lesson.add(sharded.parts_to_copy)
 AsyncSaver = lesson.add(asynchronous.async_saver)
 AppState = lesson.add(dcp.app_state)
-best_interval = lesson.add(interval.best_interval)
+best_interval = lesson.add(interval.best_interval, "best_interval")
 account = lesson.add(interval.account)
 samples_of_step = lesson.add(elastic.samples_of_step)
 mended_job = lesson.add(pods.mended_job)

@@ -13,6 +13,7 @@ from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("collectives")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 broadcast_naive = lesson.add(trees.broadcast_naive)
 broadcast_tree = lesson.add(trees.broadcast_tree)

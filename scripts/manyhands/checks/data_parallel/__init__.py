@@ -16,6 +16,7 @@ from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("data_parallel")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 order_of_steps = lesson.add(order.order_of_steps)
 steps_that_change = lesson.add(order.steps_that_change)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.checks.engine.card import Verdict
-from manyhands.checks.engine.lesson import show
+from manyhands.checks.engine.exercise import show
 from manyhands.data_parallel import replicas
 from manyhands.instruments.timeline import Timeline
 from manyhands.pipeline.stages import Waiting

@@ -12,6 +12,7 @@ from manyhands.checks.engine.lesson import Lesson
 
 lesson = Lesson("ddp")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 place = lesson.add(job.place)
 process_group = lesson.add(job.process_group)

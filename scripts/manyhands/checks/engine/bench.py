@@ -10,7 +10,8 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import manyhands
-from manyhands.checks.engine.lesson import Exercise, Lesson, judge
+from manyhands.checks.engine.exercise import Exercise, judge
+from manyhands.checks.engine.lesson import Lesson
 from manyhands.instruments.benchmark import (
     CannotMeasure,
     Measure,

@@ -10,6 +10,7 @@ COLOURS = {
     "not started": "230,159,0",
     "not yet": "213,94,0",
     "not judged": "128,128,128",
+    "given": "0,114,178",
 }
 
 
@@ -35,7 +36,7 @@ class Verdict:
 
     todo: str
     name: str
-    state: str  # done, not started, not yet, not judged
+    state: str  # done, not started, not yet, not judged, given
     seen: str = ""
     why: str = ""
     hint: str = ""
@@ -51,8 +52,29 @@ class Verdict:
             parts.append(
                 f"Write it in the cell above. Stuck? <code>check.hint('{self.todo}')</code>"
             )
+        if self.state == "given":
+            parts.append("The lesson goes on with the course's answer, which stands below.")
         for label, text in (("Seen", self.seen), ("Why", self.why), ("Try", self.hint)):
             if text:
                 parts.append(f"<b>{label}:</b> {html.escape(text)}")
         style = f"border-left:6px solid rgb({colour});background:rgba({colour},.14)"
         return f'<div style="{style};padding:.5em .8em;margin:.3em 0">{"<br>".join(parts)}</div>'
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Two answers to one exercise: columns in a browser, one below the other in a log."""
+
+    yours: str
+    theirs: str
+
+    def __repr__(self) -> str:
+        return f"yours:\n\n{self.yours}\n\nthe course's:\n\n{self.theirs}"
+
+    def _repr_html_(self) -> str:
+        style = "flex:1 1 24em;min-width:0;overflow-x:auto;text-align:left"
+        columns = [
+            f'<div style="{style}"><b>{title}</b><pre>{html.escape(code)}</pre></div>'
+            for title, code in (("Yours", self.yours), ("The course's", self.theirs))
+        ]
+        return f'<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(columns)}</div>'

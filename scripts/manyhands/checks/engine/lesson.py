@@ -4,40 +4,29 @@ Not started is an amber card and the notebook runs on; wrong is a red card and a
 that "Run all", nbval and nbgrader stop at the mistake; what the machine did not let finish is grey.
 """
 
+import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.checks.engine import progress
 from manyhands.checks.engine import verdict as verdicts
-from manyhands.checks.engine.answer import (
-    Pair,
-    as_written,
-    parts_of,
-    refuse_the_course_s_own,
-    stub_of_another,
-    unwritten,
+from manyhands.checks.engine.answer import Pair, parts_of
+from manyhands.checks.engine.card import NotYet, SideBySide, Verdict
+from manyhands.checks.engine.exercise import (
+    Exercise,
+    changed,
+    judge,
+    named_parts,
+    put_in_notebook,
+    show,
 )
-from manyhands.checks.engine.card import NotJudged, NotYet, Verdict, Wrong
 from manyhands.checks.engine.spec import Spec
 from manyhands.jobs import mine
-from manyhands.ranks.failures import RankFailed
+from manyhands.training import places
 
-
-@dataclass
-class Exercise:
-    """One TODO: its check, its hints, and how far the learner has come."""
-
-    todo: str
-    name: str
-    check: Callable
-    hints: tuple[str, ...]
-    verdict: Verdict
-    num_answers: int = 1  # or 2, which are handed over together
-    answer: object = None
-    hints_shown: int = 0
-    spec: Spec | None = None
+TRIES_BEFORE_GIVEN = 2
 
 
 @dataclass
@@ -46,6 +35,7 @@ class Lesson:
 
     module: str
     exercises: dict[str, Exercise] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
 
     def add(self, spec: Spec, name: str = "") -> Callable:
         """Make the check of an exercise; its name is that of the first answer, if none is given."""
@@ -75,8 +65,11 @@ class Lesson:
             exercise.answer = answers[0] if num_answers == 1 else Pair(*answers)
             exercise.verdict = judge(exercise, exercise.answer)
             show(exercise.verdict)
-            strict = "NBGRADER_EXECUTION" in os.environ
-            if exercise.verdict.state == "not yet" or (strict and not self.done(exercise.todo)):
+            state, why = exercise.verdict.state, exercise.verdict.why or exercise.verdict.seen
+            self.say_once(progress.note(self.module, exercise.name, state, why))
+            is_marked = "NBGRADER_EXECUTION" in os.environ
+            stops = state == "not yet" and not self.standing(exercise).is_given
+            if stops or (is_marked and not self.done(exercise.todo)):
                 raise NotYet(repr(exercise.verdict))
 
         run.__name__ = exercise.name
@@ -91,7 +84,7 @@ class Lesson:
     def ready(self, *todos: str) -> bool:
         """Are all of these done? Says in one line which ones an experiment still waits for."""
         wanted = sorted(map(str, todos), key=lambda todo: [int(n) for n in todo.split(".")])
-        waits = [todo for todo in wanted if not self.done(todo)]
+        waits = [todo for todo in wanted if not (self.done(todo) or self.given(todo))]
         if waits:
             print(f"This cell waits for TODO {', '.join(waits)}: it runs once the check is green.")
         self.tell_changed(waits)
@@ -108,15 +101,87 @@ class Lesson:
         """Print one more hint for a TODO; by default for the first that is not done."""
         if todo is None:
             todo = next((todo for todo in self.exercises if not self.done(todo)), "")
-        exercise = self.exercises.get(todo := str(todo))
+        exercise = self._exercise(todo)
         if exercise is None:
-            print(f"There is no TODO {todo} here; there are {', '.join(self.exercises)}.")
             return
+        todo = exercise.todo
         exercise.hints_shown = min(exercise.hints_shown + 1, len(exercise.hints))
         for number, text in enumerate(exercise.hints[: exercise.hints_shown], 1):
             print(f"Hint {number} of {len(exercise.hints)} for TODO {todo}: {text}")
         if exercise.hints_shown == len(exercise.hints):
-            print("That was the last hint. The solution notebook is in the folder solutions/.")
+            print(f"That was the last hint. {self.next_help(exercise)}")
+
+    def next_help(self, exercise: Exercise) -> str:
+        """What is left to somebody who has read all hints."""
+        tries = self.standing(exercise).tries
+        if tries < TRIES_BEFORE_GIVEN:
+            return (
+                f"After {TRIES_BEFORE_GIVEN} tries check.give({exercise.todo!r}) shows an answer."
+            )
+        return f"check.give({exercise.todo!r}) shows the course's answer and goes on with it."
+
+    def give(self, todo: str) -> None:
+        """Show the course's answer and go on with it; after two tries."""
+        exercise = self._exercise(todo)
+        if exercise is None:
+            return
+        if self.done(exercise.todo):
+            print(f"TODO {todo} is done: check.compare({exercise.todo!r}) shows both answers.")
+            return
+        standing = self.standing(exercise)
+        if standing.tries < TRIES_BEFORE_GIVEN and not standing.is_given:
+            print(
+                f"TODO {todo} was checked {standing.tries} times so far: give it "
+                f"{TRIES_BEFORE_GIVEN} tries. check.hint({exercise.todo!r}) helps with them."
+            )
+            return
+        exercise.answer = exercise.spec.truth
+        exercise.verdict = Verdict(exercise.todo, exercise.name, "given")
+        for name, part in named_parts(exercise).items():
+            put_in_notebook(name, part)
+        self.say_once(progress.note(self.module, exercise.name, "given"))
+        show(exercise.verdict)
+        print("\n\n".join(inspect.getsource(part) for part in parts_of(exercise.answer)))
+
+    def compare(self, todo: str) -> None:
+        """Show the learner's answer beside the course's, once it is done."""
+        exercise = self._exercise(todo)
+        if exercise is None:
+            return
+        if not self.done(exercise.todo):
+            print(f"TODO {todo} is not done here: check.compare shows the answers after that.")
+            return
+        theirs = [inspect.getsource(part) for part in parts_of(exercise.spec.truth)]
+        try:
+            yours = [mine.source_of(*pair) for pair in named_parts(exercise).items()]
+        except ValueError as error:
+            print(error)
+            return
+        show(SideBySide("\n\n".join(yours), "\n\n".join(theirs)))
+
+    def given(self, todo: str) -> bool:
+        """Does the notebook go on with the course's answer?"""
+        exercise = self.exercises.get(todo)
+        return exercise is not None and exercise.verdict.state == "given" and not changed(exercise)
+
+    def standing(self, exercise: Exercise) -> progress.Standing:
+        """What this person's file says of an exercise; nothing where it cannot be read."""
+        try:
+            return progress.standings(self.module).get(exercise.name, progress.Standing())
+        except (OSError, places.NoPlace):
+            return progress.Standing()
+
+    def say_once(self, words: str) -> None:
+        """Print a line, the first time only."""
+        if words and words not in self.said:
+            self.said.add(words)
+            print(words)
+
+    def _exercise(self, todo: str) -> Exercise | None:
+        exercise = self.exercises.get(str(todo))
+        if exercise is None:
+            print(f"There is no TODO {todo} here; there are {', '.join(self.exercises)}.")
+        return exercise
 
     def keep(self, folder: Path | None = None) -> None:
         """Write the answers that passed to mine/<lesson>.py, so that a job can use them."""
@@ -130,81 +195,15 @@ class Lesson:
             path = mine.write(self.module, passed, folder)
         except ValueError as error:
             raise NotYet(str(error)) from None
-        print(f"wrote {path.parent.name}/{path.name} in the course's folder: {', '.join(passed)}")
+        print(f"wrote {path}: {', '.join(passed)}")
 
     def summary(self) -> None:
         """Print what is done, one line."""
         self.tell_changed(self.exercises)
         marks = {"done": "[x]", "not started": "[ ]", "not yet": "[!]", "not judged": "[?]"}
+        marks["given"] = "[given]"
         states = [exercise.verdict.state for exercise in self.exercises.values()]
         line = " ".join(
             f"{marks[e.verdict.state]} {todo} {e.name}" for todo, e in self.exercises.items()
         )
         print(f"{states.count('done')} of {len(states)} done: {line}")
-
-
-def named_parts(exercise: Exercise) -> dict[str, object]:
-    """The answers of an exercise by their names in the notebook."""
-    if not isinstance(exercise.answer, Pair):
-        return {exercise.name: exercise.answer}
-    return {part.__name__: part for part in exercise.answer.parts}
-
-
-def changed(exercise: Exercise) -> bool:
-    """Does the notebook hold another function under this name than the one that passed?"""
-    ipython = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if exercise.verdict.state != "done" or ipython is None:
-        return False
-    now = {name: ipython.user_ns.get(name) for name in named_parts(exercise)}
-    return any(
-        now[name] is not None
-        and now[name] is not part
-        and as_written(now[name]) != as_written(part)
-        for name, part in named_parts(exercise).items()
-    )
-
-
-def judge(exercise: Exercise, answer: object) -> Verdict:
-    """Run one check and turn whatever happens into a verdict."""
-    todo, name = exercise.todo, exercise.name
-    try:
-        for part in parts_of(answer):
-            if not callable(part):
-                raise Wrong(
-                    f"{name} is {part!r}, not a function or class",
-                    "",
-                    f"run the cell that defines it, and hand over {name} itself, without brackets",
-                )
-            if "NBGRADER_EXECUTION" in os.environ:
-                for known in {name, getattr(part, "__name__", name)}:
-                    refuse_the_course_s_own(part, known)
-        exercise.check(answer)
-    except Wrong as wrong:
-        words = [" ".join(text.split()) for text in (wrong.seen, wrong.why, wrong.hint)]
-        return Verdict(todo, name, "not yet", *words)
-    except NotJudged as fault:
-        why = "This says nothing about your answer."
-        return Verdict(todo, name, "not judged", str(fault), why, "Run the check again.")
-    except RankFailed as failed:
-        if failed.failure.error == "NotImplementedError":
-            other = stub_of_another(failed.failure, todo)
-            if other and not unwritten(answer):
-                return Verdict(
-                    todo, name, "not yet", f"`{name}` calls {other}", "", "do that first"
-                )
-            return Verdict(todo, name, "not started", unwritten(answer))
-        return Verdict(todo, name, "not judged", " ".join(str(failed).split()))
-    except Exception as error:  # an answer of a form that the check did not think of
-        seen = f"the check cannot use what {name} gives: {type(error).__name__}: {error}"
-        return Verdict(
-            todo, name, "not yet", " ".join(seen.split()), "", "read the docstring again"
-        )
-    return Verdict(todo, name, "done")
-
-
-def show(verdict: Verdict) -> None:
-    """Display the card in a notebook; print the line elsewhere."""
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
-        sys.modules["IPython"].display.display(verdict)
-    else:
-        print(verdict)

@@ -5,6 +5,7 @@ from manyhands.checks.first_job import files, numbers, preparing, ranks, site
 
 lesson = Lesson("first_job")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 device_map = lesson.add(ranks.device_map)
 prepare_once = lesson.add(preparing.prepare_once)

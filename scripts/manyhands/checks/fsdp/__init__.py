@@ -5,6 +5,7 @@ from manyhands.checks.fsdp import flat, fully_shard, units, zero
 
 lesson = Lesson("fsdp")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 Flat = lesson.add(flat.flat)
 ShardedOptimizer = lesson.add(zero.sharded_optimizer)

@@ -9,6 +9,7 @@ from manyhands.checks.gradient_descent import batches, line
 
 lesson = Lesson("gradient_descent")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 largest_rate = lesson.add(line.largest_rate)
 mini_batches = lesson.add(batches.mini_batches)

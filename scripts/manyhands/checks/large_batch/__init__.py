@@ -12,6 +12,7 @@ from manyhands.checks.large_batch import ghosts, noise, norms, rates, ties
 
 lesson = Lesson("large_batch")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 step_variance = lesson.add(noise.step_variance)
 scaled_rate = lesson.add(rates.scaled_rate)

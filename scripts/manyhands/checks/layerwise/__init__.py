@@ -11,6 +11,7 @@ from manyhands.checks.layerwise import norms, optimizers, rates
 
 lesson = Lesson("layerwise")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 range_test = lesson.add(rates.range_test)
 LARS = lesson.add(optimizers.lars)

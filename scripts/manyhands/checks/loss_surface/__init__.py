@@ -10,6 +10,7 @@ from manyhands.checks.loss_surface import lines, surfaces
 
 lesson = Lesson("loss_surface")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 loss_at = lesson.add(lines.loss_at)
 slice_between = lesson.add(lines.slice_between)

@@ -5,6 +5,7 @@ from manyhands.checks.memory import accounting, savings
 
 lesson = Lesson("memory")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 recipe = lesson.add(accounting.recipe)
 bytes_per_rank = lesson.add(accounting.bytes_per_rank)

@@ -5,6 +5,7 @@ from manyhands.checks.mesh import choosing, clip, combined, fitting, grid, hsdp,
 
 lesson = Lesson("mesh")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 coordinates = lesson.add(grid.places)
 make_groups = lesson.add(grid.make_groups)

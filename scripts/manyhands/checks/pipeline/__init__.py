@@ -5,6 +5,7 @@ from manyhands.checks.pipeline import bubbles, schedules, stages, steps, wiring
 
 lesson = Lesson("pipeline")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 partition = lesson.add(stages.partition)
 Pipeline = lesson.add(steps.Pipeline)

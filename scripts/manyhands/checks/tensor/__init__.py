@@ -5,6 +5,7 @@ from manyhands.checks.tensor import dtensor, layers, model, sequence, vocabulary
 
 lesson = Lesson("tensor")
 hint, summary, ready, keep = lesson.hint, lesson.summary, lesson.ready, lesson.keep
+give, compare = lesson.give, lesson.compare
 
 CopyToRanks = lesson.add(layers.regions)
 ColumnLinear = lesson.add(layers.linear_layers)

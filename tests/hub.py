@@ -1,0 +1,183 @@
+"""A class on a real JupyterHub, in a real browser: `make hub`.
+
+    python tests/hub.py            two students with a lesson each, and one who tries to reach into
+                                   the other's work; a line a step, exit code 1 where one failed
+    python tests/hub.py --serve    the hub alone, until Enter is pressed
+
+Pictures of what the students saw, and the hub's log, are left in runs/hub/.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import hub_scene
+from hub_scene import NAMESPACES, ROOT, password
+
+LIMIT_S = 360
+INSIDE = "MANYHANDS_HUB_INSIDE"  # set in the namespaces: the folder for what was seen
+STUDENTS = ["ann", "bob"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a student does in the browser."""
+
+    notebook: str
+    name: str  # of the exercise
+    slip: tuple[str, str]  # makes its right answer wrong
+    job: str  # run after check.keep()
+
+
+TASKS = {
+    "ann": Task(
+        "04_collectives",
+        "broadcast_naive",
+        ("if other != root", "if other > root"),
+        'watch.run("../sbatch/collectives.sbatch", "--impl", "mine", "--only", "broadcast", '
+        '"--max-mb", 0.01, "--repeats", 3, ranks=2)',
+    ),
+    "bob": Task(
+        "06_ddp",
+        "place",
+        ('"LOCAL_RANK"', '"RANK"'),
+        'watch.run("../sbatch/ddp.sbatch", "--impl", "mine", "--steps", 20, ranks=2)',
+    ),
+}
+
+
+def cells_of(folder: str, notebook: str) -> dict[str, str]:
+    """Cell id -> source."""
+    cells = json.loads((ROOT / folder / f"{notebook}.ipynb").read_text())["cells"]
+    return {cell["id"]: "".join(cell["source"]) for cell in cells}
+
+
+def answer_to(task: Task) -> str:
+    """The cell with the course's own answer."""
+    todo = cells_of("notebooks", task.notebook)
+    name = next(n for n, s in todo.items() if re.search(rf"^(def|class) {task.name}\b", s, re.M))
+    return cells_of("solutions", task.notebook)[name]
+
+
+class Wrong(AssertionError):
+    """A student did not see what he should."""
+
+
+def expect(wanted: bool, what: str, seen: str = "") -> None:
+    """Raise Wrong where something is not as it should be."""
+    if not wanted:
+        raise Wrong(f"{what}; seen: {seen[:1000]!r}")
+
+
+def work(user: str, url: str, seen: Path) -> list[str]:
+    """A student's evening: all of the lesson untouched, a wrong answer, a right one, a job, and
+    the next evening; the steps with their seconds."""
+    from browser import Lab, chromium
+
+    task, steps, begin_s = TASKS[user], [], time.monotonic()
+
+    def done(step: str) -> None:
+        steps.append(f"{user}: {step}, {time.monotonic() - begin_s:.0f} s")
+        print(steps[-1], flush=True)
+        lab.picture(seen / f"{user}-{len(steps)}.png")
+
+    with chromium() as browser:
+        lab = Lab(browser, url, user)
+        lab.log_in(password(user))
+        lab.open(task.notebook)
+        done("logged in, and has opened the lesson")
+
+        lab.run_all(LIMIT_S)
+        check = lab.cell(f"check.{task.name}(")
+        expect("not started" in lab.shown(check), "an untouched exercise is not started")
+        errors = lab.page.locator(".jp-RenderedText[data-mime-type*='stderr']").all_inner_texts()
+        errors = [one for one in errors if "hostname of the client socket" not in one]  # no DNS here
+        expect(not errors, "nothing is printed as an error", str(errors))
+        done("has run all of it, nothing done yet")
+
+        right = answer_to(task)
+        expect(task.slip[0] in right, f"the slip {task.slip[0]} is in the answer", right)
+        todo = lab.cell(f"def {task.name}(")
+        lab.write(todo, right.replace(*task.slip))
+        lab.run(todo)
+        said = lab.run(check)
+        expect("not yet" in said and "Seen:" in said, "a wrong answer is not yet right", said)
+        done("has a wrong answer")
+
+        lab.write(todo, right)
+        lab.run(todo)
+        said = lab.run(check)
+        expect(f"done\xa0{task.name}" in said or " done" in said, "a right answer is done", said)
+        done("has a right answer")
+
+        job = lab.add_cell(check, f"check.keep()\nfolder = {task.job}\nprint(folder)")
+        said = lab.run(job, LIMIT_S)
+        expect("finished" in said, "the job comes to its end", said)
+        expect(f"mine/{task.notebook[3:]}.py: {task.name}" in said, "the function is kept", said)
+        done("has run a job with the function")
+
+        lab.save()
+        lab.log_out()
+        lab.log_in(password(user))
+        lab.open(task.notebook)
+        shown = lab.shown(lab.cell(f"check.{task.name}("))
+        expect("done" in shown, "what was done is still green", shown)
+        lab.open("start")
+        table = lab.run(lab.cell("overview.show()"))
+        expect("1 of " in table and "Next: " in table, "the start page knows it", table)
+        done("has logged out and in again")
+    return steps
+
+
+def class_of_two(url: str, seen: Path) -> None:
+    """Both students at once; raises what one of them raised first."""
+    with ThreadPoolExecutor() as pool:
+        for one in [pool.submit(work, user, url, seen) for user in STUDENTS]:
+            one.result()
+
+
+def inside(seen: Path, serves: bool) -> None:
+    """In the namespaces: a hub, and what is done with it."""
+    folder, seen = hub_scene.set_scene(STUDENTS, seen)
+    with hub_scene.hub(folder, seen / "hub.log") as url:
+        if serves:
+            names = " and ".join(f"{name} ({password(name)})" for name in STUDENTS)
+            input(f"{url} for {names}; Enter ends it\n")
+        else:
+            class_of_two(url, seen)
+
+
+def main() -> int:
+    """Go into namespaces of our own, and act there."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--serve", action="store_true", help="only the hub, to look at it")
+    config = parser.parse_args()
+    if INSIDE in os.environ:
+        try:
+            inside(Path(os.environ[INSIDE]), config.serve)
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
+    if reason := hub_scene.why_not():
+        print(f"make hub: {reason}", file=sys.stderr)
+        return 2
+    seen = ROOT / "runs/hub"
+    seen.mkdir(parents=True, exist_ok=True)
+    begin_s = time.monotonic()
+    command = [*NAMESPACES, sys.executable, *sys.argv]
+    code = subprocess.run(command, env={**os.environ, INSIDE: str(seen)}, check=False).returncode
+    print(f"{'as it should be' if code == 0 else 'FAILED'}, {time.monotonic() - begin_s:.0f} s")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check \
 AS_ROOT = $(shell [ "$$(id -u)" -eq 0 ] && echo --allow-root)
 NEWEST_RUN = $(dir $(shell ls -t runs/*/metrics.jsonl 2>/dev/null | head -n 1))
 
-.PHONY: help install lab job report test bench gpu notebooks lint solutions hub chaos
+.PHONY: help install lab job report test bench gpu notebooks lint solutions nbval hub chaos
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,10 @@ test: lint $(ENV)/ready-frameworks ## lint, and run the tests whose inputs chang
 	$(BIN)/python -m pytest -p no:nbval -n auto --maxprocesses 4 --dist loadgroup \
 		$(if $(ONLY),--only "$(ONLY)") \
 		$(if $(NIGHTLY),--nightly,$(if $(ALL),,--changed))
+
+nbval: $(ENV)/ready-dev ## run the solutions and compare their outputs, as CI does; ONLY=ddp: one of them
+	MANYHANDS_LOCAL=1 $(BIN)/python -m pytest -p nbval.plugin --nbval-lax --nbval-current-env \
+		--nbval-cell-timeout=300 solutions/*$(ONLY)*.ipynb
 
 hub: $(ENV)/ready-hub ## a class on a real JupyterHub, in a real browser; needs root, node and Chromium
 	$(BIN)/python tests/hub.py

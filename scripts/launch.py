@@ -6,7 +6,9 @@
 In a pod of Kubernetes the first form is enough: what the pod is given says which node it is.
 
 RANKS sets the number of ranks a node; otherwise it is one a GPU that torch sees, or 2 where it sees
-none, or 1 where only one core was granted.
+none, or 1 where only one core was granted. Without Slurm a job takes all GPUs that it sees. Where
+people share a machine, MANYHANDS_GPUS=2 has it take two, those in whose memory least is when it
+starts, and CUDA_VISIBLE_DEVICES says among which.
 Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input; 75 in
 a pod whose run is not finished yet.
 """
@@ -18,7 +20,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from manyhands.instruments.gpus import Gpus
 from manyhands.instruments.meters import machine
 from manyhands.ranks import private
 from manyhands.ranks.runtime import (
@@ -41,6 +44,7 @@ from manyhands.ranks.runtime import (
 )
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+SHARE = "MANYHANDS_GPUS"
 UNFINISHED = 75  # "try again", in sysexits.h
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 
@@ -141,6 +145,19 @@ def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
     return status.is_file() and json.loads(status.read_text())["state"] != "finished"
 
 
+def take_share(environ: MutableMapping[str, str]) -> None:
+    """Leave GPUs to others where MANYHANDS_GPUS says how many a job may take."""
+    share = environ.get(SHARE)
+    if share is None or "MANYHANDS_BATCH" in environ:
+        return  # Slurm has granted some
+    if not share.isdigit():
+        raise BadInput(f"{SHARE} is {share!r}: give the number of GPUs that a job may take")
+    gpus = Gpus(max(1, int(share)))
+    if gpus.names and len(gpus.names) > int(share):
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.share(int(share)))
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML counts so
+
+
 def prepare_environment(num_threads: int, one_node: bool, room: Path) -> None:
     """Set what the ranks inherit: threads, where they meet, and folders for caches."""
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
@@ -163,6 +180,7 @@ def launch(command: list[str]) -> int:
     """Run `command` (a script and its flags) on this node's ranks and return the exit code."""
     if not command or not os.path.isfile(command[0]):
         raise BadInput(f"no script {' '.join(command[:1])}: give one, as scripts/train_ddp.py")
+    take_share(os.environ)
     granted = machine(torch.device("cpu"))
     num_gpus = torch.cuda.device_count()
     arguments = torchrun_arguments(os.environ, num_gpus, granted["num_cores"])

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import hub_scene
 from hub_scene import NAMESPACES, ROOT, password
+from neighbour import Neighbour
 
 LIMIT_S = 360
 INSIDE = "MANYHANDS_HUB_INSIDE"  # set in the namespaces: the folder for what was seen
@@ -134,14 +135,21 @@ def work(user: str, url: str, seen: Path) -> list[str]:
         table = lab.run(lab.cell("overview.show()"))
         expect("1 of " in table and "Next: " in table, "the start page knows it", table)
         done("has logged out and in again")
+        (other,) = {*STUDENTS} - {user}
+        status = lab.page.goto(f"{url}/user/{other}/lab").status
+        expect(status == 403, f"the hub keeps {user} from the server of {other}", str(status))
     return steps
 
 
 def class_of_two(url: str, seen: Path) -> None:
-    """Both students at once; raises what one of them raised first."""
-    with ThreadPoolExecutor() as pool:
+    """Both students at once, and one of them tries to reach the other's work; raises Wrong."""
+    with Neighbour("bob") as bob, ThreadPoolExecutor() as pool:
         for one in [pool.submit(work, user, url, seen) for user in STUDENTS]:
             one.result()
+    print(f"bob tried to reach into ann's work: {bob.tried}; reached: {bob.reached or 'nothing'}")
+    expect(not bob.reached, "nobody reaches another one's work", str(bob.reached))
+    kinds = {"homes and folders", "processes", "servers"}
+    expect(kinds <= bob.tried.keys(), f"there was something to try of {kinds}", str(bob.tried))
 
 
 def inside(seen: Path, serves: bool) -> None:

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_environment_is_well_formed() -> None:
 
 def test_environment_and_pyproject_agree() -> None:
     _, packages, _ = conda()
-    left = {name: versions for name, versions in needed().items() if name not in PIP_ONLY}
+    asked = needed("dev")
+    left = {name: versions for name, versions in asked.items() if name not in PIP_ONLY}
     wanted = {CONDA_NAMES.get(name, name): versions for name, versions in left.items()}
     assert set(packages) - {"python", "pip"} == set(wanted)
     for name, versions in wanted.items():
@@ -75,6 +77,15 @@ def test_environment_and_pyproject_agree() -> None:
     python = SpecifierSet(str(packages["python"].version))
     floor = project()["requires-python"].removeprefix(">=")
     assert floor in python and "3.10" not in python
+
+
+def test_windows_is_refused_in_one_line() -> None:
+    code = "import os; os.name = 'nt'; import manyhands"
+    how = {"capture_output": True, "text": True, "env": {"PYTHONPATH": str(ROOT / "scripts")}}
+    done = subprocess.run([sys.executable, "-S", "-c", code], **how)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: Many Hands needs Linux or macOS; on Windows install it in")
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:

@@ -20,8 +20,9 @@ import torch
 import train_ddp
 import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
-from launch import prepare_environment, torchrun_arguments
+from launch import prepare_environment, take_share, torchrun_arguments
 from manyhands.checkpoint.elastic_run import until
+from manyhands.instruments.gpus import least_used
 from manyhands.ranks import private
 from manyhands.ranks.runtime import BadInput, refuse_copies
 
@@ -358,6 +359,19 @@ def test_ranks_that_are_no_number(clone, tmp_path):
     for ranks in ("0", "-1", "1.5", ""):
         with pytest.raises(BadInput, match=f"RANKS is {ranks!r}"):
             torchrun_arguments({"RANKS": ranks}, num_gpus=0)
+
+
+def test_a_share_of_the_gpus_is_those_that_are_used_least():
+    used = [70, 0, None, 20]
+    for count, names in ((0, []), (1, ["1"]), (2, ["1", "3"]), (3, ["0", "1", "3"]), (9, None)):
+        assert least_used([*"0123"], used, count) == (names if names is not None else [*"0123"])
+    for environ in ({}, {"MANYHANDS_GPUS": "2", "MANYHANDS_BATCH": "1"}):  # Slurm has granted some
+        before = dict(environ)
+        take_share(environ)
+        assert environ == before
+    for share in ("two", "-1", ""):
+        with pytest.raises(BadInput, match=f"MANYHANDS_GPUS is {share!r}: give the number of GPUs"):
+            take_share({"MANYHANDS_GPUS": share})
 
 
 def test_no_script(clone, tmp_path):

@@ -31,11 +31,21 @@ def visible_gpus() -> list[str] | None:
     return list(takewhile(lambda name: re.match(r"\d|GPU-|MIG-", name), listed))
 
 
+def least_used(names: list[str], used_bytes: list[int | None], count: int) -> list[str]:
+    """The `count` GPUs whose memory is used least, in their order; those that tell nothing last."""
+    order = sorted(
+        range(len(names)),
+        key=lambda gpu: (used_bytes[gpu] is None, used_bytes[gpu] or 0, gpu),
+    )
+    return [names[gpu] for gpu in sorted(order[:count])]
+
+
 class Gpus:
     """The GPUs granted on this node, counted as torch counts them."""
 
     def __init__(self, num_granted: int) -> None:
         self.num_granted = num_granted
+        self.names: list[str] = []
         self.handles: list[object] = []
         self.why = "not visible to this process"
         if num_granted == 0:
@@ -45,6 +55,7 @@ class Gpus:
             names = visible_gpus()
             if names is None:
                 names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            self.names = names
             self.handles = [self._find(name) for name in names]
         except pynvml.NVMLError as problem:
             self.why = str(problem)
@@ -71,3 +82,8 @@ class Gpus:
             except pynvml.NVMLError as problem:
                 values |= {name: None, "why": f"{name}: {problem}"}
         return values
+
+    def share(self, count: int) -> list[str]:
+        """The names of the `count` GPUs in whose memory least is now."""
+        used = [self.sample(gpu)["memory_bytes"] for gpu in range(len(self.names))]
+        return least_used(self.names, used, count)

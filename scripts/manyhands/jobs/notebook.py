@@ -12,14 +12,13 @@ from traitlets.config import Config as TraitConfig
 def kernel_environment(root: Path, folder: str) -> dict[str, str]:
     """The environment of a kernel that runs a solution of the course in `root`.
 
-    It finds this clone's library, writes nothing to the person's own mine/, progress/ and IPython
-    folder but to `folder`, and starts its jobs on this machine.
+    It finds this clone's library, writes nothing to the person's own progress/ and IPython folder
+    but to `folder`, and starts its jobs on this machine.
     """
     search = [str(root.resolve() / "scripts"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
         "IPYTHONDIR": f"{folder}/ipython",
-        "MANYHANDS_MINE": f"{folder}/mine",
         "MANYHANDS_PROGRESS": f"{folder}/progress",
         "MANYHANDS_LOCAL": "1",
     }

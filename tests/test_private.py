@@ -25,7 +25,7 @@ if not sys.platform.startswith("linux") or os.getuid() != 0:
     pytest.skip("to be two users takes root, on Linux", allow_module_level=True)
 
 # What tempfile calls its files, and torchrun its logs: eight characters that nobody can guess.
-DRAWN = re.compile(r"(manyhands-|tmp|pymp-)[a-z0-9_]{8}|torch-shm-dir-\w{6}")
+DRAWN = re.compile(r"(manyhands-|tmp|pymp-|)[a-z0-9_]{8}|torch-shm-dir-\w{6}")
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ PROXY = COURSE / ".venv/hub/node_modules/.bin/configurable-http-proxy"
 
 c = get_config()  # noqa: F821, JupyterHub defines it
 
-c.JupyterHub.ip = "127.0.0.1"  # this machine alone reaches it; a web server passes requests on
 if "HUB_URL" in os.environ:
     c.JupyterHub.bind_url = os.environ["HUB_URL"]
+else:
+    c.JupyterHub.ip = "127.0.0.1"  # this machine alone reaches it; a web server passes requests on
 if PROXY.exists():
     c.ConfigurableHTTPProxy.command = [str(PROXY)]
 

@@ -100,6 +100,7 @@ def set_scene(students: list[str], seen: Path) -> tuple[Path, Path]:
     for name in students:
         run("useradd", "--create-home", "--gid", "students", "--shell", "/bin/bash", name)
         run("chpasswd", input=f"{name}:{password(name)}")
+        (Path("/home") / name).chmod(0o700)
         show_all_cells(Path("/home") / name, name)
     return aside / "hub", aside / "seen"
 

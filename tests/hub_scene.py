@@ -5,11 +5,9 @@ the program that made them, and the course is mounted read-only there, as an adm
 install it. This needs root, and so does a hub that starts servers as other users.
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -19,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from stranger import loopback_up
+
 ROOT = Path(__file__).resolve().parents[1]
 HUB = ROOT / "sbatch/hub"
 START_S = 120
 NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 PROXY = ROOT / ".venv/hub/node_modules/.bin/configurable-http-proxy"
 NEEDED = {
     "/usr/bin/chromium": "apt install chromium",
@@ -52,12 +51,6 @@ def run(*command: object, **how: object) -> str:
     """Run a command; its standard output."""
     words = list(map(str, command))
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, **how).stdout
-
-
-def loopback_up() -> None:
-    """A new network has only a loopback, and that is down."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP | IFF_RUNNING))
 
 
 def opened(path: Path, aside: Path) -> None:

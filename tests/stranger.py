@@ -52,13 +52,17 @@ def scene(act: Callable, *args: object) -> object:
     return value
 
 
+def loopback_up() -> None:
+    """A new network has only a loopback, and that is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP | IFF_RUNNING))
+
+
 def _play(told: object, act: Callable, args: tuple) -> None:
     try:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
             raise PermissionError(f"no network of its own: {os.strerror(ctypes.get_errno())}")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-            up = struct.pack("16sH14x", b"lo", IFF_UP | IFF_RUNNING)
-            fcntl.ioctl(one, SIOCSIFFLAGS, up)
+        loopback_up()
         told.send(("value", act(*args)))
     except PermissionError as problem:
         told.send(("raised", problem))

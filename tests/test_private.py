@@ -25,7 +25,8 @@ if not sys.platform.startswith("linux") or os.getuid() != 0:
     pytest.skip("to be two users takes root, on Linux", allow_module_level=True)
 
 # What tempfile calls its files, and torchrun its logs: eight characters that nobody can guess.
-DRAWN = re.compile(r"(manyhands-|tmp|pymp-|)[a-z0-9_]{8}|torch-shm-dir-\w{6}")
+# With other such names, but for a moment, Python tries whether the temporary folder can be written.
+DRAWN = re.compile(r"(manyhands-|tmp|pymp-)[a-z0-9_]{8}|torch-shm-dir-\w{6}")
 
 
 @pytest.fixture
@@ -47,7 +48,9 @@ def nothing_reached(stranger: Stranger, temp: Path, harm: Path) -> None:
     assert os.listdir(harm) == []
     assert not stranger.seen["joined"] and not stranger.seen["read"], stranger.seen
     assert set(stranger.seen["ports"]) <= {"127.0.0.1"} and stranger.seen["tried"]["ports"]
-    assert all(map(DRAWN.fullmatch, stranger.seen["names"])) and stranger.seen["names"]
+    names = stranger.seen["names"]
+    probes = {one for one in names if re.fullmatch(r"[a-z0-9_]{8}", one) and names[one] < 3}
+    assert names and all(map(DRAWN.fullmatch, names.keys() - probes)), names
     assert [entry.name for entry in os.scandir(temp) if entry.stat().st_uid != USER] == []
 
 

@@ -114,9 +114,7 @@ def many(lesson: str, number: int) -> None:
 
 
 def test_notebooks_at_once_do_not_mix_their_lines():
-    starts = [
-        multiprocessing.get_context("fork").Process(target=many, args=("ddp", n)) for n in "ab"
-    ]
+    starts = [FORK.Process(target=many, args=("ddp", number)) for number in (1, 2)]
     for one in starts:
         one.start()
     for one in starts:

@@ -13,7 +13,7 @@ from manyhands.checks.engine.answer import (
     stub_of_another,
     unwritten,
 )
-from manyhands.checks.engine.card import NotJudged, SideBySide, Verdict, Wrong
+from manyhands.checks.engine.card import NotJudged, Verdict, Wrong
 from manyhands.checks.engine.spec import Spec
 from manyhands.ranks.failures import RankFailed
 
@@ -99,7 +99,7 @@ def put_in_notebook(name: str, value: object) -> None:
         ipython.user_ns[name] = value
 
 
-def show(verdict: Verdict | SideBySide) -> None:
+def show(verdict: object) -> None:
     """Display the card in a notebook; print the line elsewhere."""
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         sys.modules["IPython"].display.display(verdict)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.checks.engine import progress
+from manyhands.checks.engine import exercise, progress
 from manyhands.checks.engine.card import COLOURS
 from manyhands.checks.engine.progress import Standing
 from manyhands.training import places
@@ -105,13 +105,6 @@ def _mark(todo: str, name: str, one: Standing) -> str:
 def show() -> None:
     """Display the table; one line where progress cannot be read."""
     try:
-        found = Overview(lessons())
+        exercise.show(Overview(lessons()))
     except (OSError, places.NoPlace) as problem:
         print(f"what you have done cannot be read: {problem}")
-        return
-    try:
-        from IPython.display import display
-    except ImportError:
-        print(found)
-    else:
-        display(found)

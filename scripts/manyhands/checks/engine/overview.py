@@ -81,7 +81,7 @@ class Overview:
             marks = " ".join(_mark(todo, *what) for todo, what in one.exercises.items())
             done = len(one.exercises) - len(one.left)
             link = f'<a href="{one.file}.ipynb">{html.escape(one.title)}</a>'
-            cells = (link, f"{done} of {len(one.exercises)}", marks)
+            cells = (link, f"{done}&nbsp;of&nbsp;{len(one.exercises)}", marks)
             look = ' style="text-align:left;vertical-align:top"'
             rows.append(f"<tr>{''.join(f'<td{look}>{cell}</td>' for cell in cells)}</tr>")
         told = f"<p><b>{html.escape(self.next_step())}</b> {html.escape(_where())}</p>"

@@ -427,6 +427,16 @@ def test_ranks_that_compute_for_ever_are_accused_of_nothing():
     assert "usually" not in told and len(told.splitlines()) == 3
 
 
+def test_a_rank_may_be_late_to_say_where_it_stands():
+    def be_stopped_for_a_while():
+        code = f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", code])
+        time.sleep(60)
+
+    told = failure_of(be_stopped_for_a_while, 1, timeout_s=1)
+    assert "of test_lab.py in be_stopped_for_a_while:  " in told
+
+
 def test_sleep_is_waiting_and_a_child_that_computes_is_not():
     def sleep_first():
         time.sleep(60)

@@ -10,6 +10,7 @@ Ctrl-C are noted, and acted on where ranks can be ended in an orderly way: withi
 the import of torch, which would be left in halves.
 """
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -43,6 +44,8 @@ from manyhands.ranks.interrupts import Interrupts, noted
 from manyhands.ranks.limits import CAP, Clock
 
 GRACE_S = 0.5  # how long the other ranks may still report after one has failed or finished
+ANSWER_S = 10.0  # how long a rank that hangs may take to say where; a busy machine makes it late
+LAST_FRAME = (b" in <module>\n", b"  ...\n")  # faulthandler's outermost frame, or its hundredth
 PRINTED_BYTES = 100_000  # of each rank's output; the rest is counted, not shown
 
 
@@ -431,14 +434,27 @@ def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
 def _stack(rank: _Rank) -> list[tuple[str, int, str]]:
     """The learner's frames of a rank that hangs, innermost last."""
     with suppress(ProcessLookupError):
-        os.kill(rank.process.pid, signal.SIGUSR2)
+        _signal_first_thread(rank.process.pid, signal.SIGUSR2)
     text = b""
-    while rank.process.stack.poll(0.3):
+    end_s = time.monotonic() + ANSWER_S
+    while not text.endswith(LAST_FRAME):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 or not rank.process.stack.poll(left_s):
+            break
         chunk = os.read(rank.process.stack.fileno(), 1 << 16)
         text += chunk
         if not chunk:
             break
     return learner_frames(parse_stack(text.decode(errors="replace")))
+
+
+def _signal_first_thread(pid: int, number: int) -> None:
+    """Signal the thread that runs the learner's code: a process's signal may go to any other."""
+    send = getattr(ctypes.CDLL(None), "tgkill", None)  # Linux with glibc 2.30 or later
+    if send is None:
+        os.kill(pid, number)
+    else:
+        send(pid, pid, number)
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -186,6 +186,28 @@ def test_what_is_installed_and_what_the_machine_has_count(monkeypatch: pytest.Mo
     assert units.surroundings({"PATH": ""}) != here or "root: False" in here
 
 
+def test_a_tool_counts_for_those_that_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    course = units.Course(ROOT)
+    files = ("tests/test_containers.py", "tests/test_flat.py")
+    found = [units.unit_files(course, file) for file in files]
+    before = [units.key(course, one, []) for one in found]
+    monkeypatch.delitem(units.TOOLS, "mmdebstrap")
+    after = [units.key(course, one, []) for one in found]
+    assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_every_tool_that_a_test_looks_for_is_listed() -> None:
+    asked = {
+        (tool, file)
+        for file in units.Course(ROOT).sums
+        if file.startswith("tests/") and file.endswith(".py")
+        for tool in re.findall(r'shutil\.which\("([\w-]+)"\)', (ROOT / file).read_text())
+    }
+    # opened.py is no test.
+    missing = {(tool, file) for tool, file in asked if file not in units.TOOLS.get(tool, ())}
+    assert asked and missing == {("strace", "tests/opened.py")}
+
+
 # ---- what runs --------------------------------------------------------------------------------
 
 

@@ -308,6 +308,14 @@ def test_files(course: Course) -> list[str]:
 
 # Variables that change what a test tries.
 VARIABLES = ("MANYHANDS_DRAW", "MANYHANDS_RULES", "MANYHANDS_SLURM_MODE")
+# Programs that tests skip without -> the files that look for them.
+TOOLS = {
+    "slurmctld": ("tests/cluster.py", "tests/test_slurm.py"),
+    "mmdebstrap": ("tests/test_containers.py",),
+    "shellcheck": ("tests/test_slurm.py",),
+    "unshare": ("tests/damage.py",),
+    "mount": ("tests/test_checkpoint.py",),
+}
 
 
 def surroundings(environ: dict[str, str] = os.environ) -> list[str]:
@@ -316,16 +324,18 @@ def surroundings(environ: dict[str, str] = os.environ) -> list[str]:
     packages = {
         one.name for path in site.getsitepackages() for one in Path(path).glob("*.dist-info")
     }
-    path = environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    tools = ("slurmctld", "mmdebstrap", "shellcheck", "nvidia-smi", "strace", "chromium", "node")
     return [
         sys.version,
         *sorted(packages),
         f"root: {os.geteuid() == 0}",
-        *(f"{name}: {bool(shutil.which(name, path=path))}" for name in tools),
+        f"nvidia-smi: {_installed('nvidia-smi', environ)}",
         *(f"{name}={environ.get(name, '')}" for name in VARIABLES),
         *outside(),
     ]
+
+
+def _installed(tool: str, environ: dict[str, str] = os.environ) -> bool:
+    return bool(shutil.which(tool, path=environ.get("PATH", "") + ":/usr/sbin:/sbin"))
 
 
 def outside(root: Path = ROOT) -> list[str]:
@@ -336,6 +346,12 @@ def outside(root: Path = ROOT) -> list[str]:
 
 
 def key(course: Course, files: Iterable[str], around: list[str]) -> str:
-    """The key of these files in these surroundings."""
-    lines = [*around, *(f"{path} {course.sums[path]}" for path in sorted(files))]
+    """The key of these files in these surroundings; a tool counts for those that look for it."""
+    files = sorted(files)
+    tools = [tool for tool, seekers in TOOLS.items() if not {*seekers}.isdisjoint(files)]
+    lines = [
+        *around,
+        *(f"{tool}: {_installed(tool)}" for tool in tools),
+        *(f"{path} {course.sums[path]}" for path in files),
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -447,6 +447,12 @@ def test_slips_that_any_function_can_have_are_named():
     assert found.count(mistakes.NO_GROUP) >= 2
 
 
+def test_an_answer_that_is_always_the_same_is_no_slip_of_the_right_one():
+    for value in (0, 1, 2.5):
+        assert verdict.CONSTANT.why in told(MEAN, lambda n, skip=0, v=value: v)
+    assert verdict.CONSTANT.why not in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
+
+
 def test_an_audit_tries_slips_only_where_it_is_told_to():
     tried = audit(MEAN, lambda n, skip=0: 2 * mean(n, skip), two_mistakes)
     slip = "The result is twice the right one."

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from manyhands.checks.engine.card import NotJudged, Wrong
-from manyhands.checks.engine.mistakes import Mistake, generic
+from manyhands.checks.engine.mistakes import Mistake, generic, instead
 from manyhands.checks.engine.spec import Spec, Step
 from manyhands.checks.engine.trial import UNWAITED, Row, Sight, faces, look
 from manyhands.checks.engine.values import same, show
@@ -37,6 +37,12 @@ NAMING_S = 2.5  # at the least
 SURE_S = 1.0  # more, for one that shows the same at the first difference, to be tried in all steps
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
 NO_TIME = "This is the first difference; the check did not have the time to try all it knows."
+CONSTANT = Mistake(
+    instead(lambda *args, **named: None),
+    "The result is the same in every case, although what is given differs.",
+    "Compute the result from the arguments.",
+)
+FEW = 3  # with fewer cases one result may be the same by chance
 MOST_PAIRS = 200  # of mistakes, that are tried together
 Words = tuple[str, str, str]  # what was seen, why, what to try
 
@@ -240,21 +246,37 @@ def is_a_fault(failed: RankFailed | None) -> bool:
 def name(trial: Trial, index: int) -> Mistake | None:
     """The mistake that shows what the answer shows, everywhere; else two at once that do.
 
-    Slips are tried only where no mistake of the exercise's own fits, and pairs after them.
+    Slips are tried only where no mistake of the exercise's own fits, and pairs after them. On an
+    answer that gives one value always they say nothing: half of 1, rounded down, is 0 as well.
     """
     faces = trial.faces
     faces.begin()
+    is_constant = _is_constant(trial)
     seen: list[bool | None] = []
-    for tried in faces.rounds(trial.slips):
+    for tried in faces.rounds(trial.slips and not is_constant):
         heads = faces.of(tried, [index])
         if named := best(trial, _near(trial, tried, heads, index)):
             return named
         seen += [_is_seen(trial, face, index) for face in heads]
+    if is_constant:
+        return CONSTANT
     is_value = all(sight.kind == "value" for sight in trial.found[index])
     if not is_value or trial.spec.layouts or not trial.slips:
         return None
     pairs = faces.pairs(index, seen)
     return best(trial, _near(trial, pairs, faces.of(pairs, [index]), index))
+
+
+def _is_constant(trial: Trial) -> bool:
+    """Is the answer's value the same in many cases in which the right ones differ?"""
+    rows = zip(itertools.chain(*trial.found), itertools.chain(*trial.wanted), strict=False)
+    values = [(one, right) for one, right in rows if right.kind == "value"]
+    if len(values) < FEW or any(one.kind != "value" for one, _ in values):
+        return False
+    (first, right), *others = values
+    return all(same(one.data, first.data) for one, _ in others) and not all(
+        same(other.data, right.data) for _, other in others
+    )
 
 
 def _near(trial: Trial, tried: list[Mistake], heads: list, index: int) -> list[Mistake]:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from manyhands.checks import data_parallel as check, score
 from manyhands.data_parallel.loops import CHANGES, STEPS
-from manyhands.data_parallel.replicas import Bucket, pack, unpack
+from manyhands.data_parallel.replicas import Bucket, pack, sum_type, unpack
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, calls, traffic
 from manyhands.jobs import watch
@@ -288,7 +288,9 @@ check.broadcast_state(broadcast_state)
 # share (Goyal et al. 2017).
 #
 # `dist.all_reduce(tensor, group=group)` replaces the tensor by its sum over the ranks, so divide afterwards.
-# Like a broadcast, it needs a contiguous tensor.
+# Like a broadcast, it needs a contiguous tensor. The gradients here have 32 bits. In a type of 16 bits the sum
+# may be too large where the mean is not, so the course's own function adds such gradients up in
+# `sum_type(dtype)`, which is float32 for these types; PyTorch divides before it adds. Yours may leave that out.
 
 # %% exercise="average_gradients" todo="5.6" minutes=8 difficulty=1 points=1
 from manyhands.data_parallel.replicas import average_gradients
@@ -664,7 +666,9 @@ check.BucketSender(BucketSender)
 # hook of the last gradient calls `_finish`, so the waiting happens inside `loss.backward()`, and when
 # that returns, the gradients are averaged. So the training loop does not change at all. Two more methods
 # are given: `forward` raises an error if a parameter got no gradient in the backward before it, and
-# `no_sync` sets `self.sync` to False for a while.
+# `no_sync` sets `self.sync` to False for a while. A third, `_note_once` of `BucketSender`, raises an error if a
+# parameter gets a second gradient before all have had their first. That happens when two losses share layers
+# and each has a backward of its own.
 
 # %% exercise="BucketedDDP._finish" todo="5.11" minutes=10 difficulty=2 points=2
 from manyhands.data_parallel.replicas import BucketedDDP

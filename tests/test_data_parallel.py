@@ -309,6 +309,85 @@ class Branches(nn.Module):
         return out + self.extra(x) if dist.get_rank() in self.users else out
 
 
+class TwoHeads(nn.Module):
+    """Two losses, of two heads on one trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return self.a(hidden).square().mean(), self.b(hidden).abs().mean()
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-5, 25])
+def test_a_second_backward_through_a_shared_trunk_is_refused_there(bucket_mb):
+    def two_backwards():
+        model = data_parallel.BucketedDDP(TwoHeads(), bucket_mb)
+        first, second = model(torch.full((1, 2), 1.0 + dist.get_rank()))
+        first.backward(retain_graph=True)
+        second.backward()
+
+    with pytest.raises(RankFailed, match=r"ValueError: trunk\.\w+ got a second gradient before"):
+        run_ranks(two_backwards, 2)
+
+
+def test_backwards_that_each_reach_all_are_averaged_and_so_is_one_after_no_sync():
+    def gradients():
+        torch.manual_seed(0)
+        model = data_parallel.BucketedDDP(TwoHeads())
+        first, second = model(torch.full((1, 2), 1.0 + dist.get_rank()))
+        with model.no_sync():
+            first.backward(retain_graph=True)
+            second.backward(retain_graph=True)
+        (first + second).backward(retain_graph=True)
+        (first + second).backward()
+        return [param.grad for param in model.parameters()]
+
+    torch.manual_seed(0)
+    alone = TwoHeads()
+    for number in (1.0, 2.0):
+        (3 * sum(alone(torch.full((1, 2), number))) / 2).backward()
+    for grads in run_ranks(gradients, 2):
+        torch.testing.assert_close(grads, [param.grad for param in alone.parameters()])
+
+
+def averaged_16_bits(way, dtype):
+    """The mean gradient of a rank whose own is 40,000 and 3 more than its number; and torch's."""
+    inputs = torch.tensor([[40_000.0, 3.0 + dist.get_rank()]], dtype=dtype)
+    layer, other = (nn.Linear(2, 1, bias=False, dtype=dtype) for _ in range(2))
+    model = data_parallel.BucketedDDP(layer) if way == "BucketedDDP" else layer
+    native = nn.parallel.DistributedDataParallel(other)
+    for each in (model, native):
+        each(inputs).sum().backward()
+    if way == "average_gradients":
+        data_parallel.average_gradients(layer)
+    if way == "average_buckets":
+        data_parallel.average_buckets(data_parallel.make_buckets(layer.parameters(), 5000))
+    return layer.weight.grad, other.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["BucketedDDP", "average_gradients", "average_buckets"])
+def test_gradients_of_16_bits_whose_sum_is_too_large_have_the_mean_of_torch_s_ddp(way, dtype):
+    for ours, torchs in run_ranks(averaged_16_bits, 2, way, dtype):
+        assert torch.equal(ours, torch.tensor([[40_000.0, 3.5]], dtype=dtype))
+        assert torch.equal(ours, torchs)
+
+
+def test_a_server_averages_gradients_of_16_bits_whose_sum_is_too_large():
+    def mean():
+        layer = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+        layer(torch.full((1, 1), 40_000.0, dtype=torch.float16)).sum().backward()
+        if dist.get_rank():
+            return loops.worker_step(layer)
+        loops.server_step(layer, torch.optim.SGD(layer.parameters(), 0.0))
+        return layer.weight.grad.item()
+
+    assert run_ranks(mean, 3) == [40_000.0, None, None]
+
+
 def test_replicas_drift_if_a_parameter_is_unused_in_the_last_step():
     """As the module's docstring says: no forward comes after it that could tell."""
 

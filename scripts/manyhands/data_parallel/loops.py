@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.data_parallel.replicas import average_gradients, broadcast_state, pack, unpack
+from manyhands.data_parallel.replicas import (
+    average_gradients,
+    broadcast_state,
+    pack,
+    sum_type,
+    unpack,
+)
 
 STEPS = {  # of one GPU, under letters that say nothing about their order
     "A": "forward computes the output and the loss",
@@ -84,6 +90,7 @@ def server_step(
     workers = [rank for rank in range(world_size) if rank != server]
     params = [param for param in module.parameters() if param.requires_grad]
     total, arrived = torch.zeros_like(pack(params)), pack(params)
+    total = total.to(sum_type(total.dtype))
     for worker in workers:
         dist.recv(arrived, group=group, group_src=worker)
         total += arrived

@@ -6,7 +6,8 @@
 
 Replicas start equal (`broadcast_state`) and take equal steps. Cost of a step for P parameters in
 fp32: all-reduces of 4P bytes, 2 (n-1)/n x 4P bytes sent by each of n ranks in a ring; flat copies
-of another 4P bytes. loops.py has the training loops, also that of a parameter server.
+of another 4P bytes. Gradients of 16 bits are added up in fp32, at the same price. loops.py has the
+training loops, also that of a parameter server.
 
     average_gradients   after backward, one all-reduce per parameter: simple, nothing hidden
     average_buckets     after backward, one all-reduce per bucket: fewer messages
@@ -21,6 +22,8 @@ made. PyTorch's DDP has the same limits:
     unused on one rank only   this rank never sends the parameter's bucket; the others wait for it
                               until it ends or the group's time limit has passed
     unfrozen after wrapping   it is in no bucket, so it is never averaged
+    two losses, two backwards where they share layers, the second backward raises an error at the
+                              first parameter that gets a second gradient
 
 Source: Li et al. 2020, "PyTorch Distributed", https://arxiv.org/abs/2006.15704, sections 3-4.
 """
@@ -58,8 +61,18 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
     for param in module.parameters():
         if param.grad is not None:
             whole = param.grad.contiguous()
+            whole = whole.to(sum_type(whole.dtype))
             dist.all_reduce(whole, group=group)
             param.grad.copy_(whole / dist.get_world_size(group))
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of `dtype` are added up: float32 for those of 16 bits.
+
+    A sum over many ranks may be larger than the largest number of float16, which is 65,504, though
+    the mean is not; and in bfloat16 each addition would round to 8 bits.
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -94,7 +107,7 @@ def average_buckets(buckets: Iterable[Bucket], group: dist.ProcessGroup | None =
     """Replace the gradients by their means over the ranks, after backward: a message per bucket."""
     for bucket in buckets:
         gradients = [param.grad for param in bucket]
-        vector = pack(gradients)
+        vector = pack(gradients).to(sum_type(gradients[0].dtype))
         dist.all_reduce(vector, group=group)
         unpack(vector, gradients, dist.get_world_size(group))
 
@@ -130,18 +143,39 @@ class BucketSender(nn.Module):
         self.sync = True
         broadcast_state(module, group)
         self.buckets = make_buckets(module.parameters(), int(bucket_mb * 1e6))
-        self.flats = [pack(bucket) for bucket in self.buckets]  # room for a bucket's gradients
+        # Room for a bucket's gradients, and for their sum.
+        self.flats = [pack(bucket).to(sum_type(bucket[0].dtype)) for bucket in self.buckets]
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.num_ready = [0] * len(self.buckets)  # gradients that are ready, by bucket
         self.in_flight: list[dist.Work] = []  # one message per bucket, in bucket order
-        self.seen: set[nn.Parameter] = set()  # those that got a gradient, for an error message
+        self.seen: set[nn.Parameter] = set()  # those counted as ready, each of them once
+        self.backward = -1  # number of the backward that gave the last of them
         for param in self.bucket_of:
             # The hook is given the parameter; its .grad has just been written.
+            param.register_post_accumulate_grad_hook(self._note_once)
             param.register_post_accumulate_grad_hook(self._on_grad_ready)
-            param.register_post_accumulate_grad_hook(self.seen.add)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
+
+    def _note_once(self, param: nn.Parameter) -> None:
+        """Raise ValueError where `param` gets a second gradient before all of them are averaged.
+
+        Counted twice, it would fill its bucket early; counted after the last bucket was sent, as
+        where a second backward completes the first, it would not be sent at all.
+        """
+        backward = torch._C._current_graph_task_id()  # each call of backward has its own number
+        if not any(self.num_ready) and backward != self.backward:
+            self.seen.clear()
+        if self.sync and param in self.seen:
+            name = next(name for name, p in self.module.named_parameters() if p is param)
+            raise ValueError(
+                f"{name} got a second gradient before all parameters had their first, so their "
+                "mean would be wrong: add the losses up and call backward once"
+            )
+        if self.sync:
+            self.seen.add(param)
+            self.backward = backward
 
     def _on_grad_ready(self, param: nn.Parameter) -> None:
         """Count `param` as ready, start each bucket that is full, and finish after the last bucket.
@@ -187,7 +221,6 @@ class BucketedDDP(BucketSender):
                 f"the last backward gave no gradient to {empty}, so no rank's gradients were "
                 "averaged: use these parameters or freeze them"
             )
-        self.seen.clear()
         return super().forward(*args, **kwargs)
 
     @contextmanager

@@ -9,8 +9,10 @@ RANKS sets the number of ranks a node; otherwise it is one a GPU that torch sees
 none, or 1 where only one core was granted. Without Slurm a job takes all GPUs that it sees. Where
 people share a machine, MANYHANDS_GPUS=2 has it take two, those in whose memory least is when it
 starts, and CUDA_VISIBLE_DEVICES says among which.
-Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1; 1; 2 for bad input; 75 in
-a pod whose run is not finished yet.
+Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1, which saves; 1; 2 for bad
+input; 75 in a pod whose run is not finished yet. After SIGHUP, which a terminal sends when it is
+closed, the run saves and the code is 129; under nohup a job lives on. After SIGINT (Ctrl-C) the
+ranks end without saving, and the code is 130.
 """
 
 import argparse
@@ -34,9 +36,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from manyhands.instruments.gpus import Gpus
 from manyhands.instruments.meters import machine
-from manyhands.ranks import private
+from manyhands.ranks import private, streams
 from manyhands.ranks.runtime import (
     END_WITH_PARENT,
+    HUNG_UP,
     BadInput,
     end_with_caller,
     first_line,
@@ -46,6 +49,8 @@ from manyhands.ranks.runtime import (
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 SHARE = "MANYHANDS_GPUS"
 UNFINISHED = 75  # "try again", in sysexits.h
+INTERRUPTED = 128 + signal.SIGINT
+TOLD = {2, HUNG_UP, INTERRUPTED}  # codes of ranks that have said in one line what has happened
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 
 
@@ -207,9 +212,12 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
     """Be torchrun's agent until the ranks have ended, and return the exit code."""
     # An agent without this option passes on all of them but SIGUSR1.
     knows = "--signals-to-handle" in torchrun.get_args_parser().format_help()
-    handled = STOPS
+    # Under nohup SIGHUP is ignored, and a handler of the agent's would change that.
+    handled = [
+        name for name in STOPS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN
+    ]
     if in_pod(os.environ):
-        handled = [name for name in STOPS if name != "SIGTERM"]
+        handled = [name for name in handled if name != "SIGTERM"]
         signal.signal(signal.SIGTERM, pass_on_to_ranks)
     if knows:
         arguments = [*arguments, f"--signals-to-handle={','.join(handled)}"]
@@ -217,15 +225,22 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
         torchrun.main([*arguments, *command])
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
-        if codes & {2, 130}:
-            return max(codes & {2, 130})  # the script has said in one line what is wrong
+        if codes & TOLD:
+            return max(codes & TOLD)
         if in_pod(os.environ) and codes == {-signal.SIGTERM}:
             return UNFINISHED  # told to end before it had begun to train
         print(error, file=sys.stderr)
         return 1
     except SignalException as stop:
-        if stop.sigval == signal.SIGINT:
-            return 130
+        if stop.sigval in (signal.SIGINT, signal.SIGHUP):
+            how = "interrupted (SIGINT)"
+            if stop.sigval == signal.SIGHUP:
+                how = "the terminal was closed (SIGHUP; nohup keeps a job)"
+            again = (
+                "the same command with --out FOLDER goes on from its last checkpoint, if it has one"
+            )
+            print(f"launch.py: {how}: {again}", file=sys.stderr)
+            return 128 + stop.sigval
     except (RendezvousError, DistNetworkError, OSError) as error:
         raise BadInput(
             f"the nodes did not meet ({first_line(error)}): is the head node's name right, and its "
@@ -235,6 +250,7 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    streams.guard()
     try:
         code = launch(sys.argv[1:])
     except (BadInput, OSError) as problem:  # OSError: there is no place for temporary files

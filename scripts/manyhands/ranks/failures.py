@@ -24,8 +24,8 @@ MACHINERY = (
     *(
         str(PACKAGE / "ranks" / name)
         for name in (
-            "lab failures forkserver runtime private peers network rules flights notes matching "
-            "deadlocks"
+            "lab failures forkserver runtime streams private peers network rules flights notes "
+            "matching deadlocks"
         ).split()
     ),
     str(PACKAGE / "instruments" / "ledger"),

@@ -14,21 +14,20 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, TextIO
 
 import torch
 import torch.distributed as dist
 
-from manyhands.ranks import peers, private
+from manyhands.ranks import peers, private, streams
 from manyhands.ranks.failures import ECHOES
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+HUNG_UP = 128 + signal.SIGHUP  # as a shell says that this signal has ended something
 END_WITH_PARENT = "MANYHANDS_END_WITH_PARENT"  # a process id
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
@@ -312,12 +311,21 @@ def on_main(work: Callable[[], object]) -> object:
     return together(work if is_main else lambda: None)[0]
 
 
+def stop_code(number: int) -> int:
+    """The exit code of a run that a signal has stopped after it was saved.
+
+    0 where SIGTERM or SIGUSR1 has asked for it; 129 after SIGHUP, which nobody has meant as a stop.
+    """
+    return HUNG_UP if number == signal.SIGHUP else 0
+
+
 class StopSignals:
     """Notes the signals that ask this process to stop, so that it can first save its work.
 
     A rank gets such a signal twice, from Slurm and from torchrun's agent, and at a time of its own.
     So after a stop they are noted until the process has ended: by default the second one would kill
-    a rank at once, while the others wait for it.
+    a rank at once, while the others wait for it. One that is ignored when the process starts, as
+    nohup has SIGHUP ignored, is not noted.
     """
 
     def __init__(self) -> None:
@@ -327,9 +335,16 @@ class StopSignals:
         came = self.came
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 old = signal.signal(number, lambda number, _: came.update({number: True}))
                 # None: a handler set by C code, which is now lost.
                 self._old[number] = old or signal.SIG_DFL
+
+    @property
+    def came_first(self) -> signal.Signals | None:
+        """The first signal of STOP_SIGNALS that has come, if any."""
+        return next((number for number, has_come in self.came.items() if has_come), None)
 
     def let_go(self) -> None:
         """Give the handlers back, unless this process is to stop: then the end is near."""
@@ -394,14 +409,14 @@ def command_line(main: Callable, config_class: type) -> None:
 
     Exit codes: 0 done, 1 a fault of ours (with its traceback, or one line on a rank that only lost
     another one), 2 bad input (with one line on standard error, from the first rank that met it),
-    130 interrupted.
+    129 stopped by SIGHUP, 130 interrupted.
     """
     import tyro
 
+    streams.guard()
     config = tyro.cli(config_class, description=sys.modules[main.__module__].__doc__)
     if not sys.stderr.isatty():
-        log = _Log()
-        sys.stdout, sys.stderr = _Copied(sys.stdout, log), _Copied(sys.stderr, log)
+        streams.copy()
     code = 0
     try:
         main(config)
@@ -409,6 +424,8 @@ def command_line(main: Callable, config_class: type) -> None:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         code = 130
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else torchrun says so, once for all ranks
+            print(f"{os.path.basename(sys.argv[0])}: interrupted before its end", file=sys.stderr)
     except Exception as error:
         told = _one_line_of(error)
         if told and _claim("bad input"):
@@ -423,63 +440,6 @@ def command_line(main: Callable, config_class: type) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit can wait for ever for a process group that has lost a rank
-
-
-def keep_output(path: Path) -> None:
-    """Write to `path` what this process prints, and has printed so far; a run goes on in its file.
-
-    Only where `command_line` has started the process and its standard error is not a terminal. The
-    output stays where it was; `path` has a copy. Libraries that print from C are not in it.
-    """
-    if isinstance(sys.stderr, _Copied):
-        sys.stderr.log.open(path)
-
-
-class _Log:
-    """A file of all that is printed; what came before it was opened is kept till then."""
-
-    def __init__(self) -> None:
-        self.file: BinaryIO | None = None
-        self.early: deque[str] | None = deque(maxlen=1000)
-
-    def open(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(path, "ab", buffering=0)  # a killed rank loses nothing
-        early, self.early = self.early or (), None
-        for text in early:
-            self.write(text)
-
-    def write(self, text: str) -> None:
-        if self.early is not None:
-            self.early.append(text)
-        elif self.file:
-            try:
-                self.file.write(text.encode(errors="replace"))
-            except OSError as problem:
-                path, self.file = self.file.name, None
-                print(f"cannot write {path}: {problem}; it ends here", file=sys.__stderr__)
-
-
-class _Copied:
-    """A stream, of which a log gets a copy. Lines pass whole: those of several ranks do not mix."""
-
-    def __init__(self, stream: TextIO, log: _Log) -> None:
-        self.stream, self.log, self.unfinished = stream, log, ""
-
-    def write(self, text: str) -> int:
-        self.log.write(text)
-        lines, end, self.unfinished = (self.unfinished + text).rpartition("\n")
-        if end:
-            self.stream.write(lines + end)
-        return len(text)
-
-    def flush(self) -> None:
-        rest, self.unfinished = self.unfinished, ""
-        self.stream.write(rest)
-        self.stream.flush()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
 
 
 def _one_line_of(error: Exception) -> str | None:

@@ -1,13 +1,13 @@
 """One start of a run, from its first step to its end, however it ends.
 
     begin  status.json: running
-      |    logs/, ranks/ and nodes/ are written; SIGTERM and SIGUSR1 are noted, and not obeyed
+      |    logs/, ranks/ and nodes/ are written; SIGTERM, SIGUSR1, SIGHUP are noted, and not obeyed
       |    at each step all ranks agree: was one of them asked to stop, can one not write?
     close  status.json: finished or stopped
            failed, where nobody called close and the process ends in the ordinary way
            still running, where it was killed or the disk is full: then `why_gone` finds out
 
-Price: one all-reduce of 40 bytes a step.
+Price: one all-reduce of 48 bytes a step.
 """
 
 import signal
@@ -26,9 +26,9 @@ from manyhands.ranks.runtime import (
     BadInput,
     StopSignals,
     World,
-    keep_output,
     together,
 )
+from manyhands.ranks.streams import keep_output
 from manyhands.training import storage
 from manyhands.training.metrics import Metrics
 

@@ -16,7 +16,7 @@ The training loop stays in the script. It talks to a `Run`, which writes one fol
 A checkpoint counts when its index is there, which is written when every rank has said that its part
 is on the disk, so a process killed at any moment leaves only whole ones. A resumed run goes on bit
 for bit: weights, optimizer, random numbers and the place in the data.
-Price: one all-reduce of 40 bytes a step, and one wait for the device a step.
+Price: one all-reduce of 48 bytes a step, and one wait for the device a step.
 """
 
 import math
@@ -42,7 +42,7 @@ from manyhands.instruments.meters import (
     machine,
     memory_bytes,
 )
-from manyhands.ranks.runtime import BadInput, World, on_main, together, wait_for
+from manyhands.ranks.runtime import BadInput, World, on_main, stop_code, together, wait_for
 from manyhands.training import lock, storage
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
@@ -258,7 +258,7 @@ class Run:
 
         Raises:
             BadInput: on every rank, when one of them cannot write.
-            SystemExit: with code 0 on every rank, when one of them got SIGTERM or SIGUSR1.
+            SystemExit: on every rank, when one of them was asked to stop; see `stop_code`.
         """
         mean, stop_signal = self._life.agree(loss)
         self.step += 1
@@ -322,7 +322,7 @@ class Run:
 
         Raises:
             BadInput: on every rank, when one of them cannot write.
-            SystemExit: with code 0 on every rank, when one of them got SIGTERM or SIGUSR1.
+            SystemExit: on every rank, when one of them was asked to stop; see `stop_code`.
         """
         start_s = time.perf_counter()
         with self._life.ends_on_bad_input():
@@ -391,7 +391,7 @@ class Run:
         self.world.print(
             f"stopped by {stop_signal.name} {where}; run the same command again{again} to go on"
         )
-        raise SystemExit(0)
+        raise SystemExit(stop_code(stop_signal))
 
     # ---- parts ---------------------------------------------------------------------------------
 

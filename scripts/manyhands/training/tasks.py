@@ -24,10 +24,11 @@ from manyhands.ranks.runtime import (
     BadInput,
     StopSignals,
     World,
-    keep_output,
     on_main,
+    stop_code,
     together,
 )
+from manyhands.ranks.streams import keep_output
 from manyhands.training.storage import (
     FORMAT,
     job_before,
@@ -122,25 +123,26 @@ class TaskRun:
                 0 writes the result.
 
         Raises:
-            SystemExit: with code 0 on every rank, when a stop signal has left tasks undone.
+            SystemExit: on every rank, when a stop signal has left tasks undone; see `stop_code`.
             BadInput: on every rank, when `share` has left some out.
         """
         own = [task for task in tasks if task not in self.done]
         own = share(own, self.world.rank, self.world.world_size) if share else own
         curve = Curve(self.folder, self.kind) if self.world.is_main else None
         results = self._work(own, work, curve, alone=share is not None)
-        everything = together(lambda: (results, any(self._stops.came.values())))
+        everything = together(lambda: (results, self._stops.came_first))
         if curve and results:
             curve.add(results[-1], f"{self.kind.noun} done by all ranks")
         self._add(result for found, _ in everything for result in found)
         missing = sum(task not in self.done for task in tasks)
-        if missing and any(stops for _, stops in everything):
+        asked = [number for _, number in everything if number]
+        if missing and asked:
             self.status["state"] = "stopped"
             self._stops.agreed = True
             place = f"{self.status['step']} of {len(self.tasks)} {self.kind.noun}"
             again = f"run the same command again with --out {self.folder} to go on"
-            self.world.print(f"stopped after {place}; {again}")
-            raise SystemExit(0)
+            self.world.print(f"stopped by {asked[0].name} after {place}; {again}")
+            raise SystemExit(stop_code(asked[0]))
         if missing:
             raise BadInput(f"my_share gave {missing} of {len(tasks)} {self.kind.noun} to no rank")
         return [self.done[task] for task in tasks]
@@ -155,7 +157,7 @@ class TaskRun:
         results = []
         with open(path, "ab", buffering=0) as file:
             for task in own:
-                stops = any(self._stops.came.values())
+                stops = self._stops.came_first is not None
                 if stops if alone else any(together(lambda stops=stops: stops)):
                     break
                 line = json.dumps(dict(zip(self.kind.key, task, strict=True)) | work(*task))

@@ -115,7 +115,7 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
         ways = (seeds(config), config.target, config.max_steps)
         return {"steps": sweep.tune(data, batch, (rate,), *ways)[rate]}
 
-    with TaskRun(KIND, config, world, tasks) as run:
+    with TaskRun(KIND, config, world, tasks, data) as run:
         results = run.do(tasks, work, my_share)
         numbers = None
         if world.is_main:

@@ -67,6 +67,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         num_samples=len(data.train),
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
         checkpoints=partial(ShardedCheckpoints, address=config.store),
         same_ranks=False,
     )

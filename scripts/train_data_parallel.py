@@ -95,6 +95,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
         num_shares=num_workers,
     )
     sampler, loader, valid, test = make_loaders(data, config, worker, num_workers)

@@ -80,6 +80,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
     )
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     run_program = parts.train or with_parts(parts)

@@ -76,7 +76,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     def work(size: int, seed: int) -> dict:
         return {"error": train_one(data, size, seed)}
 
-    with TaskRun(KIND, config, world, tasks) as run:
+    with TaskRun(KIND, config, world, tasks, data) as run:
         results = run.do(tasks, work, planning.my_share)
         points = [(one["size"], one["error"]) for one in results]
         a, b = parts.fit_power_law(*zip(*(point for point in points if point[1]), strict=True))

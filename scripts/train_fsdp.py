@@ -102,6 +102,7 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
         checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
     )
     batch = config.batch // world.world_size
     sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)

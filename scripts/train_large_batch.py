@@ -85,7 +85,7 @@ def compare(config: Config, world: World, parts: Parts) -> dict | None:
         budget = config.epochs * len(data.train_inputs) * REMEDIES[name].longer
         return outcome._asdict() | {"budget": round(budget)}
 
-    with TaskRun(KIND, config, world, tasks) as run:
+    with TaskRun(KIND, config, world, tasks, data) as run:
         results = run.do(tasks, work, my_share)
         numbers = None
         if world.is_main:

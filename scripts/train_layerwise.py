@@ -103,7 +103,7 @@ def compare(config: Config, world: World, parts: Parts) -> dict | None:
         trainings = len(found.tried) * config.tuning + config.seeds
         return found._asdict() | {"images": batch * num_steps * trainings}
 
-    with TaskRun(KIND, config, world, tasks) as run:
+    with TaskRun(KIND, config, world, tasks, data) as run:
         results = run.do(tasks, work, my_share)
         numbers = None
         if world.is_main:

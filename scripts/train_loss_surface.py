@@ -105,7 +105,7 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
     half = len(tasks) // 2
     # Losses are put together on the CPU, also where the ranks' own group is one of GPUs.
     group = dist.new_group(backend="gloo")
-    with TaskRun(KIND, config, world, tasks) as run:
+    with TaskRun(KIND, config, world, tasks, data) as run:
 
         def train_it(_: str, kind: str, seed: int) -> dict:
             return train_one(config, data, kind, seed, network_file(run.folder, kind, seed))

@@ -102,6 +102,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(*shape),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
         num_shares=num_shares,
     )
     batch = config.batch // num_shares

@@ -43,6 +43,7 @@ def main(config: Config) -> float:
         checkpoints=ShardedCheckpoints,
         flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
         floor=data.entropy_floor,
+        data_sha256=data.sha256,
     )
     model = Transformer(vocab_size, config.block, config.layers).to(world.device)
     train_alone(run, model, data)

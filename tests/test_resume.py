@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import train_single
+import training
+from jobs import settings, write_text
 from manyhands.checkpoint.index import sealed
-from manyhands.ranks.lab import run_ranks
+from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.training import lock
 from manyhands.training.run import TrainConfig
 from manyhands.training.storage import read_json
@@ -65,6 +69,51 @@ def test_more_settings_of_a_subclass_count(copy):
 
     settings = {name: getattr(copy, name) for name in TrainConfig.__dataclass_fields__}
     refuse_without_a_trace(Config(**settings), "impl=None, not torch")
+
+
+def test_a_run_goes_on_with_other_data_only_where_that_is_asked_for(copy, capsys):
+    """What it has learned is of the data that it was begun with, wherever they lie by now."""
+    words = ("embedded (SHA-256 aaaaaaaaaaaaaaaa...)", "elsewhere (SHA-256 bbbbbbbbbbbbbbbb...)")
+    moved = replace(copy, data="elsewhere")
+    refuse_without_a_trace(moved, *words, "--other-data", "new folder", sha256=64 * "b")
+    (Path(copy.out) / "valid.jsonl").write_text('{"step": 4, "valid_loss": 0.1}\n')
+
+    def interrupt(rank: int, step: int) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # a job that queued again has the same flags
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(moved, other_data=True), sha256=64 * "b", event=interrupt)
+    assert capsys.readouterr().out.count("all validation losses in") == 1
+    assert not (Path(copy.out) / "valid.jsonl").exists()
+    assert len([*Path(copy.out).glob("valid-aaaaaaaaaaaaaaaa.jsonl")]) == 1
+    assert refused(moved) == "accepted"  # the first data, at another place
+
+
+def test_ranks_that_read_different_data_are_refused(tmp_path):
+    def train_on_its_own(config: TrainConfig) -> str:
+        return refused(config, sha256=64 * "ab"[dist.get_rank()])
+
+    config = TrainConfig(batch=4, steps=2, out=str(tmp_path / "run"))
+    first, second = run_ranks(train_on_its_own, 2, config, quiet=True)
+    assert first == second and "rank 1 has read other data than rank 0" in first
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_was_edited_is_refused_and_begins_its_losses_anew(tmp_path):
+    """A real job: its text loses a quarter between the parts of the run."""
+    words = settings(write_text(tmp_path), out=str(tmp_path / "run"), save_every=5)
+    config = train_single.Config(**words)
+    training.train(train_single, 1, config)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000020")
+    (tmp_path / "run" / "status.json").unlink()
+    text = tmp_path / "text" / "words.txt"
+    text.write_text(text.read_text()[: len(text.read_text()) * 3 // 4] + "z")
+    with pytest.raises(RankFailed, match=r"other data, .*text \(SHA-256 .*text \(SHA-256 "):
+        training.train(train_single, 1, config)
+    training.train(train_single, 1, replace(config, other_data=True))
+    lines = (tmp_path / "run" / "valid.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [15, 20]
 
 
 def test_another_number_of_ranks_is_refused(copy):

@@ -65,7 +65,9 @@ def data(num_blocks: int = 40) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = False) -> list[float]:
+def train(
+    config: TrainConfig, event=None, width: int = 16, shuffle: bool = False, sha256: str = 64 * "a"
+) -> list[float]:
     """Train as a script does. `event(rank, step)` is called before each log. Returns my losses."""
     world = world_here()
     torch.manual_seed(config.seed)
@@ -77,7 +79,7 @@ def train(config: TrainConfig, event=None, width: int = 16, shuffle: bool = Fals
     dataset = data()
     sampler = DistributedSampler(dataset, world.world_size, world.rank, drop_last=True)
     order = {"shuffle": True} if shuffle else {"sampler": sampler}
-    sizes = {"num_samples": len(dataset), "flops_per_token": 100.0}
+    sizes = {"num_samples": len(dataset), "flops_per_token": 100.0, "data_sha256": sha256}
     run = Run(config, world, "tiny", **sizes, checkpoints=ShardedCheckpoints, floor=0.5)
     loader = DataLoader(dataset, config.batch // world.world_size, drop_last=True, **order)
     run.resume(model=model, optimizer=optimizer)

@@ -20,6 +20,7 @@ them was about, so it stays a little above. Source: Shannon 1948, sections 6 and
 """
 
 import hashlib
+import json
 import math
 import os
 import random
@@ -114,6 +115,8 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def vocabulary(self) -> str: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -127,6 +130,10 @@ class Characters:
     @property
     def vocab_size(self) -> int:
         return len(self.alphabet)
+
+    @property
+    def vocabulary(self) -> str:
+        return self.alphabet
 
     def encode(self, text: str) -> list[int]:
         index = {character: i for i, character in enumerate(self.alphabet)}
@@ -151,6 +158,10 @@ class BytePairs:
     @property
     def vocab_size(self) -> int:
         return self.model.get_vocab_size()
+
+    @property
+    def vocabulary(self) -> str:
+        return json.dumps(sorted(self.model.get_vocab().items(), key=lambda item: item[1]))
 
     def encode(self, text: str) -> list[int]:
         lines = text.splitlines(keepends=True)  # one long string would take far more memory
@@ -236,6 +247,7 @@ class Corpus:
     characters_per_token: float  # of the test text
     entropy_floor: float | None  # nats per token that no model can beat, where that is known
     note: str  # one line: which data, split, tokenizer and sizes are in use
+    sha256: str  # of the tokens of all splits and of what they stand for
 
     def in_words(self, loss: float) -> str:
         """A test loss (nats per token) in the two units by which models are compared.
@@ -291,7 +303,20 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         characters_per_token=len(texts["test"]) / len(blocks["test"].tokens),
         entropy_floor=entropy_rate(grammar()) if data == "embedded" and not vocab else None,
         note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{limit}",
+        sha256=fingerprint(tokenizer.vocabulary, *(part.tokens for part in blocks.values())),
     )
+
+
+def fingerprint(*parts: str | Tensor) -> str:
+    """The SHA-256 of texts and tensors: equal for equal data, wherever they lie."""
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, str):
+            total.update(f"text {len(part)} {part}".encode())
+        else:
+            total.update(f"{part.dtype} {tuple(part.shape)} ".encode())
+            total.update(part.contiguous().cpu().numpy())
+    return total.hexdigest()
 
 
 def capped(blocks: Blocks, most_tokens: int) -> Dataset[tuple[Tensor, Tensor]]:

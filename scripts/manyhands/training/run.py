@@ -80,6 +80,8 @@ class TrainConfig:
     """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
     save_every: int = 100
     """Steps from one checkpoint, with its validation, to the next."""
+    other_data: bool = False
+    """Go on with a run although its data are no longer those that it was begun with."""
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
@@ -130,6 +132,7 @@ class Run:
         checkpoints: Callable | None,
         flops_per_token: float = 0.0,
         floor: float | None = None,
+        data_sha256: str = "",
         num_shares: int | None = None,
         same_ranks: bool = True,
     ) -> None:
@@ -141,6 +144,8 @@ class Run:
                 checkpoint.checkpoints.ShardedCheckpoints does. None where a framework saves.
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
+            data_sha256: of what is trained on. A run goes on with the same data only, unless
+                `config.other_data` says otherwise.
             num_shares: ranks that share a batch evenly; all ranks where not given.
             same_ranks: does a checkpoint fit only the number of ranks that has saved it?
 
@@ -160,10 +165,12 @@ class Run:
         self._status = {"state": "running", "step": 0, "steps": config.steps}
         self._status |= {"valid_loss": None, "floor": floor}
         self._life = Life(world, self._status)
-        identity = _identity(config, world, name)
+        identity = _identity(config, world, name) | {"data_sha256": data_sha256}
         if not same_ranks:
             del identity["ranks"]
-        self.folder = self._open_folder(name, identity, flops_per_token)
+        _check_same(together(lambda: data_sha256))
+        identity = on_main(lambda: storage.with_data_of(config.out, identity, config.other_data))
+        self.folder = self._open_folder(name, identity, flops_per_token, data_sha256)
         if checkpoints is not None:
             self._checkpoints = checkpoints(self.folder / "checkpoints", identity, world)
 
@@ -395,11 +402,14 @@ class Run:
 
     # ---- parts ---------------------------------------------------------------------------------
 
-    def _open_folder(self, name: str, identity: dict, flops_per_token: float) -> Path:
+    def _open_folder(
+        self, name: str, identity: dict, flops_per_token: float, data_sha256: str
+    ) -> Path:
         """Make or accept the folder, with what `config.json` says."""
         about = {
             "format": storage.FORMAT,
             "identity": identity,
+            "data_sha256": data_sha256,  # of this start, where the identity has the first one's
             "config": asdict(self.config),
             "backend": self.world.backend,
             "torch": torch.__version__,
@@ -416,7 +426,15 @@ class Run:
             self._about = about | {"job": now}  # written by `_start`: a refused start is no life
             about["job"] = before or now
             words = idle_words(about["ranks"], now["nodes"])
-            return storage.open_folder(self.config.out, name, about), words
+            known = storage.data_before(self.config.out)
+            folder = storage.open_folder(self.config.out, name, about)
+            if known not in (None, data_sha256) and (folder / "valid.jsonl").exists():
+                os.replace(folder / "valid.jsonl", folder / f"valid-{known[:16]}.jsonl")
+                words.append(
+                    f"the data are others than before: all validation losses in {folder} "
+                    "are measured anew"
+                )
+            return folder, words
 
         folder, words = on_main(make)
         for line in words:
@@ -469,10 +487,21 @@ def test_words(status: dict) -> str:
 def _identity(config: TrainConfig, world: World, name: str) -> dict:
     """What has to be equal for a checkpoint to fit: all that changes the training."""
     settings = asdict(config)
-    for free in ("out", "save_every", "device", "valid_tokens"):
+    for free in ("out", "save_every", "device", "valid_tokens", "other_data"):
         del settings[free]
     ours = {"job": name, "ranks": world.world_size, "device": world.device.type}
     return {**ours, **settings}
+
+
+def _check_same(hashes: Sequence[str]) -> None:
+    """Refuse ranks that have read different data: a file that is not the same on every node."""
+    others = [rank for rank, sha256 in enumerate(hashes) if sha256 != hashes[0]]
+    if others:
+        first, other = hashes[0][:16], hashes[others[0]][:16]
+        raise BadInput(
+            f"rank {others[0]} has read other data than rank 0, with SHA-256 {other}... and "
+            f"{first}...: give every node the same files"
+        )
 
 
 def _check(config: TrainConfig, num_shares: int, num_samples: int) -> None:

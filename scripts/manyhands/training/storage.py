@@ -21,6 +21,7 @@ from manyhands.training import lock, places
 from manyhands.training.process import this_process
 
 FORMAT = "manyhands run 1"
+DATA = ("data", "data_sha256")  # of a run's identity
 
 # ---- files -------------------------------------------------------------------------------------
 
@@ -168,6 +169,12 @@ def job_before(out: str) -> dict:
     return about.get("job", {}) if about.get("format") == FORMAT else {}
 
 
+def data_before(out: str) -> str | None:
+    """The SHA-256 of the data on which the run in folder `out` has trained last, where known."""
+    config = Path(out) / "config.json"
+    return read_json(config).get("data_sha256") if out and config.exists() else None
+
+
 def write_status(folder: Path, status: dict) -> None:
     """Write how a run stands; `status` holds at least its "state"."""
     added = {"time_s": time.time(), "process": this_process()}
@@ -211,15 +218,51 @@ def _accept(folder: Path, about: dict) -> None:
     status = folder / "status.json"
     if theirs.get("format") != about["format"]:
         raise BadInput(f"--out {folder} holds another kind of run: name a new folder")
-    if found := differences(theirs.get("identity"), about["identity"]):
+    before, now = theirs.get("identity"), about["identity"]
+    if found := differences(without_data(before), without_data(now)):
         raise BadInput(
             f"--out {folder} holds a run with {found}: take its settings, or name a new folder"
+        )
+    if differences(before, now):
+        regardless = (
+            ", or go on regardless with --other-data" if "other_data" in about["config"] else ""
+        )
+        raise BadInput(
+            f"--out {folder} holds a run on other data, {data_words(before)}, and this is "
+            f"{data_words(now)}: give it that data again, name a new folder{regardless}"
         )
     if status.exists() and read_json(status).get("state") == "finished":
         raise BadInput(
             f"--out {folder} holds a finished run of {about['config']['steps']} steps: name a new "
             "folder, or delete this one"
         )
+
+
+def with_data_of(out: str, identity: dict, regardless: bool) -> dict:
+    """`identity`, with the data of the run in folder `out` where they are equal to ours.
+
+    What is equal may lie at another place by now. With `regardless` all data count as equal.
+    """
+    config = Path(out) / "config.json"
+    before = read_json(config).get("identity") if out and config.exists() else None
+    if not isinstance(before, dict):
+        return identity
+    if regardless or before.get("data_sha256") == identity["data_sha256"]:
+        return without_data(identity) | {name: before[name] for name in DATA if name in before}
+    return identity
+
+
+def without_data(identity: object) -> object:
+    """An identity without what says which data it is about."""
+    if not isinstance(identity, dict):
+        return identity
+    return {name: value for name, value in identity.items() if name not in DATA}
+
+
+def data_words(identity: dict) -> str:
+    """Which data an identity is about: "wikitext-2 (SHA-256 0123456789abcdef...)"."""
+    sha256 = identity.get("data_sha256")
+    return f"{identity.get('data')} (SHA-256 {f'{sha256[:16]}...' if sha256 else 'not known'})"
 
 
 def differences(theirs: object, ours: dict) -> str:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.data.corpus import fingerprint
 from manyhands.instruments.meters import Sampler, idle_words, job, machine
 from manyhands.ranks.runtime import (
     BadInput,
@@ -36,6 +37,7 @@ from manyhands.training.storage import (
     read_json,
     read_lines,
     replace_file,
+    with_data_of,
     write_end,
     write_status,
 )
@@ -82,14 +84,18 @@ class TaskRun:
     """The run of such a job, on every rank: `with TaskRun(...) as run: run.do(...)`."""
 
     def __init__(
-        self, kind: Kind, config: TaskConfig, world: World, tasks: Sequence[tuple]
+        self, kind: Kind, config: TaskConfig, world: World, tasks: Sequence[tuple], data: tuple
     ) -> None:
-        """Make or accept the folder, or BadInput; `do` gets the tasks, at once or in parts."""
+        """Make or accept the folder, or BadInput; `do` gets the tasks, at once or in parts.
+
+        Args:
+            data: what is trained on; a run goes on with tensors equal to those in it.
+        """
         self.kind = kind
         self.config = config
         self.world = world
         self.tasks = tasks
-        self.folder = self._open_folder()
+        self.folder = self._open_folder(data)
         self.status = {"state": "running", "step": 0, "steps": len(tasks), "valid_loss": None}
         self.done: dict[tuple, dict] = {}  # results by task
         self._add(on_main(lambda: read_results(self.folder)))
@@ -172,13 +178,16 @@ class TaskRun:
         self.done |= {tuple(one[name] for name in self.kind.key): one for one in results}
         self.status["step"] = sum(task in self.done for task in self.tasks)
 
-    def _open_folder(self) -> Path:
+    def _open_folder(self, data: tuple) -> Path:
         """Make or accept the folder of the run, with what `config.json` says."""
         settings = asdict(self.config)
         kind = self.kind
+        tensors = [part for part in data if isinstance(part, torch.Tensor)]
+        sha256 = on_main(lambda: fingerprint(*tensors))
+        identity = {name: settings[name] for name in kind.identity} | {"data_sha256": sha256}
         about = {
             "format": FORMAT,
-            "identity": {"job": kind.name} | {name: settings[name] for name in kind.identity},
+            "identity": {"job": kind.name} | identity,
             "config": settings | {"steps": len(self.tasks)},
             "backend": self.world.backend,
             "torch": torch.__version__,
@@ -190,6 +199,7 @@ class TaskRun:
             "job": on_main(lambda: job(job_before(settings["out"]))),
         }
         about = json.loads(json.dumps(about))  # tuples become lists, as in a file that is read
+        about["identity"] = on_main(lambda: with_data_of(settings["out"], about["identity"], False))
         for line in idle_words(about["ranks"], about["job"]["nodes"]):
             self.world.print(line)
         inside = ("ranks", "results")

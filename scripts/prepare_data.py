@@ -31,6 +31,8 @@ class Config:
 
     data: str = "wikitext-2"
     """wikitext-2, mnist, fashion-mnist, embedded, a folder of text files, or one text file"""
+    splits: str = ""
+    """which of a folder's files are for what: joined, or train=PATTERN,test=PATTERN and so on"""
     vocab: int = 0
     """0 for characters, else the number of byte pairs to learn and to keep in the cache"""
 
@@ -46,7 +48,7 @@ def main(config: Config) -> None:
         note = images.load(config.data).note
         command = "python scripts/train_batch_size.py"
     else:
-        note = corpus.load(config.data, block=1, vocab=config.vocab).note
+        note = corpus.load(config.data, 1, config.vocab, splits=config.splits).note
         command = "torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py"
     print(note)
     if config.data != "embedded":
@@ -56,7 +58,8 @@ def main(config: Config) -> None:
                 sha256 = hashlib.sha256(content).hexdigest()
                 print(f"{file}: {len(content):,} bytes, sha256 {sha256}")
     vocab = f" --vocab {config.vocab}" if config.vocab else ""
-    print(f"next: {command} --data {shlex.quote(config.data)}{vocab}")
+    splits = f" --splits {shlex.quote(config.splits)}" if config.splits else ""
+    print(f"next: {command} --data {shlex.quote(config.data)}{vocab}{splits}")
 
 
 def fetch(name: str) -> Path:

@@ -84,7 +84,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     num_workers = world.world_size - has_server
 
     # Data
-    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
+    data = corpus.of(config)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
     run = Run(

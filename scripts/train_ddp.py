@@ -69,7 +69,7 @@ def main(config: Config) -> float:
 
 
 def train(config: Config, world: World, parts: Parts) -> float:
-    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
+    data = corpus.of(config)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
     run = Run(

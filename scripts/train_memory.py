@@ -53,7 +53,7 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
+    data = corpus.of(config)
     world.print(data.note)
     shape = (data.tokenizer.vocab_size, config.block, config.layers)
     run = Run(

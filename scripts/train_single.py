@@ -32,7 +32,7 @@ class Config(TrainConfig):
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
     world = alone(config.device, config.seed)
-    data = corpus.load(config.data, config.block, config.vocab, config.valid_tokens)
+    data = corpus.of(config)
     world.print(data.note)
     vocab_size = data.tokenizer.vocab_size
     run = Run(

@@ -271,7 +271,19 @@ def test_each_token_is_a_target_once(num_tokens):
         ("test.txt train.txt", "train.txt / test.txt", "on the first half of test.txt, test on"),
         ("test.txt valid.txt", "valid.txt / test.txt", "not comparable with published"),
         ("README.md a.txt b.txt", "a.txt b.txt", "20 characters, first 90% train / next 5%"),
-        ("test.txt testament.txt trains.txt", "test.txt testament.txt trains.txt", "62 char"),
+        ("testament.txt trains.txt", "testament.txt trains.txt", "(testament.txt, trains.txt), 23"),
+        (
+            "ptb.test.txt ptb.train.txt ptb.valid.txt",
+            "ptb.train.txt / ptb.valid.txt / ptb.test.txt",
+            "train on ptb.train.txt, validate on ptb.valid.txt, test on ptb.test.txt",
+        ),
+        ("dev.txt test.txt train.txt", "train.txt / dev.txt / test.txt", "validate on dev.txt"),
+        (
+            "a.txt enTest.txt en_train_corpus.txt",
+            "en_train_corpus.txt / enTest.txt",
+            "test on its second half, leave out a.txt",
+        ),
+        ("train.txt", "train.txt", "first 90% train"),
     ],
 )
 def test_a_folder_is_split_by_its_file_names(tmp_path, names, splits, note):
@@ -283,7 +295,7 @@ def test_a_folder_is_split_by_its_file_names(tmp_path, names, splits, note):
     if len(texts) == 1:
         cut = len(texts[0]) * 9 // 10
         texts = [texts[0][:cut], texts[0][cut:]]
-        note = note.replace("20 char", "200 char").replace("62 char", "620 char")
+        note = note.replace("20 char", "200 char").replace(", 23", ", 460 char")
     if len(texts) == 2:
         half = len(texts[1]) // 2
         texts[1:] = [texts[1][:half], texts[1][half:]]
@@ -317,6 +329,13 @@ def test_one_text_file_and_a_byte_order_mark(tmp_path):
         ({"a.txt": b"good text \x00"}, 4, 0, "a.txt is no text: its byte 10 is zero"),
         ({"a.txt": b"good\xff"}, 4, 0, "a.txt is no UTF-8 text, see its byte 4"),
         ({"a.txt": b"x" * 1000}, 100, 0, "validation text .* 50 tokens, .* needs 101"),
+        ({"a.txt": b"hello"}, 2, 0, "validation text of given holds 0 tokens, .* more text"),
+        ({"train.txt": b"to be or not", "test.txt": b"x"}, 1, 0, "validation text .* more text"),
+        ({"a.txt": b"x" * 30000}, 512, 400, "its 27,000 characters .* a smaller --vocab, or 0"),
+        ({"test.txt": b"x" * 1000}, 4, 0, "test.txt says test, and nothing is for the others"),
+        ({"test.txt": b"x", "b.txt": b"x"}, 4, 0, "test.txt says test, and b.txt nothing"),
+        ({"train.txt": b"x", "b.txt": b"x"}, 4, 0, "train.txt says train, .*--splits joined"),
+        ({"train-test.txt": b"x", "b.txt": b"x"}, 4, 0, "train-test.txt names more than one"),
         ({"a.txt": b"x" * 1000}, 0, 0, "--block is 0"),
         ({"a.txt": b"x" * 1000}, 4, 256, "--vocab is 256: .* 257"),
         ({"a.txt": b"x" * 1000}, 4, -1, "--vocab is -1"),
@@ -330,6 +349,38 @@ def test_what_cannot_be_used_is_named_in_one_line(tmp_path, files, block, vocab,
     with pytest.raises(BadInput, match=message) as error:
         corpus.load(str(folder), block, vocab)
     one_line(error)
+
+
+def test_a_person_says_which_file_is_which(tmp_path):
+    for name in ("a1.txt", "a2.txt", "b-test.txt"):
+        (tmp_path / name).write_text(200 * name)
+
+    def texts(splits: str) -> list[str]:
+        loaded = corpus.load(str(tmp_path), block=1, splits=splits)
+        parts = (loaded.train, loaded.valid, loaded.test)
+        return [loaded.tokenizer.decode(part.tokens) for part in parts]
+
+    a = 200 * "a1.txt" + 200 * "a2.txt"
+    train, valid, test = texts("joined")
+    assert train + valid + test == a + 200 * "b-test.txt" and len(train) == 3960
+    assert texts("train=a*.txt,test=b*")[0] == a
+    assert texts("train=a1.txt,valid=a2.txt,test=b*") == [a[:1200], a[1200:], 200 * "b-test.txt"]
+    for splits, words in (
+        ("all", "take joined, or name files"),
+        ("train=a*.txt", "take joined, or name files"),
+        ("train=a*.txt,dev=b*", "take joined, or name files"),
+        ("train=a*.txt,test=c*", "test=c.: no such text file"),
+        ("train=*.txt,test=b*", "b-test.txt would be in two of them"),
+    ):
+        with pytest.raises(BadInput, match=words) as error:
+            texts(splits)
+        one_line(error)
+
+
+def test_line_ends_of_windows_are_told(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a line\r\n" * 100)
+    assert "800 characters, first 90%" in (note := corpus.load(str(tmp_path), block=1).note)
+    assert ", 100 of them CR, as Windows ends lines; 8 characters" in note
 
 
 @pytest.mark.parametrize("data", ["", "wikitext2", "~nobody-here/x", "x" * 5000])

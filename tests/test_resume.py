@@ -130,6 +130,9 @@ def test_a_folder_that_is_no_run_is_refused(copy):
     (Path(copy.out) / "config.json").unlink()
     refuse_without_a_trace(copy, "no run", "new or empty folder")
     refuse_without_a_trace(replace(copy, out=copy.out + "/status.json"), "is a file")
+    for out in ("a::b", "s3://bucket/run"):  # libraries for files would read more in it than a name
+        assert f"--out {Path(out)}: name a folder of this" in refused(replace(copy, out=out))
+        assert not Path(out).exists()
 
 
 def cut_in_half(path: Path) -> None:

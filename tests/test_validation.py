@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import train_ddp
+import train_single
 import training
+from jobs import settings, write_text
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checkpoint.index import sealed
 from manyhands.ranks.lab import RankFailed, run_ranks
@@ -69,6 +71,18 @@ def test_each_rank_validates_on_its_own_batches(config, num_batches, capfd):
     assert end["state"] == "finished" and end["valid_loss"] == 1.5
     # Rank 0 measures, which may start while the others are at work.
     assert 0.02 * num_batches[0] < end["valid_s"] < 60
+
+
+def test_a_run_that_diverges_says_so_at_once_and_at_its_end(tmp_path, capfd):
+    words = settings(write_text(tmp_path), out=str(tmp_path / "run"), learning_rate=1e30)
+    training.train(train_single, 1, train_single.Config(**words), quiet=False)
+    said = capfd.readouterr().out
+    at = said.index("diverged: the loss of step ")
+    assert at < said.index("validation loss after step 20: nan")
+    ends = [line for line in said.splitlines() if "finished: " in line]
+    assert len(ends) == 1 and "but diverged: the loss was not finite from step" in ends[0]
+    assert "inf" not in ends[0].replace("finite", "").replace("finished", "")
+    assert "not finite from step" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_quick_validation_says_nothing(config, capfd):

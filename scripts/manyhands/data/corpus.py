@@ -24,7 +24,6 @@ import json
 import math
 import os
 import random
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,15 +35,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
 
+from manyhands.data.splits import read_splits
 from manyhands.ranks.runtime import BadInput
 
 if TYPE_CHECKING:
     import tokenizers
 
 HUB: Mapping[str, tuple[str, str]] = {"wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
-SPLITS = ("train", "validation", "test")
-PAIRS = (("train", "val"), ("train", "test"), ("val", "test"))  # where not all three are there
-SPLIT_NAME = r"(?:wiki\.)?(train|val|test)(?:id|ing|idation)?(?:[^a-z].*)?\.(?:txt|tokens|raw)"
 TOPICS = (  # name, who, what they do, with what
     ("SEA", "sailor diver pilot", "haul tow mend", "boat net oar"),
     ("SHOP", "baker cook grocer", "roast cut pack", "pie bean cake"),
@@ -225,7 +222,7 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
         self.block = block
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.block
+        return max(0, len(self.tokens) - 1) // self.block
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
@@ -258,7 +255,7 @@ class Corpus:
         return f"perplexity {math.exp(min(loss, 700)):.2f}, {bits:.3f} bits per character"
 
 
-def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus:
+def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0, splits: str = "") -> Corpus:
     """Read or write the text that `data` names, and cut it into blocks.
 
     Args:
@@ -267,6 +264,7 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         vocab: 0 for characters, else the number of byte pairs to learn from the training text.
         valid_tokens: most tokens to validate and to test on, in blocks spread evenly over the
             text; 0 for all.
+        splits: which files of a folder are for what, where their names do not say so (splits.py).
 
     Raises:
         BadInput: there is no such text, it is no text, or it is shorter than a block.
@@ -275,7 +273,7 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         raise BadInput(f"--block is {block}: a block holds at least 1 token")
     if vocab and vocab < 257:
         raise BadInput(f"--vocab is {vocab}: take 0 for characters, or 257 (256 bytes and more) up")
-    name, texts, source = _texts(data)
+    name, texts, source = _texts(data, splits)
     tokenizer: Tokenizer = Characters("".join(sorted(set().union(*texts.values()))))
     kind = "characters"
     if vocab:
@@ -285,15 +283,14 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
     for split, text in texts.items():
         blocks[split] = Blocks(torch.tensor(tokenizer.encode(text), dtype=torch.int64), block)
         if not len(blocks[split]):
-            raise BadInput(
-                f"--block {block} is too long: the {split} text of {name} holds "
-                f"{len(blocks[split].tokens):,} tokens, and a block needs {block + 1:,} of them"
-            )
+            raise _too_short(block, split, name, len(blocks[split].tokens), len(text), bool(vocab))
     sizes = " / ".join(f"{len(part.tokens):,}" for part in blocks.values())
     valid, test = (capped(blocks[split], valid_tokens) for split in ("validation", "test"))
     limit = ""
     if len(valid) < len(blocks["validation"]) or len(test) < len(blocks["test"]):
         limit = f", losses on at most {valid_tokens:,} of a split (--valid-tokens 0 takes all)"
+    num_returns = sum(text.count("\r") for text in texts.values())
+    ends = f", {num_returns:,} of them CR, as Windows ends lines" if num_returns else ""
     return Corpus(
         name=name,
         train=blocks["train"],
@@ -302,9 +299,41 @@ def load(data: str, block: int, vocab: int = 0, valid_tokens: int = 0) -> Corpus
         tokenizer=tokenizer,
         characters_per_token=len(texts["test"]) / len(blocks["test"].tokens),
         entropy_floor=entropy_rate(grammar()) if data == "embedded" and not vocab else None,
-        note=f"data: {source}; {tokenizer.vocab_size} {kind}; {sizes} tokens{limit}",
+        note=f"data: {source}{ends}; {tokenizer.vocab_size} {kind}; {sizes} tokens{limit}",
         sha256=fingerprint(tokenizer.vocabulary, *(part.tokens for part in blocks.values())),
     )
+
+
+class Settings(Protocol):
+    """What a job's settings say of its text; `load` explains them."""
+
+    data: str
+    block: int
+    vocab: int
+    valid_tokens: int
+    splits: str
+
+
+def of(config: Settings) -> Corpus:
+    """Load the text of a job."""
+    return load(config.data, config.block, config.vocab, config.valid_tokens, config.splits)
+
+
+def _too_short(
+    block: int, split: str, name: str, num_tokens: int, num_characters: int, has_pairs: bool
+) -> BadInput:
+    """What to say of a text that has not one block."""
+    told = (
+        f"the {split} text of {name} holds {num_tokens:,} tokens, and a block needs {block + 1:,}"
+    )
+    if has_pairs and num_characters > block:
+        return BadInput(
+            f"{told} of them: its {num_characters:,} characters are merged into few byte pairs, so "
+            "take a smaller --vocab, or 0"
+        )
+    if num_tokens < 2:
+        return BadInput(f"{told} of them: give it more text")
+    return BadInput(f"--block {block} is too long: {told} of them")
 
 
 def fingerprint(*parts: str | Tensor) -> str:
@@ -328,7 +357,7 @@ def capped(blocks: Blocks, most_tokens: int) -> Dataset[tuple[Tensor, Tensor]]:
     return Subset(blocks, [int(step * number) for number in range(num_blocks)])
 
 
-def _texts(data: str) -> tuple[str, dict[str, str], str]:
+def _texts(data: str, splits: str) -> tuple[str, dict[str, str], str]:
     """The name, the text of each split, and where they are from."""
     if data == "embedded":
         rules = grammar()
@@ -342,77 +371,9 @@ def _texts(data: str) -> tuple[str, dict[str, str], str]:
         if not data or not path.exists():
             known = ", ".join(["embedded", *HUB])
             raise BadInput(f"--data is {data!r}: no such folder or file, nor one of {known}")
-        return path.resolve().name, *_files(path)
+        return path.resolve().name, *read_splits(path, splits)
     except OSError as error:
         raise BadInput(f"cannot read --data {path}: {error.strerror}") from None
-
-
-def _files(path: Path) -> tuple[dict[str, str], str]:
-    """The text of each split, and how they were split.
-
-    Where one text has to serve for validation and test, its first half is for validation.
-    """
-    found = sorted(path.iterdir()) if path.is_dir() else [path]
-    files: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
-    for file in found if path.is_dir() else []:
-        if split := re.fullmatch(SPLIT_NAME, file.name):
-            files[split[1]].append(file)
-    where = f"folder {path.resolve().name}"
-    names = {split: " + ".join(file.name for file in own) for split, own in files.items()}
-    if all(files.values()):
-        texts = dict(zip(SPLITS, map(_join, files.values()), strict=True))
-        words = f"train on {names['train']}, validate on {names['val']}, test on {names['test']}"
-        return texts, f"{where}, {words}, {_counts(texts)}"
-    for train, other in PAIRS:
-        if files[train] and files[other]:
-            texts = _split(_join(files[train]), _join(files[other]))
-            words = f"train on {names[train]}, validate on the first half of {names[other]}, test "
-            words += "on its second half"
-            if train == "val":
-                words += " (there is no train file: not comparable with published perplexities)"
-            return texts, f"{where}, {words}, {_counts(texts)}"
-    files_here = [file for file in found if file == path or file.suffix == ".txt"]
-    if not files_here:
-        raise BadInput(
-            f"no .txt file among the {len(found)} entries of {path}: give another --data"
-        )
-    text = _join(files_here)
-    cut = len(text) * 9 // 10
-    kind = "folder" if path.is_dir() else "file"
-    source = f"{kind} {path.resolve().name}, {len(text):,} characters"
-    words = "first 90% train / next 5% validation / last 5% test"
-    return _split(text[:cut], text[cut:]), f"{source}, {words}"
-
-
-def _split(train: str, rest: str) -> dict[str, str]:
-    """Three splits of two texts: the second is cut in the middle."""
-    half = len(rest) // 2
-    return dict(zip(SPLITS, (train, rest[:half], rest[half:]), strict=True))
-
-
-def _counts(texts: Mapping[str, str]) -> str:
-    """How long the texts are: "100 / 10 / 10 characters"."""
-    return " / ".join(f"{len(text):,}" for text in texts.values()) + " characters"
-
-
-def _join(files: Sequence[Path]) -> str:
-    """The text of the files, one after the other."""
-    texts = []
-    for file in files:
-        data = file.read_bytes()
-        if b"\0" in data:
-            where = data.index(b"\0")
-            raise BadInput(f"{file} is no text: its byte {where:,} is zero. Leave the file out")
-        try:
-            texts.append(data.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise BadInput(
-                f"{file} is no UTF-8 text, see its byte {error.start:,}: convert it or leave it out"
-            ) from None
-    text = "".join(texts)
-    if not text:
-        raise BadInput(f"{', '.join(map(str, files))}: empty. Give a --data that holds text")
-    return text
 
 
 # ---- which samples a rank reads ---------------------------------------------------------------

@@ -58,6 +58,9 @@ class TrainConfig:
 
     data: str = "embedded"
     """What to train on: embedded, a known name such as wikitext-2, or a folder of text."""
+    splits: str = ""
+    """Which of a folder's files are for what, where their names do not say it: joined takes all as
+    one text, and train=PATTERN,valid=PATTERN,test=PATTERN names them."""
     vocab: int = 0
     """Tokens in the vocabulary; 0 takes the characters of the text."""
     block: int = 64
@@ -158,6 +161,7 @@ class Run:
         self.step = 0
         self.steps_per_epoch = 0
         self.stopwatch = Stopwatch(world.device)
+        self._diverged: int | None = None  # the first step whose loss was not finite
         self._measure: Callable | None = None  # set by `keep_best`, with the data it validates on
         self._valid: Batches = ()
         self._rng: dict | None = None  # of the checkpoint just loaded
@@ -272,6 +276,10 @@ class Run:
         self._status["step"] = self.step
         self.stopwatch.mark("other")
         self._write_line(mean)
+        if not math.isfinite(mean) and self._diverged is None:
+            self._diverged = self.step
+            remedy = "end it, and take a smaller --learning-rate"
+            self.world.print(f"diverged: the loss of step {self.step} is {mean}; {remedy}")
         at_end = self.step == self.config.steps
         if self._is_due or stop_signal:
             self.stopwatch.mark("checkpoint")
@@ -381,12 +389,20 @@ class Run:
             self._status["valid_loss"] = valid_loss
         if peak_bytes:
             self._status["peak_bytes"] = peak_bytes
+        diverged = ""
+        if self._diverged is not None:
+            diverged = f"the loss was not finite from step {self._diverged} on"
+            notes = {**(notes or {}), "diverged": diverged}
         if notes:
             self._status["notes"] = notes
         self._life.close("finished")
-        known = "" if self.valid_loss is None else f", validation loss {self.valid_loss:.4f}"
+        known = ""
+        if self.valid_loss is not None and math.isfinite(self.valid_loss):
+            known = f", validation loss {self.valid_loss:.4f}"
         floor = self._status["floor"]
         limit = "" if floor is None else f" (no model can go below {floor:.4f})"
+        if diverged:
+            limit = f", but diverged: {diverged}"
         self.world.print(f"finished: {self.step} steps{known}{limit}, in {self.folder}")
         if "test_loss" in self._status:
             self.world.print(test_words(self._status))
@@ -487,7 +503,7 @@ def test_words(status: dict) -> str:
 def _identity(config: TrainConfig, world: World, name: str) -> dict:
     """What has to be equal for a checkpoint to fit: all that changes the training."""
     settings = asdict(config)
-    for free in ("out", "save_every", "device", "valid_tokens", "other_data"):
+    for free in ("out", "save_every", "device", "valid_tokens", "splits", "other_data"):
         del settings[free]
     ours = {"job": name, "ranks": world.world_size, "device": world.device.type}
     return {**ours, **settings}

@@ -139,6 +139,8 @@ def open_folder(
             writes into it.
     """
     folder = Path(out) if out else next_free(places.runs(), name)
+    if "::" in str(folder) or "://" in out:
+        raise BadInput(f"--out {folder}: name a folder of this machine, without :: in its name")
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder} is a file: name a folder")
     if (folder / "config.json").exists():

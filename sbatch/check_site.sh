@@ -7,7 +7,7 @@
 # Run it where you submit, on a login node. A compute node may differ from that: what only a job can
 # find out is not in here. Exit code 0: nothing is wrong; 2: something is, a line each.
 set -o pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 settings=$here/site.env
 if [ $# = 0 ]; then set -- "$here"/*.sbatch; fi
@@ -174,14 +174,12 @@ tell_refused() { # one line for all job files that are refused for the same reas
 check_python() {
     local python=${PYTHON:-$root/.venv/bin/python} said
     if ! command -v "$python" >/dev/null; then
-        if [ -n "${PYTHON:-}" ]; then # launch.sh would take python3, which need not have torch
+        if [ -n "${PYTHON:-}" ]; then
             problem "PYTHON is $PYTHON, which is not there: correct or delete that line in site.env"
-            return
+        else
+            problem "there is no $python: run make install, or set PYTHON in site.env to a Python" \
+                "that has the course"
         fi
-        python=python3
-    fi
-    if ! command -v "$python" >/dev/null; then
-        problem "there is no python3: load a module in site.env, or set PYTHON"
         return
     fi
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

@@ -12,15 +12,13 @@
 # Number 4 of an array (sbatch --array=0-10) has the ID 17_4 and a run of its own, and gets the
 # flags in ARRAY_FLAGS before all others.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 job_file=${JOB_FILE:-} array_flags=() number=''
 read -ra given <<<"${ARRAY_FLAGS:-}"
 unset JOB_FILE ARRAY_FLAGS MANYHANDS_BATCH
 # shellcheck source=sbatch/site.sh
 . "$here/site.sh"
-python=${PYTHON:-$root/.venv/bin/python}
-command -v "$python" >/dev/null || python=python3
 script=$1
 [ ! -f "$root/$script" ] || script=$root/$script
 flags=("${@:2}")

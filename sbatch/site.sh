@@ -1,4 +1,5 @@
-# Read site.env, where there is one. launch.sh and solution.sbatch source this file.
+# Read site.env, where there is one, and find the Python of the jobs. launch.sh and solution.sbatch
+# source this file.
 # shellcheck shell=bash
 site_env=$(dirname "${BASH_SOURCE[0]}")/site.env
 if [ -f "$site_env" ]; then
@@ -12,4 +13,11 @@ if [ -f "$site_env" ]; then
     . "$site_env"
     [[ $strict != *e* ]] || set -e
     [[ $strict != *u* ]] || set -u
+fi
+
+python=${PYTHON:-$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python}
+if ! command -v "$python" >/dev/null; then # another one need not have the course, or has an old one
+    echo "${PYTHON:+PYTHON names what is not there: }no $python: run make install, or set PYTHON to" \
+        "a Python that has the course" >&2
+    exit 2
 fi

@@ -12,6 +12,7 @@ nothing. Each row is one line of JSON. What cannot run has "fits": false, and "e
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def as_flag(name: str, default: object, value: object, number: int) -> object:
         return "yes" if value else "no"
     kind = type(default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (int, float) and is_number and value == kind(value):
+    if kind in (int, float) and is_number and math.isfinite(value) and value == kind(value):
         return kind(value)
     if kind in (bool, str) and isinstance(value, kind):
         return value
@@ -180,6 +181,9 @@ def as_flag(name: str, default: object, value: object, number: int) -> object:
 
 def training_of(config: Config) -> Training:
     """What is trained on what; BadInput where a name or a number cannot be."""
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"--{name.replace('_', '-')} is {value}: take a number")
     if config.model not in MODELS:
         raise BadInput(f"no model is called {config.model}: take one of {', '.join(MODELS)}")
     if config.gpu not in GPUS:

@@ -14,9 +14,10 @@ import ssl
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
+from urllib.request import getproxies, urlopen
 
 import numpy as np
 import torch
@@ -69,11 +70,16 @@ def fetch(name: str) -> Path:
         BadInput: it is not there, and the hub cannot be reached or has no such data set.
     """
     folder = corpus.cache_folder() / name
-    if folder.is_dir():
-        return folder
+    if folder.exists():
+        return corpus.fetched(name)
     repository, subset = {**corpus.HUB, **images.HUB}[name]
+    if not os.environ.get("HF_ENDPOINT"):
+        os.environ.pop("HF_ENDPOINT", None)  # `datasets` takes an empty one for an address
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if "HF_HUB_OFFLINE" not in os.environ and not reachable(hub):
+    if not hub.startswith(("http://", "https://")):
+        raise BadInput(f"HF_ENDPOINT is {hub!r}: give an address that begins with https://")
+    away = "" if "HF_HUB_OFFLINE" in os.environ else unreachable(hub)
+    if away:
         # Otherwise `datasets` tries for half a minute. It reads this when it is imported, and
         # still finds what it has in its own cache.
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -85,24 +91,30 @@ def fetch(name: str) -> Path:
     except Exception as error:  # of many kinds: network, cache, disk, a changed data set
         source = f"{repository}, {subset}" if subset else repository
         raise BadInput(
-            f"cannot fetch {name} ({source}) into {folder}: {first_line(error)}. Run "
+            f"cannot fetch {name} ({source}) into {folder}: {first_line(error)}{away}. Run "
             f"`python scripts/prepare_data.py --data {name}` on a machine with internet (on a "
             "cluster the login node), or take --data FOLDER or --data embedded"
         ) from error
     return folder
 
 
-def reachable(address: str, timeout_s: float = 5) -> bool:
-    """Does a web server answer at `address`, through the proxy where one is set?"""
+def unreachable(address: str, timeout_s: float = 5) -> str:
+    """Why no web server answers at `address`, in words to add; "" where one does.
+
+    It is asked through the proxy where one is set.
+    """
     try:
         urlopen(address, timeout=timeout_s).close()
     except HTTPError:
-        return True
+        return ""
     except URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # there, but signed by one Python trusts not
-    except OSError:
-        return False
-    return True
+        if isinstance(error.reason, ssl.SSLError):  # there, but signed by one Python trusts not
+            return ""
+        problem = str(error.reason)
+    except (OSError, HTTPException, ValueError) as error:  # what answers is no web server
+        problem = f"{type(error).__name__} {first_line(error)}".strip()
+    proxy = " through the proxy of https_proxy" if "https" in getproxies() else ""
+    return f"; {address}{proxy} does not answer as a web server does ({problem})"
 
 
 def text_files(splits: Mapping[str, Mapping]) -> dict[str, bytes]:
@@ -140,7 +152,12 @@ def _store(files: Mapping[str, bytes], folder: Path) -> None:
         whole.mkdir()
         for name, content in files.items():
             (whole / name).write_bytes(content)
-        whole.rename(folder)
+        try:
+            whole.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # Another one that fetched the same was quicker.
 
 
 if __name__ == "__main__":

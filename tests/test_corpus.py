@@ -8,10 +8,12 @@ import os
 import random
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -569,8 +571,77 @@ def test_a_server_that_answers_with_an_error_can_be_reached():
     with HTTPServer(("127.0.0.1", 0), Refuse) as server:
         address = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert prepare_data.reachable(address)
-    assert not prepare_data.reachable(address)
+        assert not prepare_data.unreachable(address)
+    assert prepare_data.unreachable(address)
+
+
+def test_addresses_and_proxies_that_cannot_be_are_one_line(tmp_path, cache, monkeypatch):
+    """A server that is none of the web answers on the port that is given as proxy or endpoint."""
+    import datasets  # else it would read HF_HUB_OFFLINE, which the first of these sets
+
+    assert datasets.config.HF_HUB_OFFLINE
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=greet_like_ssh, args=[server], daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        for changes, words in (
+            ({"HF_ENDPOINT": "hub.example"}, "HF_ENDPOINT is 'hub.example': give an address"),
+            ({"HF_ENDPOINT": f"http://{address}"}, f"http://{address} does not .*BadStatusLine"),
+            ({"HF_ENDPOINT": "", "https_proxy": "http://proxy:port"}, "https_proxy .*nonnumeric"),
+            ({"https_proxy": f"http://{address}"}, "https_proxy .*BadStatusLine SSH"),
+            ({"https_proxy": f"socks5://{address}"}, "https_proxy .*BadStatusLine SSH"),
+        ):
+            with monkeypatch.context() as patch:
+                for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "https_proxy", "HTTPS_PROXY"):
+                    patch.delenv(name, raising=False)
+                for name, value in changes.items():
+                    patch.setenv(name, value)
+                with pytest.raises(BadInput, match=words) as error:
+                    prepare_data.fetch("wikitext-2")
+            one_line(error)
+    assert not cache.exists() or not os.listdir(cache)
+
+
+def greet_like_ssh(server: socket.socket) -> None:
+    """Answer whoever connects as a server does that knows nothing of the web."""
+    with suppress(OSError):  # it is closed at the end
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+
+
+def test_of_two_that_fetch_the_same_both_succeed(tmp_path, cache, monkeypatch, no_hub):
+    lines = {split: {"text": [" some words \n"] * 9} for split in ("train", "test", "validation")}
+    publish(tmp_path / "hub", "raw-v1", lines)
+    monkeypatch.setitem(corpus.HUB, "wikitext-2", (str(tmp_path / "hub"), "raw-v1"))
+    store = prepare_data._store
+
+    def beaten(files: dict[str, bytes], folder: Path) -> None:
+        store(files, folder)  # the other one
+        store(files, folder)
+
+    monkeypatch.setattr(prepare_data, "_store", beaten)
+    assert prepare_data.fetch("wikitext-2") == cache / "wikitext-2"
+    assert os.listdir(cache) == ["wikitext-2"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: corpus.load("wikitext-2", block=4),
+        lambda: prepare_data.main(prepare_data.Config()),
+    ],
+)
+def test_what_is_only_a_part_of_a_data_set_is_to_be_deleted(cache, read):
+    folder = cache / "wikitext-2"
+    folder.mkdir(parents=True)
+    with pytest.raises(BadInput, match="lacks train.txt, .* delete it and run `python scripts/pre"):
+        read()
+    folder.rmdir()
+    folder.write_text("x")
+    with pytest.raises(BadInput, match="is a file where .* belongs: delete it"):
+        read()
 
 
 def test_prepare_data_checks_a_folder_and_learns_its_tokenizer(tmp_path, cache, capsys):

@@ -488,11 +488,17 @@ def test_a_fault_of_the_machine_is_tried_once_more_and_then_not_judged(monkeypat
     assert told(MEAN, mean) == "done"
 
     def broken(*args, **named):
-        raise MachineFault("the server is gone", 1)
+        raise MachineFault(problems.pop(), 1)
 
     monkeypatch.setattr(trial, "run_ranks", broken)
-    with pytest.raises(NotJudged):
+    problems = ["the server is gone", "the room is gone"]
+    with pytest.raises(NotJudged) as fault:
         verdict.check(MEAN, mean)
+    assert fault.value.remedy == "Run the check again."
+    problems += 2 * ["the server is gone"]
+    with pytest.raises(NotJudged) as fault:
+        verdict.check(MEAN, mean)
+    assert "It was the same at a second try: mend that first" in fault.value.remedy
 
 
 def test_not_judged_is_grey_and_stops_only_graded_work(monkeypatch, capsys):

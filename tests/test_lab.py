@@ -529,6 +529,12 @@ def test_world_size_zero_is_refused():
         run_ranks(total, 0)
 
 
+def test_a_network_that_this_machine_lacks_is_not_asked_for(monkeypatch):
+    """site.env names the one between a cluster's nodes; these ranks meet on the loopback."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
 def test_ranks_see_no_gpu():
     """They talk by gloo, and PyTorch's DeviceMesh would move a model to any GPU that it sees."""
 

@@ -239,6 +239,52 @@ def test_a_job_outside_a_step_is_no_copy():
     refuse_copies({}, True)
 
 
+@pytest.mark.nightly
+def test_a_machine_whose_name_cannot_be_looked_up_trains(clone, tmp_path):
+    """As laptops in a VPN and some containers: all that meet on one machine meet on its loopback."""
+    named = ["unshare", "--uts", "bash", "-c", 'hostname no-such-name-zz && "$@"', "-"]
+    if run([*named, "true"], tmp_path)[0]:
+        pytest.skip("only root can give a name to a part of this machine")
+    code, said, errors = run([*named, *command(clone, out="run", steps=3)], tmp_path)
+    assert code == 0 and "finished: 3 steps" in said, errors
+    env = environment(PYTHONPATH=str(clone / "scripts"), GLOO_SOCKET_IFNAME="ib0")
+    ranks = "from manyhands.ranks.lab import run_ranks; print(run_ranks(str, 2, 7))"
+    told = run([*named, sys.executable, "-c", ranks], tmp_path, env=env)
+    assert told == (0, "['7', '7']\n", "")
+
+
+# ---- what a shell says -------------------------------------------------------------------------
+
+
+def test_a_job_file_finds_its_own_folder_whatever_cdpath_says(clone, tmp_path):
+    (tmp_path / "sbatch").mkdir()
+    (tmp_path / "sbatch" / "site.sh").write_text("echo of another clone; exit 1\n")
+    stand_in = tmp_path / "python"
+    stand_in.write_text("#!/bin/bash\necho $*\n")
+    stand_in.chmod(0o755)
+    for places in (".", str(tmp_path)):
+        env = environment(CDPATH=places, PYTHON=str(stand_in))
+        told = run(["bash", "sbatch/ddp.sbatch", "--steps", 3], clone, env=env)
+        words = f"{clone}/scripts/launch.py {clone}/scripts/train_ddp.py --steps 3\n"
+        assert told == (0, words, "")
+        _, said, errors = run(["bash", "sbatch/check_site.sh"], clone, env=env)
+        assert "there is no sbatch/site.env: cp" in said and not errors
+
+
+@pytest.mark.parametrize("job", ["ddp.sbatch", "solution.sbatch"])
+def test_a_job_takes_no_other_python_than_the_courses_or_the_one_named(clone, tmp_path, job):
+    (tmp_path / "python3").symlink_to(sys.executable)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for named, words in (
+        ({}, "no "),
+        ({"PYTHON": "/gone/python"}, "PYTHON names what is not there: no /gone/python: "),
+    ):
+        env = {k: v for k, v in environment(PATH=path).items() if k != "PYTHON"} | named
+        code, said, errors = run(["bash", f"sbatch/{job}", "--steps", 3], clone, env=env)
+        assert (code, said, errors.count("\n")) == (2, "", 1), errors
+        assert errors.startswith(words) and "run make install" in errors
+
+
 # ---- two nodes ---------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What was granted, where a step's time goes, and how busy ranks, nodes and GPUs are."""
 
 import json
+import math
 import os
 import resource
 import socket
@@ -26,6 +27,7 @@ from manyhands.instruments.meters import (
     idle_words,
     job,
     machine,
+    quota_of_cores,
     reset_peaks,
     seconds_of,
 )
@@ -72,6 +74,52 @@ def test_slurm_is_believed_in_a_batch_job_only(monkeypatch):
     assert (machine(CPU)["num_gpus"], machine(CPU)["num_cores"]) == (7, 1)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "9999")  # no more than this process may use
     assert machine(CPU)["num_cores"] == alone["num_cores"]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        ("0::/", {}, math.inf),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 0.5),
+        ("0::/host/path", {"cpu.max": "400000 100000"}, 4),
+        (
+            "3:cpu,cpuacct:/pod\n2:memory:/\n0::/",
+            {"cpu/pod/cpu.cfs_quota_us": "150000", "cpu/pod/cpu.cfs_period_us": "50000"},
+            3,
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    ],
+)
+def test_a_quota_of_cores_is_that_of_the_control_group(tmp_path, cgroup, files, cores):
+    for name, text in {"proc/self/cgroup": cgroup}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text + "\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert quota_of_cores(tmp_path) == cores
+    assert quota_of_cores(tmp_path / "no linux") == math.inf
+
+
+@pytest.mark.nightly
+def test_a_real_quota_is_what_a_job_counts(tmp_path):
+    """Of half a core; that needs root, and a file system of control groups of version 1."""
+    group = Path("/sys/fs/cgroup/cpu") / f"manyhands-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text("50000")
+    except OSError as problem:
+        pytest.skip(f"no control group can be made here: {problem}")
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        assert machine(torch.device("cpu"))["num_cores"] == 1
+        (group / "cpu.cfs_quota_us").write_text("-1")
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 def test_machine_says_what_a_report_needs():

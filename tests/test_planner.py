@@ -356,6 +356,7 @@ def test_a_grid_from_a_file_is_a_row_for_each_plan_and_what_cannot_run_says_why(
         (["--model", "gpt5"], "no model is called gpt5"),
         (["--gpu", "RTX"], "no GPU is called RTX"),
         (["nowhere.json"], "cannot read nowhere.json"),
+        (["--memory-gb", "nan"], "--memory-gb is nan: take a number"),
         (["--hidden", "100", "--heads", "7"], "multiple of heads"),
         (["--json", "--dp", "3", "--gpus", "8"], "dp x pp x tp is 3"),
     ],
@@ -373,6 +374,8 @@ def test_bad_input_is_one_line_and_code_2(args, words):
         ("[3]", "configuration 1 is no object"),
         ('{"layrs": 3}', "no flag is called layrs"),
         ('{"layers": "many"}', "layers is 'many', not of type int"),
+        ('{"tp": NaN}', "tp is nan, not of type int"),
+        ('{"memory_gb": 1e999}', "memory_gb is inf, not of type float"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(given, words):

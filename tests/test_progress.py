@@ -13,7 +13,9 @@ import pytest
 from manyhands.checks.engine import overview, progress
 from manyhands.checks.engine.card import NotYet
 from manyhands.checks.engine.lesson import Lesson
+from manyhands.data import corpus
 from manyhands.jobs import mine, submit
+from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.training import places, storage
 
@@ -297,3 +299,20 @@ def test_a_folder_that_cannot_be_written_is_a_line_with_the_remedy(tmp_path, mon
     monkeypatch.setenv("MANYHANDS_RUNS", "/proc/runs")
     with pytest.raises(places.NoPlace, match="cannot write /proc/runs: .*; free some space"):
         submit.submit("../sbatch/ddp.sbatch", local=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without a name")
+def test_a_user_without_a_home_is_told_where_data_may_lie():
+    def read_as_nobody() -> str:
+        import tokenizers  # noqa: F401 (the folder of Python may be closed to others)
+
+        os.environ.pop("XDG_CACHE_HOME", None)
+        del os.environ["HOME"]
+        os.setuid(12345)
+        corpus.train_byte_pairs("ab" * 50, 300)  # goes on without a cache
+        try:
+            return corpus.load("wikitext-2", 4).note
+        except BadInput as problem:
+            return str(problem)
+
+    assert "user 12345 has no home folder for data: set XDG_" in run_ranks(read_as_nobody, 1)[0]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 HUB: Mapping[str, tuple[str, str]] = {"wikitext-2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+HUB_FILES = ("train.txt", "validation.txt", "test.txt")
 TOPICS = (  # name, who, what they do, with what
     ("SEA", "sailor diver pilot", "haul tow mend", "boat net oar"),
     ("SHOP", "baker cook grocer", "roast cut pack", "pie bean cake"),
@@ -183,7 +184,7 @@ def train_byte_pairs(text: str, vocab: int) -> BytePairs:
     all_bytes = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=all_bytes, show_progress=False)
     model.train_from_iterator(text.splitlines(keepends=True), trainer)
-    with suppress(OSError, RuntimeError):  # a cache that cannot be written costs time, no more
+    with suppress(OSError, BadInput):  # a cache that cannot be written costs time, no more
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as partial:
@@ -195,12 +196,19 @@ def train_byte_pairs(text: str, vocab: int) -> BytePairs:
 
 def cache_folder() -> Path:
     """Return the user's folder for tokenizers and fetched data: ~/.cache/manyhands as a rule."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands"
+    except RuntimeError:  # no HOME, and a user that the machine has no name for
+        raise BadInput(
+            f"user {os.getuid()} has no home folder for data: set XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def fetched(name: str) -> Path:
     """Return the folder of a hub data set, text or images; BadInput where it was not fetched."""
     folder = cache_folder() / name
+    if folder.is_file():
+        raise BadInput(f"{folder} is a file where the data set {name} belongs: delete it")
     if not folder.is_dir():
         raise BadInput(
             f"the data set {name} is not on this machine: run `python scripts/prepare_data.py "
@@ -371,6 +379,12 @@ def _texts(data: str, splits: str) -> tuple[str, dict[str, str], str]:
         if not data or not path.exists():
             known = ", ".join(["embedded", *HUB])
             raise BadInput(f"--data is {data!r}: no such folder or file, nor one of {known}")
+        missing = [name for name in HUB_FILES if data in HUB and not (path / name).is_file()]
+        if missing:
+            raise BadInput(
+                f"{path} lacks {missing[0]}, so it is only a part of {data}: delete it and run "
+                f"`python scripts/prepare_data.py --data {data}` where there is internet"
+            )
         return path.resolve().name, *read_splits(path, splits)
     except OSError as error:
         raise BadInput(f"cannot read --data {path}: {error.strerror}") from None

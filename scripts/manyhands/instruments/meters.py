@@ -9,6 +9,7 @@ for each GPU. `bench.py --only cost` measures both.
 """
 
 import json
+import math
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +69,7 @@ def slurm_environ() -> Mapping[str, str]:
 def machine(device: torch.device) -> dict:
     """Where this process lives, and what was granted to it there."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = min(cores, max(1, int(quota_of_cores())))
     slurm = slurm_environ()
     gpus = (torch.cuda.device_count(), len(visible_gpus() or ()))
     about = {
@@ -82,6 +84,49 @@ def machine(device: torch.device) -> dict:
         about["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
         about["name"] = torch.cuda.get_device_name(device)
     return about
+
+
+def quota_of_cores(root: Path = Path("/")) -> float:
+    """How many cores a control group lets this process use; infinite without such a limit.
+
+    A container on a machine of 64 cores sees them all, but may be stopped as soon as it has used so
+    much of them in a tenth of a second. Its own group or any above it may say so: in cpu.max, or in
+    cpu.cfs_quota_us of version 1. Source: https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return math.inf
+    limits = [math.inf]
+    for line in lines:
+        _, kinds, group = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        place = root / "sys/fs/cgroup" / ("cpu" if kinds else "")
+        # In a container the path may be that of the host, and the mount its own group.
+        for folder in (place, *(place / part for part in above(group))):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(cores_in(folder))
+    return min(limits)
+
+
+def above(group: str) -> Iterator[str]:
+    """The paths of a control group and of all above it: "a/b", "a"."""
+    parts = [part for part in group.split("/") if part]
+    return ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+def cores_in(folder: Path) -> float:
+    """The limit that one control group sets; ValueError where it sets none."""
+    if (folder / "cpu.max").exists():
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+    else:
+        quota, period = (
+            int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
+        )
+    if quota <= 0 or period <= 0:
+        raise ValueError("no limit")
+    return quota / period
 
 
 def job(before: Mapping | None = None) -> dict:

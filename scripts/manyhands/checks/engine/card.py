@@ -25,6 +25,10 @@ class Wrong(Exception):
 class NotJudged(Exception):
     """The machine did not let a check finish, so nothing is known about the answer."""
 
+    def __init__(self, seen: str, remedy: str = "Run the check again.") -> None:
+        super().__init__(seen)
+        self.remedy = remedy
+
 
 class NotYet(OneLine, Exception):
     """Stops "Run all" at the mistake, with one line."""

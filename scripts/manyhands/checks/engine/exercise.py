@@ -74,7 +74,7 @@ def judge(exercise: Exercise, answer: object) -> Verdict:
         return Verdict(todo, name, "not yet", *words)
     except NotJudged as fault:
         why = "This says nothing about your answer."
-        return Verdict(todo, name, "not judged", str(fault), why, "Run the check again.")
+        return Verdict(todo, name, "not judged", str(fault), why, fault.remedy)
     except RankFailed as failed:
         if failed.failure.error == "NotImplementedError":
             other = stub_of_another(failed.failure, todo)

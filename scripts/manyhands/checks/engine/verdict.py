@@ -221,6 +221,7 @@ def tell(trial: Trial) -> None:
 def attempt(spec: Spec, answer: object) -> Trial:
     """Try an answer beside the truth; a second time where the machine was at fault."""
     begin_s = time.monotonic()
+    reasons = []
     for _ in range(2):
         cases = spec.draw()
         steps = spec.steps(cases)
@@ -231,8 +232,11 @@ def attempt(spec: Spec, answer: object) -> Trial:
             left_s = VERDICT_S - (time.monotonic() - begin_s)
             faces = Faces(spec, cases, max(NAMING_S, left_s))
             return Trial(spec, answer, faces, wanted, found, failed)
-    reason = failed or "the ranks ended early"
-    raise NotJudged(f"the machine did not let the check finish ({' '.join(str(reason).split())})")
+        reasons.append(" ".join(str(failed or "the ranks ended early").split()))
+    remedy = "Run the check again."
+    if reasons[0] == reasons[1]:
+        remedy = "It was the same at a second try: mend that first, then run the check again."
+    raise NotJudged(f"the machine did not let the check finish ({reasons[1]})", remedy)
 
 
 def is_a_fault(failed: RankFailed | None) -> bool:

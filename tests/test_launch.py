@@ -241,7 +241,7 @@ def test_a_job_outside_a_step_is_no_copy():
 
 @pytest.mark.nightly
 def test_a_machine_whose_name_cannot_be_looked_up_trains(clone, tmp_path):
-    """As laptops in a VPN and some containers: all that meet on one machine meet on its loopback."""
+    """As laptops in a VPN and some containers are: on one machine all meet on its loopback."""
     named = ["unshare", "--uts", "bash", "-c", 'hostname no-such-name-zz && "$@"', "-"]
     if run([*named, "true"], tmp_path)[0]:
         pytest.skip("only root can give a name to a part of this machine")

@@ -69,7 +69,7 @@ def slurm_environ() -> Mapping[str, str]:
 def machine(device: torch.device) -> dict:
     """Where this process lives, and what was granted to it there."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = min(cores, max(1, int(quota_of_cores())))
+    cores = max(1, int(min(cores, quota_of_cores())))
     slurm = slurm_environ()
     gpus = (torch.cuda.device_count(), len(visible_gpus() or ()))
     about = {

@@ -595,6 +595,9 @@ def test_addresses_and_proxies_that_cannot_be_are_one_line(tmp_path, cache, monk
                     patch.delenv(name, raising=False)
                 for name, value in changes.items():
                     patch.setenv(name, value)
+                patch.setattr(
+                    "urllib.request._opener", None
+                )  # it keeps the proxies of its first use
                 with pytest.raises(BadInput, match=words) as error:
                     prepare_data.fetch("wikitext-2")
             one_line(error)

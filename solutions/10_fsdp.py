@@ -38,18 +38,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from manyhands.checks import fsdp as check, score
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 from manyhands.data_parallel import replicas
-from manyhands.data_parallel.replicas import broadcast_state, pack
+from manyhands.data_parallel.replicas import broadcast_state, pack, sum_type
 from manyhands.fsdp import bench, figures as pictures
 from manyhands.fsdp.flat import make_flats
 from manyhands.fsdp.fully_shard import full_state
 from manyhands.fsdp.guard import guard
 from manyhands.fsdp.meta import Draw
-from manyhands.fsdp.model import ShardedModel
+from manyhands.fsdp.model import ShardedModel, tensors_in
 from manyhands.instruments import figures, timing
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of
@@ -311,8 +311,9 @@ from manyhands.fsdp.model import watch
 
 # %% [markdown]
 # The class `ShardedModel`, in `scripts/manyhands/fsdp/model.py`, makes the Flats of all units, calls `watch`
-# for each, and takes care of two special cases: frozen parameters, and units that run again in backward
-# because of activation checkpointing (lesson 09). Your `FSDP` is a `ShardedModel` with four methods, in which
+# for each, and takes care of three special cases: frozen parameters, units that run again in backward because
+# of activation checkpointing (lesson 09), and a second loss whose own backward reaches only some parameters of
+# a unit. Your `FSDP` is a `ShardedModel` with four methods, in which
 # two rules matter:
 #
 # - **Prefetch.** While a unit computes, the next one should be on its way, which hides its gather behind the
@@ -337,7 +338,13 @@ check.FSDP(FSDP)
 # The training loop is that of one process, and the shards are the only parameters that an optimizer sees.
 # Between steps the model's own parameters have no memory behind them. Many operations of PyTorch would read them
 # all the same, and the process would end with a segmentation fault, so `guard`, which you saw in `ShardedFlat`,
-# turns such a read into an error. `full_state` collects the weights from the shards, on rank 0.
+# turns such a read into an error, also where a gather is still on its way. `full_state` collects the weights
+# from the shards, on rank 0.
+#
+# An optimizer sees vectors, and no longer sees which numbers form a matrix. So a rule that many training
+# scripts use, weight decay for parameters with `p.dim() >= 2` only, would decay nothing here. With
+# `FSDP(..., apart=lambda name, param: param.dim() >= 2)` matrices and vectors get shards of their own, and
+# `model.shards_of(True)` lists those of the matrices.
 
 
 # %%

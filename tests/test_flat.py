@@ -177,6 +177,18 @@ def gradients_in_bfloat16():
     return flat.shard.grad
 
 
+def test_gradients_of_16_bits_are_averaged_even_if_their_sum_is_too_large():
+    def mean():
+        flat = Flat(params_of(13, torch.float16))
+        for param in flat.params:
+            param.grad = torch.full_like(param, 40_000.0)
+        flat.reduce()
+        return flat.shard.grad
+
+    for found in run_ranks(mean, 2):
+        assert found.dtype == torch.float16 and found[0] == 40_000.0
+
+
 def test_gradients_are_summed_in_the_type_of_the_shard():
     found = torch.cat(run_ranks(gradients_in_bfloat16, 2))
     assert found.dtype == torch.float32

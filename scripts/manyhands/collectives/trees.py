@@ -20,7 +20,7 @@ Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communicat
 MPICH", https://doi.org/10.1177/1094342005051521, sections 3 and 4.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None  # None means all ranks
+
+
+def device_of(tensors: Iterable[Tensor], group: Group = None) -> torch.device:
+    """Where this rank's messages have to be: where its tensors are, and without any, by `group`.
+
+    NCCL sends only what is on a GPU, and a rank's GPU is its current device.
+    """
+    for tensor in tensors:
+        return tensor.device
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 
 
 def clip_grad_norm(
@@ -29,7 +29,8 @@ def clip_grad_norm(
 
     Args:
         parts: parameters whose gradients this rank alone holds, among the ranks of `groups`:
-            shards of FSDP, a stage of a pipeline, the parts of tensor parallelism.
+            shards of FSDP, a stage of a pipeline, the parts of tensor parallelism. May be empty, as
+            for a stage of activations only.
         groups: over which the parts are spread, such as the shards' group and the pipeline.
         copies: parameters with the same gradient on all these ranks; they count once.
 
@@ -38,10 +39,11 @@ def clip_grad_norm(
     """
     mine = [*parts]
     shared = [*copies]
-    total = sum_of_squares(mine)
+    device = device_of([*mine, *shared], groups[0] if groups else None)
+    total = sum_of_squares(mine, device)
     for group in groups:
         dist.all_reduce(total, group=group)
-    norm = total.add_(sum_of_squares(shared)).sqrt() if shared else total.sqrt()
+    norm = total.add_(sum_of_squares(shared, device)).sqrt() if shared else total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in [*mine, *shared]:
         if param.grad is not None:
@@ -49,10 +51,13 @@ def clip_grad_norm(
     return norm
 
 
-def sum_of_squares(params: Sequence[nn.Parameter]) -> Tensor:
-    """The sum of the squares of all gradients, a scalar in float64; 0 where there is none."""
-    total = torch.zeros((), dtype=torch.float64, device=params[0].device)
+def sum_of_squares(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """The sum of the squares of all gradients, a scalar in float64; 0 where there is none.
+
+    vector_norm reads numbers of 32 bits and adds up in float64, without a copy in 64 bits.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for param in params:
         if param.grad is not None:
-            total += param.grad.double().square().sum()
+            total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
     return total

@@ -10,14 +10,14 @@ Sources: Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054, sect
 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277, section 3.2 (FlatParameter).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.collectives.trees import Group
-from manyhands.data_parallel.replicas import pack
+from manyhands.data_parallel.replicas import pack, sum_type
 from manyhands.fsdp.guard import guard
 
 
@@ -92,20 +92,21 @@ class Flat(Views):
         `shard.grad` becomes the mean, over the ranks and over `replicas` if that is a group, of
         this rank's part of the gradients, in the type of `shard`. If it held something already,
         the mean is added to that. Each parameter's own .grad is None afterwards; a parameter
-        without one counts as zeros.
+        without one counts as zeros. For shards of 16 bits the sum is taken in float32.
         """
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        whole = pack([*grads, self.padding.to(grads[0].dtype)]).to(self.shard.dtype)
+        whole = pack([*grads, self.padding.to(grads[0].dtype)]).to(sum_type(self.shard.dtype))
         del grads  # the next lines free the gradients before the reduce-scatter needs room
         for param in self.params:
             param.grad = None
-        mine = torch.empty_like(self.shard)
+        mine = torch.empty_like(self.shard, dtype=whole.dtype)
         reduce_scatter(mine, whole, self.group)
         num_ranks = self.num_ranks
         if self.replicas is not None:
             dist.all_reduce(mine, group=self.replicas)
             num_ranks *= dist.get_world_size(self.replicas)
         mine /= num_ranks
+        mine = mine.to(self.shard.dtype)
         self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
 
 
@@ -123,8 +124,8 @@ class ShardedFlat(Flat):
         self.replicas = replicas
         self.shard.data = self.shard.data.clone()  # it was a view of the whole
         self.show(self.whole.to(dtype or self.whole.dtype))
-        guard(self.params)
         self.coming: dist.Work | None = None
+        guard(self.params, self)
         self.free()
 
     @property
@@ -160,8 +161,14 @@ def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
     return [root, *(list(block.parameters()) for block in model.blocks)]
 
 
-def make_flats(params: Iterable[nn.Parameter], make: Callable[[list], Flat]) -> list[Flat]:
+def make_flats(
+    params: Iterable[nn.Parameter],
+    make: Callable[[list], Flat],
+    key_of: Callable[[nn.Parameter], Hashable] | None = None,
+) -> list[Flat]:
     """One Flat, made by `make`, for each type, and for trainable and frozen parameters apart.
+
+    Parameters for which key_of differs are kept apart as well, and a Flat's `key` is theirs.
 
     Parameters may be marked: `param.holders` ranks beyond this group hold the same numbers, as
     lesson 14 does it; it is 1 without a mark. Different marks are kept apart, and a Flat's shard
@@ -169,11 +176,13 @@ def make_flats(params: Iterable[nn.Parameter], make: Callable[[list], Flat]) -> 
     """
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param in params:
-        kind = param.dtype, param.requires_grad, getattr(param, "holders", 1)
+        key = None if key_of is None else key_of(param)
+        kind = param.dtype, param.requires_grad, key, getattr(param, "holders", 1)
         kinds.setdefault(kind, []).append(param)
     flats = []
-    for (*_, holders), some in kinds.items():
+    for (*_, key, holders), some in kinds.items():
         flats.append(make(some))
+        flats[-1].key = key
         if holders != 1:
             flats[-1].shard.holders = holders
     return flats

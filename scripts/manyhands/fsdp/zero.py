@@ -25,7 +25,12 @@ class ShardedOptimizer:
         flats: of all the model's parameters; those that are frozen now are never stepped.
         make_optimizer: gets the shards; its optimizer works number by number, as AdamW does,
             because a shard does not know which rows belong to one matrix. A parameter without a
-            gradient counts as zeros beside others of its Flat, so AdamW still decays it.
+            gradient counts as zeros beside others of its Flat, so AdamW still decays it. To decay
+            matrices only, give them Flats of their own: p.dim() >= 2 is true of no shard.
+
+    With gradients that are scaled for float16, reduce() each of `flats` before the scaler's step,
+    and take ShardedGradScaler of torch.distributed.fsdp: PyTorch's GradScaler would let the rank
+    step that saw no overflow in its own shards, while others skip.
     """
 
     def __init__(

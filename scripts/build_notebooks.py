@@ -47,10 +47,10 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from manyhands.jobs.mine import global_names
 from manyhands.jobs.notebook import kernel_environment, run_cells
 from manyhands.jobs.source import PICTURE, Lesson, read_lesson
 from manyhands.jobs.timetable import core_minutes, optional_minutes, path_row
+from manyhands.jobs.written import global_names
 from manyhands.ranks.runtime import BadInput, command_line
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -542,3 +542,12 @@ def test_ranks_see_no_gpu():
         return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
 
     assert run_ranks(seen, 2) == [("", 0)] * 2
+
+
+def test_a_function_may_name_dist_and_any_config():
+    def config_of(run):
+        dist.barrier()
+        return run.config, (lambda: (dist, run.config))
+
+    run = SimpleNamespace(config=3)
+    assert [value[0] for value in run_ranks(config_of, 2, run)] == [3, 3]

@@ -1,14 +1,17 @@
 """The learner's functions reach a job as they stand in the notebook, or one line says why not."""
 
+import json
 import linecache
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from manyhands.checks.engine.answer import as_written
-from manyhands.jobs import mine
+from manyhands.jobs import mine, written
+from manyhands.jobs.alike import difference
 from manyhands.ranks.runtime import BadInput
 
 HELPERS = """
@@ -103,7 +106,8 @@ def double(x):
 USE = """
 import sys
 from pathlib import Path
-from manyhands.jobs import mine
+from manyhands.jobs import mine, written
+from manyhands.jobs.alike import difference
 
 folder = Path("mine")
 answers = {"Wrapped": Wrapped, "average": average, "joined": joined, "recursive": recursive}
@@ -119,7 +123,7 @@ print("files:", sorted(file.name for file in folder.iterdir()))
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What a notebook of four cells wrote, and what it printed."""
     folder = tmp_path_factory.mktemp("notebook")
     cells = [nbformat.v4.new_code_cell(code) for code in (HELPERS, ANSWERS, REDEFINED, USE)]
@@ -128,9 +132,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "mine", "".join(output["text"] for output in notebook.cells[-1].outputs)
 
 
-def test_functions_of_a_notebook_run_outside_it(written):
+def test_functions_of_a_notebook_run_outside_it(kept):
     names = ["Wrapped", "average", "joined", "recursive", "paired", "Mean", "absent"]
-    found = mine.load("demo", names, written[0])
+    found = mine.load("demo", names, kept[0])
     assert list(found) == names[:-1]
     wrapped = found["Wrapped"]()
     assert wrapped.weight.tolist() == [2.0, 2.0, 2.0] and wrapped.start == 4
@@ -142,17 +146,17 @@ def test_functions_of_a_notebook_run_outside_it(written):
     assert found["paired"]() == (3, 3, "mark") and found["Mean"].__name__ == "Average"
 
 
-def test_file_holds_what_is_used_and_no_more(written):
-    text = (written[0] / "demo.py").read_text()
+def test_file_holds_what_is_used_and_no_more(kept):
+    text = (kept[0] / "demo.py").read_text()
     assert text.count("def double") == 1 and "LAYER" not in text and "shared_layer" not in text
     assert "\nfrom collections import OrderedDict as Ordered\n" in text
     assert "\nimport torch.distributed as dist\n" in text and "SCALE = 3\n" in text
 
 
-def test_value_that_no_job_can_know_is_named_and_nothing_is_written(written):
-    (line,) = [line for line in written[1].splitlines() if line.startswith("refused: ")]
+def test_value_that_no_job_can_know_is_named_and_nothing_is_written(kept):
+    (line,) = [line for line in kept[1].splitlines() if line.startswith("refused: ")]
     assert "shared_layer uses 'LAYER' from the notebook, a Tensor" in line
-    assert "files: ['demo.py']" in written[1]
+    assert "files: ['demo.py']" in kept[1]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +206,7 @@ def test_class_without_methods_is_found_in_cells_that_are_not_numbered(monkeypat
     exec(text, space)
     lines = text.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, "ipykernel_1/2.py", (len(text), None, lines, "2.py"))
-    found = mine.source_of("Bytes", space["Bytes"])
+    found = written.source_of("Bytes", space["Bytes"])
     assert found == "class Bytes(NamedTuple):\n    weights: int = 4"
 
 
@@ -286,7 +290,7 @@ def changes(text: str) -> list[str]:
     for namespace, source in zip(namespaces, (WRITTEN, text), strict=True):
         exec(source, namespace)
     one, other = (namespace["make"]() for namespace in namespaces)
-    return [name for name in one if as_written(one[name]) != as_written(other[name])]
+    return [name for name in one if difference(name, one[name], other[name])]
 
 
 @pytest.mark.parametrize(
@@ -305,3 +309,174 @@ def changes(text: str) -> list[str]:
 )
 def test_cell_that_is_run_again_counts_as_changed_only_where_it_was(old, new, name):
     assert changes(WRITTEN.replace(old, new) if old else WRITTEN) == ([name] if name else [])
+
+
+# ---- forms of cells ------------------------------------------------------------------------------
+
+EDITED = "def f(x):\n    return 'another text'"
+FORMS = {  # cells as they are run, and what f(1) is in a job, or what the refusal says
+    "a plain function": ([EDITED, "def f(x):\n    return x + 1"], 2),
+    "a cell that is run again": (
+        ["def f(x):\n    return x + 2", EDITED, "def f(x):\n    return x + 2"],
+        3,
+    ),
+    "two of one name in a cell": (["def f(x):\n    return 0\ndef f(x):\n    return x + 3"], 4),
+    "a lambda": ([EDITED, "f = lambda x: x + 4"], 5),
+    "an alias": ([EDITED, "def g(x):\n    return x + 5", "f = g"], 6),
+    "an older object": (["def f(x):\n    return x + 6\nfirst = f", EDITED, "f = first"], 7),
+    "a function of the same name in a class": (
+        ["class A:\n    def f(self, x):\n        return 0", "def f(x):\n    return x + 7"],
+        8,
+    ),
+    "a partial": (
+        [
+            EDITED,
+            "import functools\ndef g(x, y):\n    return x + y",
+            "f = functools.partial(g, y=8)",
+        ],
+        9,
+    ),
+    "a closure": (
+        [EDITED, "def make(k):\n    def f(x):\n        return x + k\n    return f", "f = make(9)"],
+        10,
+    ),
+    "a decorator with wraps": (
+        [
+            "import functools\ndef twice(g):\n    @functools.wraps(g)\n    def inner(x):\n"
+            "        return 2 * g(x)\n    return inner",
+            "@twice\ndef f(x):\n    return x + 4",
+        ],
+        10,
+    ),
+    "a decorator with an argument, on two lines": (
+        [
+            "def times(k):\n    def wrap(g):\n        return lambda x: k * g(x)\n    return wrap",
+            "@times(\n    3)\ndef f(x):\n    return x + 4",
+        ],
+        15,
+    ),
+    "a cache": (["import functools\n@functools.lru_cache\ndef f(x):\n    return x + 11"], 12),
+    "a class with a base": (
+        [
+            "class Base:\n    def __new__(cls, x):\n        return x + cls.k",
+            "class f(Base):\n    k = 12",
+        ],
+        13,
+    ),
+    "a dataclass": (
+        [
+            "from dataclasses import dataclass",
+            "@dataclass\nclass P:\n    a: int = 13",
+            "def f(x):\n    return x + P().a",
+        ],
+        14,
+    ),
+    "a named tuple": (
+        [
+            "from collections import namedtuple\nQ = namedtuple('Q', 'a b')",
+            "def f(x):\n    return x + Q(14, 0).a",
+        ],
+        15,
+    ),
+    "a name of Python's that the notebook has taken": (
+        ["sum = lambda values: 16", "def f(x):\n    return sum([x])"],
+        16,
+    ),
+    "a module below another": (
+        ["import os.path, xml\nimport xml.dom", "def f(x):\n    return xml.dom.__name__"],
+        "xml.dom",
+    ),
+    "a function without a module": (
+        ["from torch import zeros", "def f(x):\n    return zeros(x).tolist()"],
+        [0.0],
+    ),
+    "a magic": (["%%time\ndef f(x):\n    return x + 17"], 18),
+    "a helper that was deleted": (
+        ["def helper(x):\n    return x", "def f(x):\n    return helper(x)", "del helper"],
+        "f uses 'helper', which the notebook does not have: run the cell that makes it",
+    ),
+    "a default that has another value now": (
+        ["N = 3", "def f(x, n=N):\n    return x + n", "N = 4"],
+        "f, or rather a default of f, is no longer what its text says",
+    ),
+    "a decorator that was changed since": (
+        [
+            "def twice(g):\n    return lambda x: 2 * g(x)",
+            "@twice\ndef f(x):\n    return x",
+            "def twice(g):\n    return lambda x: 3 * g(x)",
+        ],
+        "f is no longer what its text says: define it with `def` in a cell of its own",
+    ),
+    "a name that wraps itself": (
+        ["def f(x):\n    return x", "import functools\nf = functools.partial(f)"],
+        "f cannot run outside the notebook (NameError: name 'f' is not defined)",
+    ),
+    "a method of an object": (
+        ["import logging\nlog = logging.getLogger('x').info", "def f(x):\n    log(x)"],
+        "f uses 'log' from the notebook, a method: a job cannot know it",
+    ),
+    "the notebook itself": (
+        ["def f(x):\n    return get_ipython()"],
+        "f uses 'get_ipython' from the notebook, a method: a job cannot know it",
+    ),
+    "a function in an if": (
+        ["if True:\n    def f(x):\n        return x - 40"],
+        "the source of 'f' is not to be found: define it with `def` or `class` at the left margin",
+    ),
+    "text that is executed": (
+        [EDITED, "exec('def f(x):\\n    return x - 41')"],
+        "the source of 'f' is not to be found",
+    ),
+}
+NOTEBOOK = """
+import io, json, sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+from manyhands.jobs import mine
+
+shell = InteractiveShell.instance()
+said = {}
+for number, cells in enumerate(json.loads(sys.argv[1])):
+    shell.reset(new_session=False)
+    for cell in cells:
+        with redirect_stdout(io.StringIO()):
+            shell.run_cell(cell, store_history=True).raise_error()
+    try:
+        mine.write(f"form{number}", {"f": shell.user_ns["f"]}, Path("mine"))
+    except ValueError as refused:
+        said[number] = str(refused)
+print(json.dumps(said))
+"""
+JOB = """
+import json, sys
+from pathlib import Path
+from manyhands.jobs import mine
+
+files = Path("mine").glob("*.py")
+made = {f.stem: mine.load(f.stem, ["f"], Path("mine"))["f"](1) for f in files}
+print(json.dumps(made))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Of each form: what f(1) is in a process that loads the file, or why none was written."""
+    folder = tmp_path_factory.mktemp("forms")
+    cells = json.dumps([cells for cells, _ in FORMS.values()])
+    said, made = (
+        json.loads(subprocess.check_output([sys.executable, "-c", *words], cwd=folder, timeout=200))
+        for words in ((NOTEBOOK, cells), (JOB,))
+    )
+    return {
+        form: made.get(f"form{number}", said.get(str(number))) for number, form in enumerate(FORMS)
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_job_runs_what_the_check_has_seen_or_one_line_says_why_not(outcomes, form):
+    wanted = FORMS[form][1]
+    if isinstance(wanted, str) and outcomes[form] != wanted:
+        assert wanted in outcomes[form] and "\n" not in outcomes[form]
+    else:
+        assert outcomes[form] == wanted

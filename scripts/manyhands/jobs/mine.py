@@ -9,17 +9,16 @@ a file, together with the imports and helpers that they use, so that the job run
 
 import ast
 import builtins
+import functools
 import importlib.util
 import inspect
-import itertools
-import linecache
 import os
-import symtable
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from manyhands.jobs import alike, written
 from manyhands.ranks.runtime import BadInput, distributed, first_line
 from manyhands.training import places, storage
 
@@ -39,7 +38,7 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None
     text = (
         "\n\n\n".join([title + "\n\n" + "\n".join(sorted(imports)), *definitions.values()]) + "\n"
     )
-    compile(text, f"mine/{lesson}.py", "exec")
+    _refuse_another(text, lesson, answers)
     path = places.make(folder or places.mine()) / f"{lesson}.py"
     try:
         storage.replace_file(path, text.encode())
@@ -113,117 +112,132 @@ def in_words(found: Mapping[str, Callable]) -> str:
     return f"yours: {', '.join(own) or 'none'}; the course's: all else"
 
 
-def source_of(name: str, value: object) -> str:
-    """The source text of `name`, a function or class, also of one that a notebook cell defines."""
-    code = _code_of(value)
-    texts = ["".join(linecache.getlines(code.co_filename))] if code else []
-    if value.__module__ == "__main__":
-        # A notebook's cells as they were run; the last one that defines `name` counts.
-        texts += reversed(vars(sys.modules["__main__"]).get("In", []))
-        # Where cells are not numbered, and for a class without methods: what Python read of cells.
-        cells = [entry for name, entry in linecache.cache.items() if "ipykernel_" in name]
-        texts += ["".join(entry[2]) for entry in reversed(cells) if len(entry) > 2]
-    for wanted, text in itertools.product((name, value.__name__), texts):
-        if source := _definition(wanted, text):
-            return source if wanted == name else f"{source}\n\n\n{name} = {wanted}"
-    try:
-        return inspect.cleandoc("\n" + inspect.getsource(value))
-    except (OSError, TypeError):
-        raise ValueError(
-            f"the source of {name!r} is not to be found: define it with `def` or `class` in a "
-            "cell without magics"
-        ) from None
-
-
-def _definition(name: str, text: str) -> str | None:
-    """The last `def name` or `class name` of a text, or None; also where the text is no Python."""
-    try:
-        body = ast.parse(text).body
-    except SyntaxError:  # a cell with a magic
-        return None
-    for node in reversed(body):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return None
-
-
-def global_names(source: str) -> tuple[set[str], set[str]]:
-    """The global names that a piece of code reads, and those that it defines."""
-    top = symtable.symtable(source, "cell", "exec")
-    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
-    scopes = [top]
-    read: set[str] = set()
-    while scopes:
-        scope = scopes.pop()
-        scopes += scope.get_children()
-        for symbol in scope.get_symbols():
-            if symbol.is_referenced() and (scope is top or symbol.is_global()):
-                read.add(symbol.get_name())
-    return read, defined
-
-
-def _code_of(value: object) -> types.CodeType | None:
-    functions = _functions_of(value)
-    return functions[0].__code__ if functions else None
-
-
-def _functions_of(value: object) -> list[types.FunctionType]:
-    if not isinstance(value, type):
-        return [inspect.unwrap(value)]
-    members = [getattr(member, "fget", member) for member in vars(value).values()]
-    members = [inspect.unwrap(member) for member in members if callable(member)]
-    return [member for member in members if inspect.isfunction(member)]
+# ---- the text of the file ----------------------------------------------------------------------
 
 
 def _collect(name: str, value: object, imports: set[str], definitions: dict[str, str]) -> None:
     """Add the source of `value`, and of all that it names, helpers first."""
     if name in definitions:
         return
-    source = source_of(name, value)
+    source = written.source_of(name, value)
     definitions[name] = ""  # holds its place while its helpers are looked at
-    if isinstance(value, type):
-        known = vars(sys.modules[value.__module__])
-    else:
-        known = inspect.unwrap(value).__globals__
-    read, _ = global_names(source)
-    for other in sorted(read - {name} - set(vars(builtins))):
-        if other in known:
-            _add(other, known[other], imports, definitions, name)
+    known = _globals_of(value, source)
+    read, defined = written.global_names(source)
+    set_inside = {one for n in ast.walk(ast.parse(source)) for one in getattr(n, "names", [])}
+    for other in sorted(read - defined):
+        if isinstance(known.get(other), types.ModuleType):
+            _import_module(other, known[other], source, imports)
+        elif other in known or hasattr(builtins, other):
+            _add(other, known, imports, definitions, name)
+        elif other not in set_inside:  # by `global`
+            raise ValueError(
+                f"{name} uses {other!r}, which the notebook does not have: run the cell that makes "
+                f"it, or write {name} without it, and then its check"
+            )
     del definitions[name]
     definitions[name] = source
 
 
+def _globals_of(value: object, source: str) -> dict[str, object]:
+    """The global names that a value's source sees, also where a decorator is from elsewhere."""
+    if isinstance(value, type):
+        return vars(sys.modules[value.__module__])
+    whole = compile(source, "", "exec", dont_inherit=True)
+    codes = {alike.operations(code) for code in alike.inner_codes(whole)}
+    made = [f for f in written.functions_of(value) if alike.operations(f.__code__) in codes]
+    return made[0].__globals__ if made else vars(sys.modules["__main__"])
+
+
+def _import_module(name: str, module: types.ModuleType, source: str, imports: set[str]) -> None:
+    """Import a module under its name, and those below it that a piece of source reads."""
+    whole = module.__name__
+    imports.add(f"import {whole}" + (f" as {name}" if name != whole else ""))
+    imports |= {f"import {one}" for one in written.submodules_read(source, name, whole)}
+
+
 def _add(
-    name: str, value: object, imports: set[str], definitions: dict[str, str], user: str
+    name: str,
+    known: Mapping[str, object],
+    imports: set[str],
+    definitions: dict[str, str],
+    user: str,
 ) -> None:
     """Make `name` known in the file: by an import, by its source, or by its value."""
-    if isinstance(value, types.ModuleType):
-        imports.add(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
+    value = known.get(name, vars(builtins).get(name))
+    if _is_python_s(name, value):
         return
     is_code = inspect.isroutine(value) or isinstance(value, type)
-    if not is_code and (home := _package_module_with(name, value)):
-        imports.add(f"from {home} import {name}")
-        return
-    module = getattr(value, "__module__", None)
-    origin = getattr(value, "__name__", None)
-    if origin and module and module != "__main__":
-        imports.add(f"from {module} import {origin}" + (f" as {name}" if name != origin else ""))
-        return
-    if origin and (inspect.isfunction(value) or isinstance(value, type)):
+    homes = _homes_of(name, value)
+    is_value = not is_code and _is_literal(value)
+    if is_value:  # so small a value can stand in any module; take it from the course's alone
+        homes = [home for home in homes if home[0].startswith("manyhands.")]
+    if homes:
+        home, origin = homes[0]
+        imports.add(f"from {home} import {origin}" + (f" as {name}" if name != origin else ""))
+    elif is_value:
+        definitions[name] = f"{name} = {value!r}"
+    elif (
+        is_code
+        and not isinstance(value, types.MethodType | types.BuiltinFunctionType)
+        or (isinstance(value, functools.partial) or hasattr(value, "__wrapped__"))
+    ):
         _collect(name, value, imports, definitions)
-        return
-    try:
-        ast.literal_eval(repr(value))
-    except (ValueError, SyntaxError):
+    else:
         raise ValueError(
             f"{user} uses {name!r} from the notebook, a {type(value).__name__}: a job cannot know "
             "it. Make it inside the function, or pass it as an argument"
+        )
+
+
+def _is_python_s(name: str, value: object) -> bool:
+    """Is this a name that every Python process has, with what it has there?"""
+    if not hasattr(builtins, name):
+        return False
+    if type(value).__module__.startswith("IPython."):  # its exit and quit
+        return True
+    plain = vars(builtins)[name]
+    is_plain = value is plain or getattr(value, "__wrapped__", None) is plain  # IPython wraps open
+    return is_plain and not str(getattr(value, "__module__", "")).startswith("IPython.")
+
+
+def _homes_of(name: str, value: object) -> list[tuple[str, str]]:
+    """The modules that hold this very value, and under which name; its own module first."""
+    own = getattr(value, "__module__", None)
+    names = dict.fromkeys((getattr(value, "__name__", name), name))
+    found = []
+    for home, module in list(sys.modules.items()):
+        if home == "builtins" or home.startswith("__"):  # as __main__, the notebook
+            continue
+        space = getattr(module, "__dict__", {})
+        found += [(home, one) for one in names if space.get(one, names) is value]
+    return sorted(found, key=lambda at: (at[0] != own, "._" in f".{at[0]}", at[0].count("."), at))
+
+
+def _is_literal(value: object) -> bool:
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _refuse_another(text: str, lesson: str, answers: Mapping[str, object]) -> None:
+    """Run the text as a job will, and hold what it makes against what was checked.
+
+    Raises:
+        ValueError: it does not run by itself, or makes something else.
+    """
+    remedy = "define it with `def` in a cell of its own, run that cell and its check"
+    space = {"__name__": next(iter(answers.values())).__module__}
+    try:
+        exec(compile(text, f"mine/{lesson}.py", "exec", dont_inherit=True), space)
+    except Exception as error:
+        raise ValueError(
+            f"{', '.join(answers)} cannot run outside the notebook ({type(error).__name__}: "
+            f"{first_line(error)}): write what it needs into the function, and run its check again"
         ) from None
-    definitions[name] = f"{name} = {value!r}"
-
-
-def _package_module_with(name: str, value: object) -> str | None:
-    """The module of this package that has a constant, such as a name for a type."""
-    ours = [(one, m) for one, m in sys.modules.items() if one.startswith("manyhands.")]
-    return next((one for one, module in ours if vars(module).get(name) is value), None)
+    for name, answer in answers.items():
+        if other := alike.difference(name, space.get(name), answer, with_globals=True):
+            told = name if other == name else f"{name}, or rather {other},"
+            raise ValueError(
+                f"{told} is no longer what its text says: {remedy}, before check.keep()"
+            )

@@ -10,14 +10,17 @@ Ctrl-C are noted, and acted on where ranks can be ended in an orderly way: withi
 the import of torch, which would be left in halves.
 """
 
+import copyreg
 import ctypes
 import faulthandler
+import importlib
 import os
 import select
 import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -171,6 +174,7 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     """The call as bytes; the module of `fn` travels along, unless it is the course's own."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     name = getattr(module, "__name__", "__main__")
+    _send_modules_by_name()
     if name == "__main__" or name.split(".")[0] == "manyhands":
         return cloudpickle.dumps((fn, args, kwargs))
     cloudpickle.register_pickle_by_value(module)
@@ -178,6 +182,18 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
         return cloudpickle.dumps((fn, args, kwargs))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def _send_modules_by_name() -> None:
+    """Let a module of a kind of its own travel as its name, as every plain module does.
+
+    A function that names `dist` and any `.config` takes torch.distributed.config along, and torch
+    makes its modules of settings instances of a class that nothing can pickle.
+    """
+    for module in list(sys.modules.values()):
+        kind = type(module)
+        if issubclass(kind, types.ModuleType) and kind is not types.ModuleType:
+            copyreg.pickle(kind, lambda one: (importlib.import_module, (one.__name__,)))
 
 
 def _environment(world_size: int, room: Path) -> dict[str, str]:
@@ -276,6 +292,7 @@ def _caller_is_gone(control: connection.Connection) -> None:
 
 
 def _dumps(value: object) -> bytes:
+    _send_modules_by_name()
     try:
         return cloudpickle.dumps(value)
     except Exception as error:

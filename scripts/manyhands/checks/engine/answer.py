@@ -25,26 +25,6 @@ def parts_of(answer: object) -> list:
     return answer.parts if isinstance(answer, Pair) else [answer]
 
 
-def as_written(value: object) -> object:
-    """What two functions or classes have in common when their cell ran twice, unchanged."""
-    if isinstance(value, type):
-        # An autograd.Function holds a class that holds the Function again.
-        names = vars(value).keys() - {"_backward_cls"}
-        parts = {name: as_written(vars(value)[name]) for name in names}
-        return [kind.__name__ for kind in value.__mro__], parts
-    if isinstance(value, property):
-        return [as_written(part) for part in (value.fget, value.fset, value.fdel)]
-    value = getattr(value, "__func__", value)
-    if not inspect.isfunction(value):
-        return repr(value)
-    decorated = [
-        as_written(cell.cell_contents)
-        for cell in value.__closure__ or ()
-        if inspect.isfunction(cell.cell_contents) and cell.cell_contents is not value
-    ]
-    return value.__code__, repr((value.__defaults__, value.__kwdefaults__)), decorated
-
-
 def lines_of(answer: object) -> set[tuple[str, int]]:
     """File and number of every line of a function, or of a class's methods."""
     if isinstance(answer, Pair):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from manyhands.checks.engine.answer import (
     Pair,
-    as_written,
     parts_of,
     refuse_the_course_s_own,
     stub_of_another,
@@ -15,6 +14,7 @@ from manyhands.checks.engine.answer import (
 )
 from manyhands.checks.engine.card import NotJudged, Verdict, Wrong
 from manyhands.checks.engine.spec import Spec
+from manyhands.jobs.alike import difference
 from manyhands.ranks.failures import RankFailed
 
 
@@ -47,9 +47,7 @@ def changed(exercise: Exercise) -> bool:
         return False
     now = {name: ipython.user_ns.get(name) for name in named_parts(exercise)}
     return any(
-        now[name] is not None
-        and now[name] is not part
-        and as_written(now[name]) != as_written(part)
+        now[name] is not None and difference(name, now[name], part)
         for name, part in named_parts(exercise).items()
     )
 

@@ -23,7 +23,7 @@ from manyhands.checks.engine.exercise import (
     show,
 )
 from manyhands.checks.engine.spec import Spec
-from manyhands.jobs import mine
+from manyhands.jobs import mine, written
 from manyhands.training import places
 
 TRIES_BEFORE_GIVEN = 2
@@ -154,7 +154,7 @@ class Lesson:
             return
         theirs = [inspect.getsource(part) for part in parts_of(exercise.spec.truth)]
         try:
-            yours = [mine.source_of(*pair) for pair in named_parts(exercise).items()]
+            yours = [written.source_of(*pair) for pair in named_parts(exercise).items()]
         except ValueError as error:
             print(error)
             return

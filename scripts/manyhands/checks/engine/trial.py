@@ -224,16 +224,21 @@ def states() -> dict[str, object]:
         "torch's default type": torch.get_default_dtype(),
         "whether torch records gradients": torch.is_grad_enabled(),
         "torch's anomaly detection": torch.is_anomaly_enabled(),
-        "the environment variables": dict(os.environ),
+        "the environment variables": _environment(),
         "the working folder": os.getcwd(),
     }
+
+
+def _environment() -> dict[str, str]:
+    """The variables, but for the folder that torch chooses where first an optimizer steps."""
+    return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _restore(before: dict[str, object]) -> None:
     torch.set_default_dtype(before["torch's default type"])
     torch.set_grad_enabled(before["whether torch records gradients"])
     torch.autograd.set_detect_anomaly(before["torch's anomaly detection"])
-    if dict(os.environ) != before["the environment variables"]:
+    if _environment() != before["the environment variables"]:
         os.environ.clear()
         os.environ.update(before["the environment variables"])
     os.chdir(before["the working folder"])

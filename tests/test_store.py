@@ -342,6 +342,16 @@ def test_an_address_that_nobody_knows(monkeypatch):
             Store(address)
 
 
+@pytest.mark.parametrize("name", ["a::b", "lr[0.1]", "a*b", "50%", "a#b", "a?b"])
+def test_a_folder_may_have_any_name(name, tmp_path):
+    store = Store(tmp_path / name)
+    store.write("x/rank-00000.pt", lambda file: file.write(b"1"))
+    assert (tmp_path / name / "x" / "rank-00000.pt").read_bytes() == b"1"
+    assert store.folders() == ["x"] and store.has("x/rank-00000.pt")
+    store.remove("x")
+    assert store.folders() == []
+
+
 # ---- the lesson's job ----------------------------------------------------------------------------
 
 

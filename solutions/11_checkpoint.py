@@ -58,15 +58,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from manyhands.checkpoint import figures as drawn, program
-from manyhands.checkpoint.agree import gather, rank_of, together
+from manyhands.checkpoint.agree import from_first, gather, rank_of, to_first, together
+from manyhands.checkpoint.fits import agreed, check_kinds, check_names, check_whole
 from manyhands.checkpoint.folder import complete, damage, name_of, remove, step_of
 from manyhands.checkpoint.index import (
     FORMAT,
     INDEX,
-    agreed,
-    check_kind,
-    check_names,
-    check_whole,
     describe,
     file_of,
     key_of,
@@ -74,13 +71,9 @@ from manyhands.checkpoint.index import (
     read_index,
     sealed,
 )
-from manyhands.checkpoint.pieces import (
-    flatten,
-    model_state,
-    optimizer_state,
-    set_groups,
-    with_leaves,
-)
+from manyhands.checkpoint.kept import aim, optimizer_state, set_groups
+from manyhands.checkpoint.names import flatten, kept_in, tensor_of, with_leaves
+from manyhands.checkpoint.pieces import model_state
 from manyhands.checkpoint.sharded import OWN, copy_common, for_the_disk
 from manyhands.checkpoint.state import Patience
 from manyhands.checkpoint.store import Store
@@ -395,7 +388,7 @@ from manyhands.checkpoint.pieces import Box, Piece
 # Boxes describe any kind of sharding. In your FSDP of lesson 10 a unit is one long vector and each rank's
 # shard is a box of it. `fully_shard` cuts each weight by rows. A tensor that is not sharded is one box,
 # which every rank holds. `model_state` and `optimizer_state` find the pieces of a model and of its
-# optimizer, and this is what four ranks hold of the first moment of one unit in AdamW:
+# optimizer, and this is what four ranks hold of the first moment of one unit in AdamW, after a step:
 
 
 # %% tags=["nbval-check-output"]
@@ -411,7 +404,9 @@ def state_of(model, optimizer, step):
 
 def boxes_on_rank():
     model, optimizer = build()
-    pieces, values = flatten(state_of(model, optimizer, 0))
+    model(*torch.randint(V, (2, B, T))).backward()
+    optimizer.step()
+    pieces, values = flatten(state_of(model, optimizer, 1))
     return {name: piece.box for name, piece in pieces.items()}, values
 
 
@@ -479,7 +474,7 @@ if check.ready("11.4"):
 # becomes a different number, so a reader can tell that a file is the one that was written.
 
 # %% show="true"
-from manyhands.checkpoint.sharded import save_sharded
+from manyhands.checkpoint.sharded import divide, save_sharded
 
 
 # %%
@@ -592,10 +587,14 @@ if check.ready("11.5", "11.4", "11.6"):
 # every loaded number is exact: the gradients of a batch are now summed in another order, and floating-point
 # sums depend on the order.
 #
-# AdamW's state deserves a second look. It is created lazily, in the first step, so a new optimizer has no
-# tensors to load into. A load that only fills what it finds would skip the moments without a word.
-# `optimizer_state` therefore first takes a step with gradients of 0 and a learning rate of 0, which creates
-# the state and changes no weight. Section 7 meets the same trap in PyTorch's tool.
+# AdamW's state deserves a second look. It is created lazily, in the first step that has a gradient for a
+# parameter, so a new optimizer has no tensors to load into. A load that only fills what it finds would skip
+# the moments without a word. The usual remedy is a step with gradients of 0 and a learning rate of 0, which
+# creates the state and changes no weight. But AdamW counts that step, and its corrections depend on the count:
+# if a checkpoint is saved before the first step, or before a layer's first gradient, the run that goes on from
+# it is another one. So `optimizer_state` saves only what is there. `load_sharded` has a stand-in with the same
+# settings take that step on zeros, for each parameter of which the checkpoint has a state, and gives the
+# optimizer the tensors when they are loaded. Section 7 meets the same trap in PyTorch's tool.
 #
 # And what cannot be resharded? What belongs to a rank by its nature, above all random numbers. A checkpoint of
 # four ranks holds four states of the generator, and three ranks cannot continue four sequences. Such items
@@ -872,8 +871,9 @@ for path in (HERE / "bare", *sorted((HERE / "bare").glob("*.distcp"))):
 # belongs. DCP looks for such objects in the outermost dict only, so your methods have to call those of the parts.
 #
 # Two functions do the difficult part. `get_state_dict(model, optimizer)` returns the states of both, under names
-# that do not depend on the wrapper. If the optimizer has no state yet, it makes one as `optimizer_state` does, but
-# only while no parameter has a gradient, so load before the first backward. `set_state_dict(model, optimizer,
+# that do not depend on the wrapper. If the optimizer has no state yet, it makes one by a step with gradients of 0,
+# which AdamW counts: so save after the first step. It does so only while no parameter has a gradient, so load
+# before the first backward. `set_state_dict(model, optimizer,
 # model_state_dict=..., optim_state_dict=...)` gives both back.
 
 # %% exercise="AppState.state_dict AppState.load_state_dict" todo="11.8" minutes=10 difficulty=2 points=2

@@ -35,7 +35,7 @@ def measured(tmp_path: Path, **options) -> dict[str, dict]:
 
 def test_row_names_are_unique_and_their_files_are_there():
     rows = [row for measure in bench.measures() for row in measure.rows]
-    assert len({row.name for row in rows}) == len(rows) == 20
+    assert len({row.name for row in rows}) == len(rows) == 21
     assert all(row.name and row.unit and bench.words_of(row) for row in rows)
     assert all(len(bench.code_hash(measure)) == 12 for measure in bench.measures())
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import chain
+from itertools import chain, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.checkpoint import folder as checkpoints
 from manyhands.checkpoint.agree import gather
 from manyhands.checkpoint.asynchronous import AsyncSaver
+from manyhands.checkpoint.fits import check_names, check_whole, have_common
 from manyhands.checkpoint.index import damage
-from manyhands.checkpoint.pieces import (
-    Piece,
-    fill,
-    flatten,
-    model_state,
-    optimizer_state,
-    set_groups,
-)
+from manyhands.checkpoint.kept import optimizer_state, set_groups
+from manyhands.checkpoint.names import flatten
+from manyhands.checkpoint.pieces import Box, Piece, model_state
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.data_parallel.replicas import broadcast_state
@@ -38,6 +34,7 @@ from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.units import FSDP
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from manyhands.training.storage import differences
 
 ROOT = Path(__file__).resolve().parents[1]
 GLOBAL_BATCH = 24  # divides by 12
@@ -299,7 +296,7 @@ def test_states_that_cannot_be_saved(what, words, tmp_path):
     [
         ("another shape", "model/w has shape and type [[12], 'torch.float32'] in the checkpoint"),
         ("another type", "and [[12], 'torch.float64'] here"),
-        ("module.", "model/module.w is not in the checkpoint, which has model/w"),
+        ("module.", "model/module.w is not in the checkpoint: the checkpoint has model/w"),
         ("more", "model/v is not in the checkpoint"),
         ("no number", "lr is a set"),
         ("one rank's item", "lr is a builtin_function_or_method"),
@@ -354,32 +351,144 @@ def test_damage_is_found_and_the_checkpoint_before_is_taken(name, tmp_path):
     run_ranks(load_state, 3, str(tmp_path / found[0][0]))
 
 
-def load_without_a_step(folder):
-    """AdamW makes its state in its first step; before it there is nothing to load into."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if folder.endswith("!"):
-        fill(optimizer)
-    lazy = {"state": {str(n): dict(s) for n, s in enumerate(optimizer.state.values())}}
-    load_sharded({"optimizer": lazy}, folder.rstrip("!"))
+def save_what_torch_cannot_write(folder, what):
+    """On rank 0, which writes it; the other one has nothing that is odd."""
+    kinds = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.empty(3, device="meta"),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    }
+    odd = kinds[what]()
+    state = {"x": odd} if dist.get_rank() == 0 else {}
+    save_sharded({**state, "y": torch.ones(2)}, folder)
 
 
-def save_after_a_step(folder):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    weights = [param.detach().clone() for param in model.parameters()]
-    fill(optimizer)
-    assert all(map(torch.equal, weights, model.parameters()))
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    states = {str(n): dict(s) for n, s in enumerate(optimizer.state.values())}
-    save_sharded({"optimizer": {"state": states}}, folder)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sparse", "rank 0: x is a sparse tensor"),
+        ("meta", "rank 0: x is on the meta device"),
+        ("nested", "rank 0: RuntimeError: "),
+    ],
+)
+def test_a_writer_that_fails_in_any_way_ends_all_ranks(what, words, tmp_path):
+    assert words in refused(save_what_torch_cannot_write, 2, str(tmp_path), what)
 
 
-def test_a_lazy_optimizer_is_refused_and_a_filled_one_is_loaded(tmp_path):
-    run_ranks(save_after_a_step, 2, str(tmp_path))
-    said = refused(load_without_a_step, 2, str(tmp_path))
-    assert "optimizer/state/0/exp_avg is in the checkpoint only" in said
-    run_ranks(load_without_a_step, 2, f"{tmp_path}!")
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": {"b": ONE}, "a/b": TWO}, "['a']['b'] and ['a/b'] would both be called a/b"),
+        ({"at": {1: 10, "1": 20}}, "['at'][1] and ['at']['1'] would both be called at/1"),
+        ({"a": [ONE], "a/0": 3}, "['a'][0] and ['a/0'] would both be called a/0"),
+    ],
+)
+def test_two_items_of_one_name_are_refused(state, words, tmp_path):
+    with pytest.raises(ValueError) as found:
+        save_sharded(state, tmp_path)
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "words"),
+    [
+        (5, ONE, "w is 5 in the checkpoint, and a tensor here"),
+        (ONE, 0, "w is a tensor in the checkpoint, and 0 here"),
+        (TWO, Piece(ONE, (1,), (2,)), "a rank's part of w is not within its shape (2,)"),
+        (TWO, Piece(ONE, (-1,), (2,)), "a rank's part of w is not within its shape (2,)"),
+    ],
+)
+def test_another_kind_and_a_part_that_sticks_out_are_refused(saved, here, words, tmp_path):
+    save_sharded({"w": saved}, tmp_path)
+    with pytest.raises(ValueError) as found:
+        load_sharded({"w": here}, tmp_path)
+    assert words in str(found.value)
+
+
+def save_nan(folder):
+    save_sharded({"best": float("nan"), "w": torch.ones(2)}, folder)
+    return load_sharded({"best": 0.0, "w": torch.zeros(2)}, folder)["best"]
+
+
+def test_a_common_number_may_be_nan(tmp_path):
+    for best in run_ranks(save_nan, 2, str(tmp_path)):
+        assert best != best
+    settings = {"rate": float("nan"), "steps": 3}
+    assert differences(settings, {"rate": float("nan"), "steps": 3}) == ""
+    assert differences(settings, {"rate": 0.1, "steps": 3}) == "rate=nan, not 0.1"
+
+
+OTHER = "it is another model or another run"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ("a b", "a b c d", f"c is in the checkpoint only, and 1 more: {OTHER}"),
+        ("a b c", "a", f"b is not in the checkpoint, and 1 more: {OTHER}"),
+        ("m/b.w", "m/a.w", f"m/b.w is not in the checkpoint: {OTHER}"),
+        (
+            "m/module.a m/module.b",
+            "m/a m/b",
+            "m/module.a is not in the checkpoint, and 1 more: the checkpoint has m/a: save and "
+            "load the module inside the wrapper",
+        ),
+        (
+            "m/a m/b",
+            "m/module.a m/module.b",
+            "m/a is not in the checkpoint, and 1 more: the checkpoint has m/module.a: save and "
+            "load the module inside the wrapper",
+        ),
+        ("m/module.a", "m/module.a m/module.b", f"m/module.b is in the checkpoint only: {OTHER}"),
+        ("m/submodule.a", "m/suba", f"m/submodule.a is not in the checkpoint: {OTHER}"),
+    ],
+)
+def test_names_that_one_side_has_are_told_with_their_reason(ours, theirs, words):
+    with pytest.raises(ValueError) as found:
+        check_names(set(ours.split()), set(theirs.split()), ["ranks/"])
+    assert str(found.value) == words
+
+
+def test_a_list_that_has_grown_and_a_named_tuple(tmp_path):
+    save_sharded({"history": [{"loss": 2.0}, {"loss": 1.0}], "at": Box((3,), (4,))}, tmp_path)
+    with pytest.raises(ValueError, match=f"history/0/loss is in the .* only, and 1 more: {OTHER}"):
+        load_sharded({"history": [], "at": Box((0,), (0,))}, tmp_path)
+    state = {"history": [{"loss": 0.0}] * 2, "at": Box((0,), (0,))}
+    assert load_sharded(state, tmp_path)["at"] == Box((3,), (4,))
+
+
+# ---- many ranks ----------------------------------------------------------------------------------
+
+
+def cut_up(shape, sizes):
+    """The boxes of a grid over a tensor, each side cut into so many parts."""
+    sides = []
+    for length, parts in zip(shape, sizes, strict=True):
+        share = -(-length // parts)
+        starts = [min(share * part, length) for part in range(parts + 1)]
+        sides.append(list(pairwise(starts)))
+    for spans in product(*sides):
+        starts, ends = zip(*spans, strict=True)
+        yield Box(starts, tuple(b - a for a, b in zip(starts, ends, strict=True)))
+
+
+@pytest.mark.parametrize("sizes", [(512, 1), (1, 512), (32, 16)])
+def test_boxes_of_many_ranks_are_checked_in_linear_time(sizes):
+    shape, boxes = (1024, 512), list(cut_up((1024, 512), sizes))
+    check_whole({("w", box): 0 for box in boxes}, {"w": shape})
+    assert not have_common(boxes, 2)
+    with pytest.raises(ValueError, match="hold 523264 numbers of 524288|hold 52"):
+        check_whole({("w", box): 0 for box in boxes[1:]}, {"w": shape})
+    wider = Box(boxes[0].offset, (boxes[0].size[0] + 1, boxes[0].size[1]))
+    far = Box((1023, 511), (1, 1))
+    for spoilt in ([wider, *boxes[1:]], [*boxes, far]):
+        if spoilt[0] == wider and sizes == (1, 512):
+            continue  # it would stick out
+        with pytest.raises(ValueError, match="the ranks' parts of w overlap"):
+            check_whole({("w", box): 0 for box in spoilt}, {"w": shape})
 
 
 # ---- complete or absent --------------------------------------------------------------------------

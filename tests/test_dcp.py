@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.checkpoint.agree import gather
 from manyhands.checkpoint.dcp import AppState, load_dcp, save_dcp
-from manyhands.checkpoint.pieces import flatten, model_state, optimizer_state, set_groups
+from manyhands.checkpoint.kept import optimizer_state, set_groups
+from manyhands.checkpoint.names import flatten
+from manyhands.checkpoint.pieces import model_state
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position
 from manyhands.fsdp.fully_shard import torch_fsdp

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands.checkpoint.pieces import flatten
+from manyhands.checkpoint.names import flatten
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position, Training, TrainingState
 from manyhands.data import images

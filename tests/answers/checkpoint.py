@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.utils._pytree import tree_map
 
-from manyhands.checkpoint import dcp, pieces, pods, state, store
+from manyhands.checkpoint import dcp, kept, pieces, pods, state, store
 from manyhands.checkpoint.asynchronous import AsyncSaver, Background
 from manyhands.checkpoint.interval import Spent
 from manyhands.checkpoint.sharded import save_sharded
@@ -201,7 +201,10 @@ class AppByHand(dcp.AppState):
     """The module inside the wrapper, and an optimizer that is filled before it is asked."""
 
     def state_dict(self):
-        pieces.fill(self.optimizer)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    self.optimizer.state[param] = kept.first_state(self.optimizer, param)
         inner = getattr(self.model, "module", self.model)
         parts = {"model": inner, "optimizer": self.optimizer, "progress": self.progress}
         return {name: part.state_dict() for name, part in parts.items()}

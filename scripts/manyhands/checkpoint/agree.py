@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from manyhands.collectives.trees import Group
+from manyhands.ranks.runtime import first_line
 
 
 def rank_of(group: Group = None) -> int:
@@ -24,17 +25,38 @@ def gather(value: object, group: Group = None) -> list:
     return every
 
 
+def to_first(value: object, group: Group = None) -> list:
+    """Every rank's value, on the group's first rank; [] on all others."""
+    if not dist.is_initialized():
+        return [value]
+    every = [None] * dist.get_world_size(group) if rank_of(group) == 0 else None
+    dist.gather_object(value, every, group=group, group_dst=0)
+    return every or []
+
+
+def from_first(values: list, group: Group = None) -> object:
+    """This rank's one of the values, one for each, that the group's first rank has."""
+    if not dist.is_initialized():
+        return values[0]
+    mine = [None]
+    dist.scatter_object_list(mine, values or None, group=group, group_src=0)
+    return mine[0]
+
+
 def together(action: Callable[[], object], group: Group = None) -> object:
     """This rank's result of an action that every rank tries.
 
     Raises:
-        ValueError: on every rank, when it fails on one: nobody then waits for somebody who left.
+        ValueError: on every rank, when it fails on one, in whatever way: nobody then waits for
+            somebody who left. It is told in one line.
     """
     result, problem = None, ""
     try:
         result = action()
     except (ValueError, OSError) as found:
-        problem = str(found)
+        problem = str(found) or type(found).__name__
+    except Exception as found:  # of torch, for example, which cannot write every kind of tensor
+        problem = f"{type(found).__name__}: {first_line(found)}"
     every = gather(problem, group)
     for rank, told in enumerate(every):
         if told:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint.pieces import flatten, with_leaves
+from manyhands.checkpoint.names import flatten, with_leaves
 from manyhands.checkpoint.sharded import save_sharded
 from manyhands.collectives.trees import Group
 

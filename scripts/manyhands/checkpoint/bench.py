@@ -1,14 +1,16 @@
-"""Measures a save of lesson 11: for how long the training stands still."""
+"""Measures saves of lesson 11: how long the training stands still, and the index of many ranks."""
 
 import statistics
 import tempfile
+import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.asynchronous import AsyncSaver
-from manyhands.checkpoint.pieces import Piece
+from manyhands.checkpoint.fits import check_whole
+from manyhands.checkpoint.pieces import Box, Piece
 from manyhands.checkpoint.sharded import save_sharded
 from manyhands.instruments.benchmark import (
     Measure,
@@ -62,6 +64,23 @@ def measure_stalls(folder: str, num_rounds: int) -> list[list[float]]:
     return in_turn(works, num_rounds)
 
 
+def index_check() -> list[Measured]:
+    """Rank 0's check that the parts of many ranks make whole tensors, each cut by rows."""
+    ranks, tensors, rows, width = 512, 870, 4096, 64
+    share = rows // ranks
+    boxes = [Box((rank * share, 0), (share, width)) for rank in range(ranks)]
+    names = [f"tensor {number}" for number in range(tensors)]
+    writers = {(name, box): rank for name in names for rank, box in enumerate(boxes)}
+    shapes = dict.fromkeys(names, (rows, width))
+    times_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        check_whole(writers, shapes)
+        times_s.append(time.process_time() - start_s)
+    note = f"{spread(times_s)}; {len(writers):,} boxes, processor time of one thread"
+    return [(statistics.median(times_s), note)]
+
+
 MEASURES = (
     Measure(
         stall_ratio,
@@ -75,10 +94,17 @@ MEASURES = (
         (
             "checkpoint/asynchronous.py",
             "checkpoint/sharded.py",
+            "checkpoint/fits.py",
             "checkpoint/index.py",
+            "checkpoint/names.py",
             "checkpoint/store.py",
             "checkpoint/pieces.py",
             "checkpoint/bench.py",
         ),
+    ),
+    Measure(
+        index_check,
+        (Row("check of the index of 512 ranks x 870 tensors", "< 5", "s"),),
+        ("checkpoint/fits.py", "checkpoint/pieces.py", "checkpoint/bench.py"),
     ),
 )

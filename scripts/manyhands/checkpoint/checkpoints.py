@@ -23,14 +23,15 @@ from torch.optim import Optimizer
 
 from manyhands.checkpoint import folder as checkpoints
 from manyhands.checkpoint.index import damage, read_index
-from manyhands.checkpoint.pieces import is_dtensor, model_state, optimizer_state, set_groups
+from manyhands.checkpoint.kept import optimizer_state, set_groups
+from manyhands.checkpoint.pieces import is_dtensor, model_state
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.model import ShardedModel
 from manyhands.ranks.runtime import BadInput, World, on_main
 from manyhands.training.random_state import get_rng
-from manyhands.training.storage import differences, read_lines, replace_file
+from manyhands.training.storage import differences, read_lines, replace_file, unwrapped
 
 NUM_KEPT = 3
 
@@ -67,7 +68,7 @@ class ShardedCheckpoints:
         has_boxes = bool(self.flats) or any(map(is_dtensor, model.parameters()))
         self.own = () if has_boxes else sharded
         # A reference to the wrapper would keep DDP alive beyond the process group.
-        self.module = model if self.flats else getattr(model, "module", model)
+        self.module = model if self.flats else unwrapped(model)
         self.optimizer = optimizer
 
     def save(self, step: int, epoch_rng: dict[str, Tensor]) -> None:

@@ -1,6 +1,4 @@
-"""A training state as names, values and pieces: what a sharded checkpoint is made of.
-
-    {"model": {"w": w}, "step": 7}    --flatten-->    {"model/w": Piece}, {"step": 7}
+"""Pieces: where the part of a tensor that a rank holds lies in the whole.
 
     w, shape (6, 4)    rank 0 holds the box at offset (0, 0) of size (3, 4)
                        rank 1 holds the box at offset (3, 0) of size (3, 4)
@@ -14,17 +12,14 @@ Source: PyTorch's Distributed Checkpoint does the same (ChunkStorageMetadata),
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from manyhands.fsdp.flat import Flat
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 class Box(NamedTuple):
@@ -58,6 +53,10 @@ class Piece:
     @property
     def box(self) -> Box:
         return Box(self.offset, tuple(self.tensor.shape))
+
+
+class Parts(tuple):
+    """Several Pieces of one tensor, all those that this rank holds; there may be none."""
 
 
 def overlap(first: Box, second: Box) -> Box | None:
@@ -94,19 +93,27 @@ def of_flat(flat: Flat, part: Tensor) -> Piece:
 def of_dtensor(tensor: Tensor) -> Piece:
     """This rank's part of a DTensor, as fully_shard and parallelize_module make them.
 
+    Two dimensions of a mesh may cut the same dimension of the tensor, one after the other: first as
+    the mesh has them, and then those that are marked as strided. With FSDP of what tensor
+    parallelism has cut, the mark is on the first one, because the second has cut before it.
+
     Raises:
-        ValueError: two dimensions of the mesh cut the same dimension of the tensor.
+        ValueError: what the rank holds is not one box, or is a term of a sum.
     """
-    local, offset, cut = tensor.to_local(), [0] * tensor.dim(), set()
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard() or placement.dim in cut:
-            raise ValueError(f"a tensor with placements {tensor.placements} is not one box a rank")
-        cut.add(placement.dim)
-        length, ranks = tensor.shape[placement.dim], tensor.device_mesh.size(mesh_dim)
-        place = tensor.device_mesh.get_local_rank(mesh_dim)
-        offset[placement.dim] = min(place * -(-length // ranks), length)
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    cuts = [(i, place) for i, place in enumerate(tensor.placements) if not place.is_replicate()]
+    strided = [cut for cut in cuts if hasattr(cut[1], "split_factor")]
+    offset, size = [0] * tensor.dim(), list(tensor.shape)
+    for mesh_dim, place in [cut for cut in cuts if cut not in strided] + strided[::-1]:
+        dim = getattr(place, "dim", None)
+        if dim is None:
+            break
+        share = -(-size[dim] // mesh.size(mesh_dim))
+        before = min(mesh.get_local_rank(mesh_dim) * share, size[dim])
+        offset[dim] += before
+        size[dim] = min(share, size[dim] - before)
+    if tuple(size) != tuple(local.shape):
+        raise ValueError(f"a tensor with placements {tensor.placements} is not one box a rank")
     return Piece(local, tuple(offset), tuple(tensor.shape))
 
 
@@ -125,104 +132,15 @@ def model_state(
     params = dict(model.named_parameters(remove_duplicate=False))
     cut = {flat.shard: flat for flat in flats}
     return {
-        name: _piece(tensor.detach(), cut.get(params.get(name)), is_own)
+        name: piece_of(tensor.detach(), cut.get(params.get(name)), is_own)
         for name, tensor in model.state_dict().items()
     }
 
 
-def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = (), is_own: bool = False) -> dict:
-    """What an optimizer keeps, by the number of its parameter, and its groups' settings."""
-    fill(optimizer)
-    cut = {flat.shard: flat for flat in flats}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {
-        str(number): {
-            name: _piece(value, cut.get(param) if value.dim() else None, is_own)
-            for name, value in optimizer.state[param].items()
-        }
-        for number, param in enumerate(params)
-        if param in optimizer.state
-    }
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "groups": groups}
-
-
-def _piece(tensor: Tensor, flat: Flat | None, is_own: bool = False) -> Piece:
+def piece_of(tensor: Tensor, flat: Flat | None = None, is_own: bool = False) -> Piece:
+    """This rank's piece of a tensor: of a Flat's, of a DTensor, or of one that it holds whole."""
     if flat is not None:
         return of_flat(flat, tensor)
     if is_dtensor(tensor):
         return whole(tensor.to_local()) if is_own else of_dtensor(tensor)
     return whole(tensor)
-
-
-def set_groups(optimizer: Optimizer, groups: Sequence[Mapping]) -> None:
-    """Give the optimizer's groups the settings that a checkpoint had, such as the learning rate."""
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update(settings)
-
-
-def fill(optimizer: Optimizer) -> None:
-    """Make the state that an optimizer makes in its first step, which it has not taken yet.
-
-    Without it there would be nothing to load into. A step without gradients and at a learning rate
-    of 0 leaves all weights as they are.
-    """
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    trainable = [param for param in params if param.requires_grad]
-    grads = [param.grad for param in trainable]
-    for group in optimizer.param_groups:
-        group["lr"] = rates[0] * 0
-    for param in trainable:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for param, grad in zip(trainable, grads, strict=True):
-        param.grad = grad
-
-
-# ---- names ---------------------------------------------------------------------------------------
-
-
-def flatten(state: object, name: str = "") -> tuple[dict[str, Piece], dict[str, object]]:
-    """The pieces and the plain values of a nested state, by names such as "model/head.weight".
-
-    Raises:
-        ValueError: an item is neither a tensor, nor a Piece, a number, a text or None.
-    """
-    pieces: dict[str, Piece] = {}
-    values: dict[str, object] = {}
-
-    def note(name: str, leaf: object) -> None:
-        if isinstance(leaf, Tensor | Piece):
-            pieces[name] = leaf if isinstance(leaf, Piece) else _piece(leaf, None)
-        elif isinstance(leaf, PLAIN):
-            values[name] = leaf
-        else:
-            kind = type(leaf).__name__
-            raise ValueError(f"{name} is a {kind}: save numbers, texts and tensors")
-
-    _walk(state, name, note)
-    return pieces, values
-
-
-def with_leaves(state: object, leaves: Mapping[str, object]) -> object:
-    """`state` once more, with what `leaves` has for names in it in the place of its own."""
-    return _walk(state, "", lambda name, leaf: leaves.get(name, leaf))
-
-
-def _walk(state: object, name: str, visit: Callable[[str, object], object]) -> object:
-    """`state` once more, with what visit(name, leaf) returns in the place of each leaf."""
-    if isinstance(state, Mapping):
-        return {key: _walk(value, f"{name}/{key}", visit) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(
-            _walk(value, f"{name}/{number}", visit) for number, value in enumerate(state)
-        )
-    return visit(name.removeprefix("/"), state)

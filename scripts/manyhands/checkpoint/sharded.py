@@ -12,7 +12,8 @@ moment. A box that several ranks hold is written once, by the one that has least
 Loading copies, for each of a rank's boxes, what it has in common with the stored ones.
 
 Price for S bytes of state: S on the disk, S/N written by each of N ranks, and one wait for the
-slowest. A rank that loads 1/N of the state reads the files that its boxes touch.
+slowest. Rank 0 alone gathers what all ranks hold, some hundred bytes a box. A rank that loads 1/N
+of the state reads the files that its boxes touch.
 Source: the format is our own; Distributed Checkpoint of PyTorch plans, writes and commits alike,
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 """
@@ -25,14 +26,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.agree import gather, rank_of, together
+from manyhands.checkpoint.agree import from_first, rank_of, to_first, together
+from manyhands.checkpoint.fits import agreed, check_kinds, check_names, check_whole
 from manyhands.checkpoint.index import (
     FORMAT,
     INDEX,
-    agreed,
-    check_kind,
-    check_names,
-    check_whole,
     describe,
     file_of,
     key_of,
@@ -40,7 +38,9 @@ from manyhands.checkpoint.index import (
     read_index,
     sealed,
 )
-from manyhands.checkpoint.pieces import Box, Piece, flatten, overlap, with_leaves
+from manyhands.checkpoint.kept import aim
+from manyhands.checkpoint.names import flatten, kept_in, tensor_of, with_leaves
+from manyhands.checkpoint.pieces import Box, Piece, overlap
 from manyhands.checkpoint.store import Store
 from manyhands.collectives.trees import Group
 
@@ -68,29 +68,51 @@ def save_sharded(state: Mapping, folder: str | Path, group: Group = None) -> int
     pieces, values = together(lambda: flatten(state), group)
     store, rank = Store(folder), rank_of(group)
     together(lambda: rank or store.remove(INDEX), group)  # half new, half old must not count
-    every_box = gather({name: piece.box for name, piece in pieces.items()}, group)
-    shapes = agreed(gather({name: piece.shape for name, piece in pieces.items()}, group))
-    types = agreed(gather({name: str(p.tensor.dtype) for name, p in pieces.items()}, group))
-    values = agreed(gather(values, group))
-    writers = plan(every_box)
-    check_whole(writers, shapes)
+    held = {key: (p.box, tuple(p.shape), str(p.tensor.dtype)) for key, p in pieces.items()}
+    told = to_first((held, values), group)
+    contents, tasks = together(lambda: ({}, []) if rank else divide(told), group)
+    mine = set(from_first(tasks, group))
 
-    file = file_of(rank)
-    mine = {
-        key_of(name, piece.offset): for_the_disk(piece.tensor)
-        for name, piece in pieces.items()
-        if writers.get((name, piece.box)) == rank
-    }
-    written = together(lambda: store.write(file, lambda to: torch.save(mine, to)), group)
-    sums = gather(written, group)
-    index = {
-        "format": FORMAT,
-        "files": {file_of(other): sum_of_file for other, sum_of_file in enumerate(sums)},
-        "values": values,
-        "tensors": describe(writers, shapes, types),
-    }
+    def write() -> dict:
+        parts = {
+            key_of(tensor_of(key), piece.offset): for_the_disk(piece.tensor)
+            for key, piece in pieces.items()
+            if key in mine
+        }
+        return store.write(file_of(rank), lambda to: torch.save(parts, to))
+
+    written = together(write, group)
+    sums = to_first(written, group)
+    files = {file_of(other): of_file for other, of_file in enumerate(sums)}
+    index = {"format": FORMAT, "files": files, **contents}
     together(lambda: rank or store.write_json(INDEX, sealed(index)), group)
     return written["bytes"]
+
+
+def divide(told: Sequence[tuple[Mapping, Mapping]]) -> tuple[dict, list[list[str]]]:
+    """Who writes what, and what the index says of it; the first rank's work.
+
+    Args:
+        told: by every rank: key -> (box, shape, type) of its pieces, and its values.
+
+    Returns:
+        The index's values and tensors; for each rank the keys of the pieces that it writes.
+
+    Raises:
+        ValueError: the parts do not make a whole, or values differ from rank to rank.
+    """
+    shapes = agreed([{tensor_of(key): one[1] for key, one in held.items()} for held, _ in told])
+    types = agreed([{tensor_of(key): one[2] for key, one in held.items()} for held, _ in told])
+    values = agreed([values for _, values in told])
+    planned = plan([{key: one[0] for key, one in held.items()} for held, _ in told])
+    writers: dict[tuple[str, Box], int] = {}
+    tasks: list[list[str]] = [[] for _ in told]
+    for (key, box), rank in planned.items():
+        if (tensor_of(key), box) not in writers:  # one box may have keys of two kinds
+            writers[tensor_of(key), box] = rank
+            tasks[rank].append(key)
+    check_whole(writers, shapes)
+    return {"values": values, "tensors": describe(writers, shapes, types)}, tasks
 
 
 def plan(every_box: Sequence[Mapping[str, Box]]) -> dict[tuple[str, Box], int]:
@@ -141,22 +163,28 @@ def load_sharded(
     """
     store = Store(folder)
     index = together(lambda: read_index(store), group)
+    stored = {*index["tensors"], *index["values"]}
+    kept = kept_in(state)
+    together(lambda: aim(kept, stored, keep), group)
     pieces, values = together(lambda: flatten(state), group)
-    names = set().union(*gather({*pieces, *values}, group))
+    names = set().union(*to_first({*map(tensor_of, pieces), *values}, group))
+    together(lambda: rank_of(group) or check_names(names, stored, keep), group)
+    tensors = index["tensors"]
 
     def load() -> None:
-        check_names(names, {*index["tensors"], *index["values"]}, keep)
-        for name, piece in pieces.items():
-            if name in index["tensors"]:
-                check_kind(name, piece, index["tensors"][name])
-        for file, wanted in parts_to_copy(pieces, index["tensors"]).items():
-            stored = read_file(store, file, index["files"][file])
-            for name, offset, common in wanted:
-                part = stored[key_of(name, offset)]
-                copy_common(pieces[name], part, Box(offset, tuple(part.shape)), common)
+        check_kinds(pieces, values, index)
+        found = {key: tensors[name] for key in pieces if (name := tensor_of(key)) in tensors}
+        for file, wanted in parts_to_copy(pieces, found).items():
+            content = read_file(store, file, index["files"][file])
+            for key, offset, common in wanted:
+                part = content[key_of(tensor_of(key), offset)]
+                copy_common(pieces[key], part, Box(offset, tuple(part.shape)), common)
 
     together(load, group)
-    return with_leaves(state, index["values"])
+    loaded = with_leaves(state, index["values"])
+    for name, one in kept.items():
+        one.give(name, index["values"])
+    return loaded
 
 
 def parts_to_copy(

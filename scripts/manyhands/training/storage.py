@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from manyhands.ranks.runtime import BadInput, first_line
 from manyhands.training import lock, places
@@ -271,6 +273,22 @@ def differences(theirs: object, ours: dict) -> str:
     """What differs, in words: "layers=4, not 2". Empty when nothing does."""
     if not isinstance(theirs, dict):
         return "settings that cannot be read"
-    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    names = [name for name in {**ours, **theirs} if not is_same(theirs.get(name), ours.get(name))]
     words = [f"{name}={theirs.get(name)}, not {ours.get(name)}" for name in names[:3]]
     return "; ".join(words) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def is_same(one: object, other: object) -> bool:
+    """Are two values equal? A number that is NaN equals NaN here: both say the same."""
+    return one == other or (one != one and other != other)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that `model` wraps, as DDP does; `model` itself where it is no wrapper.
+
+    A wrapper is an average of a module's weights, or has one part, called `module`, and no tensors
+    of its own. A model that calls one of its parts so has others beside it, which would be lost.
+    """
+    own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+    is_wrapper = [name for name, _ in model.named_children()] == ["module"] and not own
+    return model.module if is_wrapper or isinstance(model, AveragedModel) else model

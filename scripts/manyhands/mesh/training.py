@@ -56,7 +56,8 @@ class Accumulate:
 class OnMesh(nn.Module):
     """A model in training on a mesh, whoever cuts it. Every rank calls every method.
 
-    A subclass sets `model`, and has make_engine, finish and named_weights.
+    A subclass sets `model`, and has make_engine, finish and named_weights. `shapes` has those of
+    the whole weights, by name.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class OnMesh(nn.Module):
             broadcast_state(model, group)
         self.groups = with_all(groups)
         self.m = micro_batches
+        self.shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         self.width, self.num_blocks = model.positions.embedding_dim, len(model.blocks)
         self.num_stages = dist.get_world_size(self.groups["pp"])
         sizes = {axis: dist.get_world_size(group) for axis, group in self.groups.items()}

@@ -8,7 +8,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from manyhands.collectives.trees import Group
-from manyhands.ranks.runtime import first_line
+
+
+def first_line(problem: Exception) -> str:
+    """What an error says, without the lines that torch adds."""
+    return str(problem).strip().partition("\n")[0]
 
 
 def rank_of(group: Group = None) -> int:

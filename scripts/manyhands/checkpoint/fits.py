@@ -14,7 +14,6 @@ from math import prod
 
 from manyhands.checkpoint.names import tensor_of
 from manyhands.checkpoint.pieces import Box, Piece
-from manyhands.training.storage import is_same
 
 WRAPPER = re.compile(
     r"(?<![^./])(module|_orig_mod)\."
@@ -33,8 +32,10 @@ def agreed(every: Sequence[Mapping]) -> dict:
     agreed: dict[str, object] = {}
     for rank, known in enumerate(every):
         for name, value in known.items():
-            if not is_same(agreed.setdefault(name, value), value):
-                words = f"{name} is {value} on rank {rank} and {agreed[name]} on one before it"
+            first = agreed.setdefault(name, value)
+            is_nan = value != value and first != first  # on both, so they agree
+            if first != value and not is_nan:
+                words = f"{name} is {value} on rank {rank} and {first} on one before it"
                 raise ValueError(f"{words}: put what ranks do not share below ranks/<its number>")
     return agreed
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands.checkpoint.agree import first_line
 from manyhands.checkpoint.pieces import Piece, piece_of
 from manyhands.fsdp.flat import Flat
-from manyhands.ranks.runtime import first_line
 
 PLAIN = (bool, int, float, str, type(None))
 

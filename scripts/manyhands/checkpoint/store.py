@@ -40,10 +40,13 @@ class Store:
             ValueError: nothing that is installed can read such an address.
         """
         self.address = str(address).rstrip("/")
-        try:
-            self.files, self.path = _opened(self.address)
-        except (ValueError, ImportError) as problem:
-            raise ValueError(f"{self.address} cannot be opened: {problem}") from None
+        self.files, self.path = LocalFileSystem(), os.path.abspath(os.path.expanduser(self.address))
+        if "://" in self.address:  # in a plain path, fsspec would take `::` for a chain of stores
+            options = remote.options(self.address)
+            try:
+                self.files, self.path = fsspec.core.url_to_fs(self.address, **options)
+            except (ValueError, ImportError) as problem:
+                raise ValueError(f"{self.address} cannot be opened: {problem}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
         if not self.is_local:
             self.files.retries = remote.TRIES  # of s3fs; others do not look at it
@@ -163,13 +166,6 @@ class Store:
 
     def _in_words(self) -> AbstractContextManager:
         return nullcontext() if self.is_local else remote.in_words(self.address)
-
-
-def _opened(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system and the path in it; `::` in a plain path would be a chain for fsspec."""
-    if "://" not in address:
-        return LocalFileSystem(), os.path.abspath(os.path.expanduser(address))
-    return fsspec.core.url_to_fs(address, **remote.options(address))
 
 
 class Summed:

@@ -279,7 +279,7 @@ def differences(theirs: object, ours: dict) -> str:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Are two values equal? A number that is NaN equals NaN here: both say the same."""
+    """Are two settings equal? A number that is NaN equals NaN here: both say the same."""
     return one == other or (one != one and other != other)
 
 

@@ -20,6 +20,7 @@ from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.ddp import wrapping
+from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import Stopwatch, reset_peaks
 from manyhands.jobs import mine
@@ -50,6 +51,8 @@ class Config(TrainConfig):
     """Keep only inputs and outputs of stages, and compute forward twice; not for torch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """To multiply matrices in; weights, their gradients and messages stay float32."""
+    clip: float = 0.0
+    """Most that the norm of the gradient over all stages may be; 0 does not clip."""
 
 
 class Parts(NamedTuple):
@@ -84,6 +87,8 @@ def main(config: Config) -> float:
         raise BadInput("--recompute and --schedule naive are by hand: leave out --impl torch")
     if config.micro_batches < 1:
         raise BadInput(f"micro_batches is {config.micro_batches}: take at least 1")
+    if not config.clip >= 0:
+        raise BadInput(f"clip is {config.clip}: take a positive norm, or 0 for no limit")
     return mine.start("pipeline", config, Parts, train)
 
 
@@ -134,6 +139,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
                 loss = engine.step(inputs, targets)
                 parts.sum_tied(tied, place.pipe)
                 average_gradients(model, place.replicas)
+                if config.clip:
+                    clip_gradients(model, tied, config.clip, place.pipe)
                 optimizer.step()
                 model.zero_grad()
             run.log(loss)
@@ -143,6 +150,28 @@ def train(config: Config, world: World, parts: Parts) -> float:
     valid_loss = mean_loss(run, config, data.valid, batch, own, place)
     whole = gather(own, place, Transformer(*shape), path)
     return finish(run, whole, valid_loss, live, notes)
+
+
+def clip_gradients(
+    model: nn.Module, tied: wiring.Tied, max_norm: float, pipe: dist.ProcessGroup
+) -> Tensor:
+    """Clip by the norm over all stages, in which a parameter of two stages counts once.
+
+    Call it after sum_tied, when all ranks that use a tied parameter hold the same gradient.
+    """
+    mine = [param for param in model.parameters() if not is_copy(param, tied, pipe)]
+    norm = clip_grad_norm(mine, max_norm, [pipe])
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for param in model.parameters():
+        if is_copy(param, tied, pipe) and param.grad is not None:
+            param.grad *= scale
+    return norm
+
+
+def is_copy(param: nn.Parameter, tied: wiring.Tied, pipe: dist.ProcessGroup) -> bool:
+    """Is it a parameter that an earlier rank of the pipeline holds, too?"""
+    rank = dist.get_rank(pipe)
+    return any(param is one and rank != ranks[0] for one, ranks in tied)
 
 
 def find_place(config: Config, world: World, parts: Parts) -> Place:
@@ -330,6 +359,7 @@ def mean_loss(
     loader = DataLoader(valid, batch, sampler=range(replica, len(valid), d))
     schedule = schedules.forwards(place.ranks, 1, len(place.stages))
     engines: dict[int, pipeline.Pipeline] = {}  # by size: the last batch may be smaller
+    channels = None  # of the first of them, for the others
     total = torch.zeros((), dtype=torch.float64, device=run.world.device)
     count = 0
     for inputs, targets in run.validation(loader):
@@ -342,7 +372,9 @@ def mean_loss(
                 message_shape(config, size),
                 back=place.back,
                 group=place.pipe,
+                channels=channels,
             )
+            channels = engines[size].mail.channel
         loss = engines[size].step(inputs, targets)
         total += loss.double() * targets.numel()
         count += targets.numel()

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from manyhands.checks import pipeline as check, score
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger, traffic
@@ -315,6 +315,8 @@ if check.ready("12.2"):
 # ## 4. Add up the gradients of tied weights (optional)
 #
 # `find_tied` returns each parameter that stages on several ranks use, together with the list of these ranks.
+# The course's `sum_tied` also takes a matrix that is frozen, or that one of the ranks did not use in this step;
+# here neither occurs, so yours may leave that out.
 
 # %% show="true"
 from manyhands.pipeline.wiring import find_tied
@@ -609,8 +611,9 @@ if check.ready("12.2", "12.4", "12.7"):
 #
 # With recomputation, both schedules keep only the input and the output of a stage for each micro-batch in
 # flight. Those are small, so the two lines nearly coincide. What remains are the weights, their gradients,
-# and the activations of one micro-batch at a time. The price is a second forward. (Our engine keeps the data
-# of each output until its backward; Megatron-LM can free them once they have been sent.)
+# and the activations of one micro-batch at a time. The price is a second forward. Whatever forward changes is
+# changed twice then: batch normalization would count each micro-batch double in its running statistics. (Our
+# engine keeps the data of each output until its backward; Megatron-LM can free them once they have been sent.)
 #
 # Schedules change only the order of the work, so both should agree with one process up to rounding.
 

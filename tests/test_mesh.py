@@ -164,6 +164,52 @@ def test_uneven_cuts_and_frozen_parameters_by_hand_also(options):
 # ---- parts of it -----------------------------------------------------------------------------
 
 
+def step_in(dtype, freeze):
+    """This rank's weights after a step of a pipeline of two, with weights in `dtype`."""
+    model = make().to(dtype)
+    model.tokens.weight.requires_grad_(not freeze)
+    training = MeshTraining(model, make_groups({"pp": 2}), 2)
+    optimizer = torch.optim.SGD(training.parameters(), 0.1)
+    training.step(*data()[0])
+    training.finish()
+    optimizer.step()
+    training(*data()[0])
+    channels = [engine.mail.channel for engine in training.engines.values()]
+    weights = training.named_weights().items()
+    return {name: weight.detach() for name, weight in weights}, len(set(map(id, channels)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "freeze", "atol"),
+    [(torch.float64, False, 1e-12), (torch.float64, True, 1e-12), (torch.bfloat16, False, 1e-2)],
+)
+def test_a_pipeline_takes_weights_of_any_type_and_a_frozen_embedding(dtype, freeze, atol):
+    model = make().to(dtype)
+    model.tokens.weight.requires_grad_(not freeze)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(*data()[0]).backward()
+    optimizer.step()
+    wanted = model.state_dict()
+    for found, num_channels in run_ranks(step_in, 2, dtype, freeze):
+        assert num_channels == 1  # training and validation share their groups
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, wanted[name], atol=atol, rtol=0)
+
+
+def clip_of_a_frozen_model():
+    model = make().requires_grad_(False)
+    training = MeshTraining(model, make_groups({"pp": 2}))
+    if dist.get_rank() == 0:
+        next(training.parameters()).grad = torch.full_like(next(training.parameters()), 2.0)
+    return clip_on_mesh(training, 1.0).item()
+
+
+def test_a_rank_without_gradients_takes_part_in_the_norm():
+    number = make().tokens.weight.numel()
+    first, second = run_ranks(clip_of_a_frozen_model, 2)
+    assert first == second > 0 and first == pytest.approx((4 * number / 2) ** 0.5)
+
+
 def kinds_of_vectors():
     groups = with_all(make_groups({"pp": 2, "dp": 2, "tp": 2}))
     whole = shard_and_cut(make(), groups)

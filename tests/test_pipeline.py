@@ -185,6 +185,44 @@ def test_frozen_parameters_stay():
     assert all(torch.equal(after[name][1], param) for name, param in before.items())
 
 
+def sums_of_tied():
+    """The gradients of a matrix that rank 1 does not use, and of a frozen one."""
+    used, frozen = (nn.Parameter(torch.ones(2), requires_grad=wants) for wants in (True, False))
+    if dist.get_rank() == 0:
+        used.grad = torch.full((2,), 3.0)
+    wiring.sum_tied([(used, [0, 1]), (frozen, [0, 1])])
+    return used.grad.tolist(), frozen.grad
+
+
+def test_a_tied_parameter_may_be_frozen_or_unused_on_a_rank():
+    assert run_ranks(sums_of_tied, 2) == [([3.0, 3.0], None)] * 2
+
+
+def clipped_by_the_job():
+    """The norm over three stages, and this rank's gradients by layer after the job's clipping."""
+    rank, (pipe, _) = dist.get_rank(), wiring.make_grid(3)
+    every, mine, bounds = stages_of(make(), 3, rank, 3)
+    tied = [entry for entry in wiring.find_tied(every, 3) if rank in entry[1]]
+    engine = Pipeline(mine, schedules.one_f_one_b(3, 4), loss_fn, (B // 4, T, D), group=pipe)
+    step(engine, *data()[0], rank == 0, rank == 2)
+    wiring.sum_tied(tied, pipe)
+    norm = train_pipeline.clip_gradients(nn.ModuleList(mine.values()), tied, 0.1, pipe)
+    layers = {bounds[s] + n: layer for s in mine for n, layer in enumerate(every[s])}
+    return norm.item(), {n: [p.grad for p in layer.parameters()] for n, layer in layers.items()}
+
+
+def test_the_job_clips_by_the_norm_of_one_process():
+    model = make()
+    model(*data()[0]).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    layers = st.layers_of(model)
+    for found, grads in run_ranks(clipped_by_the_job, 3):
+        assert found == pytest.approx(norm, rel=1e-5) and norm > 0.1
+        for number, mine in grads.items():
+            wanted = [param.grad for param in layers[number].parameters()]
+            torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=0)
+
+
 def in_a_group():
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:

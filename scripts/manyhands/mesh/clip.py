@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 from manyhands.mesh.training import MeshTraining
 
 Parts = Sequence[tuple[Tensor, int]]
@@ -55,6 +55,9 @@ def clip_on_mesh(
     After `training.finish()`; the mesh has to be all ranks. Returns the norm before it was clipped.
     """
     parts = training.gradients()
+    if not parts:  # a rank without gradients takes part as well, on its own device
+        nothing = torch.zeros((), device=device_of(training.parameters()))
+        parts = [(nothing, 1)]
     norm = mesh_norm(parts)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad, _ in parts:

@@ -106,7 +106,8 @@ class TorchMeshTraining(OnMesh):
             if isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
                 # Without fully_shard a gradient may lie over tp in another way than its matrix.
                 param.grad = param.grad.redistribute(placements=param.placements)
-        sum_tied([(Local(param.grad), ranks) for param, ranks in self.tied], self.groups["pp"])
+        tied = [(Local(param.grad), ranks) for param, ranks in self.tied if param.requires_grad]
+        sum_tied(tied, self.groups["pp"])
         if "dp" in self.groups or "replicate" not in self.groups:
             return
         group = self.groups["replicate"]
@@ -143,7 +144,9 @@ class TorchPipeline:
 
 
 class Local:
-    """This rank's part of a gradient, under the name that sum_tied asks for."""
+    """This rank's part of a gradient, under the names that sum_tied asks for."""
+
+    requires_grad = True
 
     def __init__(self, grad: Tensor) -> None:
         self.grad = grad.to_local() if isinstance(grad, DTensor) else grad

@@ -25,6 +25,7 @@ from manyhands.mesh.grid import DATA_AXES, Groups
 from manyhands.mesh.parts import holders, mark_holders, names_in
 from manyhands.pipeline import schedules
 from manyhands.pipeline.engine import LossFn, Pipeline
+from manyhands.pipeline.wiring import Channels
 from manyhands.tensor.model import TensorParallel
 
 
@@ -74,6 +75,7 @@ class OnMesh(nn.Module):
         sizes = {axis: dist.get_world_size(group) for axis, group in self.groups.items()}
         self.num_shares = prod(sizes.get(axis, 1) for axis in DATA_AXES)
         self.engines: dict[tuple, object] = {}  # by what they are given
+        self.channels: Channels | None = None  # of the first pipeline, for those that follow
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward of this rank's share (B, T), in micro-batches.
@@ -112,7 +114,13 @@ class OnMesh(nn.Module):
         pipe = self.groups["pp"]
         shape = (len(inputs) // m, inputs.shape[1], self.width)
         own = {dist.get_rank(pipe): self.model}
-        return Pipeline(own, kind(self.num_stages, m), loss_fn, shape, group=pipe)
+        dtype = next(self.model.parameters()).dtype
+        schedule = kind(self.num_stages, m)
+        engine = Pipeline(
+            own, schedule, loss_fn, shape, group=pipe, dtype=dtype, channels=self.channels
+        )
+        self.channels = engine.mail.channel
+        return engine
 
 
 class MeshTraining(OnMesh):

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 from manyhands.pipeline.bubble import Span
 from manyhands.pipeline.schedules import Action, Schedule
-from manyhands.pipeline.wiring import Mail
+from manyhands.pipeline.wiring import Channels, Mail
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,9 +39,11 @@ class Setup:
         schedule: the actions of every rank of the group.
         loss_fn: (output of the last stage, targets) -> mean loss over a micro-batch.
         shape: of what goes from a stage to the next, for one micro-batch: (B/m, ...).
-        recompute: keep only each stage's input, and run its forward again in backward.
+        recompute: keep only each stage's input, and run its forward again in backward. What forward
+            changes is changed twice then: batch norm's statistics count each micro-batch double.
         back: another group of the same ranks, for gradients; Mail makes one if it is not given.
         dtype: of what goes from a stage to the next. Under autocast it may not be float32.
+        channels: mail.channel of another engine of the same group, to open no more groups.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Setup:
         back: Group = None,
         group: Group = None,
         dtype: torch.dtype = torch.float32,
+        channels: Channels | None = None,
     ) -> None:
         self.stages = dict(stages)
         self.loss_fn = loss_fn
@@ -63,9 +66,9 @@ class Setup:
         self.p = len(schedule)
         self.m = 1 + max(action.microbatch for action in self.actions)
         self.last = max(action.stage for actions in schedule for action in actions)
-        params = [param for stage in self.stages.values() for param in stage.parameters()]
-        self.device = params[0].device if params else torch.device("cpu")
-        self.mail = Mail(self.p, self.m, shape, self.device, back, group, dtype)
+        params = (param for stage in self.stages.values() for param in stage.parameters())
+        self.device = device_of(params, group)
+        self.mail = Mail(self.p, self.m, shape, self.device, back, group, dtype, channels)
         self.saved: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> input, output, send
         self.sends: list[dist.Work] = []  # of gradients
         self.losses: list[Tensor] = []

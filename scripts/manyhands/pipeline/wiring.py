@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from manyhands.collectives.trees import Group
+from manyhands.collectives.trees import Group, device_of
 
 Tied = list[tuple[nn.Parameter, list[int]]]  # and the ranks of a pipeline that use it
+Channels = dict[tuple[str, int], Group]  # (kind of message, rank that sends) -> group
 
 
 class Mail:
@@ -40,6 +41,8 @@ class Mail:
         dtype: of every message. Under autocast, that of what a stage returns.
         back: another group of the same ranks, for gradients; made here if not given. Then all ranks
             of the group must make their Mail at the same point.
+        channels: those of another Mail of the same ranks, which has no message on its way while
+            this one is used. Groups are opened once; with NCCL each takes memory of the GPU.
     """
 
     def __init__(
@@ -51,14 +54,15 @@ class Mail:
         back: Group = None,
         group: Group = None,
         dtype: torch.dtype = torch.float32,
+        channels: Channels | None = None,
     ) -> None:
         self.p = p
         self.m = m
         self.shape = tuple(shape)
         self.dtype = dtype
         self.device = device
-        self.channel: dict[tuple[str, int], Group] = {}  # (kind, rank that sends) -> group
-        if p > 1:
+        self.channel: Channels = channels or {}
+        if p > 1 and not self.channel:
             self.open_channels(group, another(group) if back is None else back)
 
     def open_channels(self, group: Group, back: Group) -> None:
@@ -163,10 +167,15 @@ def sum_tied(tied: Tied, group: Group = None) -> None:
     `tied` is a list of (parameter, its ranks in the pipeline), as find_tied returns it. The first
     of these ranks takes the parts of the others, and sends the sum back. A rank that is not among
     them does nothing. They are ranks within `group`.
-    The sum, not the mean: each rank has the part of the gradient that comes from its own use.
+    The sum, not the mean: each rank has the part of the gradient that comes from its own use. A
+    rank that has found no gradient adds zeros, and a frozen parameter has nothing to add.
     """
     rank = dist.get_rank(group)
     for param, (first, *others) in tied:
+        if not param.requires_grad:
+            continue
+        if rank in (first, *others) and param.grad is None:
+            param.grad = torch.zeros_like(param)
         if rank == first:
             for other in others:
                 part = torch.empty_like(param.grad)
@@ -203,8 +212,7 @@ def torch_pipeline(
         "interleaved": pipelining.ScheduleInterleaved1F1B,
         "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     }
-    params = [param for module in stages.values() for param in module.parameters()]
-    device = params[0].device if params else torch.device("cpu")  # no parameters: an activation
+    device = device_of((p for module in stages.values() for p in module.parameters()), group)
     parts = [
         pipelining.PipelineStage(module, index, num_stages, device, group=group)
         for index, module in stages.items()

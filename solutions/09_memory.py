@@ -42,6 +42,7 @@ from manyhands.instruments import figures
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import watch
 from manyhands.memory import accounting, bench as work, figures as drawings
+from manyhands.memory.savings import Uses
 from manyhands.models.transformer import Block, Transformer, num_parameters, token_loss
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
@@ -480,7 +481,10 @@ check.Checkpoint(Checkpoint)
 
 # %% [markdown]
 # `checkpointed(module, x)` applies your `Checkpoint` to a module. If forward ran under autocast, which you
-# meet in the next section, the second run has to use autocast, too.
+# meet in the next section, the second run has to use autocast, too. Autograd asks a checkpoint only for the
+# gradients of its arguments, so a weight that the module uses but does not own would get none; `Uses` turns
+# that into an error. And whatever forward changes is changed twice: batch normalization counts each batch
+# twice in its running statistics, with PyTorch's checkpoint as well.
 
 # %% show="true"
 from manyhands.memory.savings import checkpointed

@@ -166,6 +166,69 @@ def test_checkpoints_keep_the_inputs_of_the_blocks_only():
     assert kept["ours"] < kept["plain"] / 3, kept
 
 
+class Tied(nn.Module):
+    """Uses a weight that is registered elsewhere."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.layer, self.elsewhere = nn.Linear(2, 2), [weight]
+
+    def forward(self, x):
+        return self.layer(x) @ self.elsewhere[0]
+
+
+class Branches(nn.Module):
+    """Leaves one layer out."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1)), torch.tensor([1, 2])),
+        (Branches, torch.ones(1, 2)),
+    ],
+)
+def test_whole_numbers_and_parameters_that_are_not_used_are_as_with_torch_s(make, x):
+    found = []
+    for through in (savings.checkpointed, torchs_own):
+        torch.manual_seed(0)
+        model = make()
+        through(model, x).sum().backward()
+        found.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*found, atol=0, rtol=0)
+
+
+def test_a_weight_whose_gradient_would_be_lost_is_told_in_forward():
+    weight = nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(ValueError, match=r"uses a weight of shape \(2, 2\) that is not among"):
+        savings.checkpointed(Tied(weight), x)
+    weight.requires_grad_(False)
+    savings.checkpointed(Tied(weight), x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_module_that_returns_more_than_a_tensor_is_told():
+    pair = nn.Identity()
+    pair.forward = lambda x: (x, 2 * x)
+    with pytest.raises(ValueError, match="returned tuple: let it return one tensor"):
+        savings.checkpointed(pair, torch.ones(2, requires_grad=True))
+
+
+def test_batch_norm_counts_a_batch_twice_as_with_torch_s():
+    for through in (savings.checkpointed, torchs_own):
+        norm = nn.BatchNorm1d(2)
+        through(norm, torch.randn(8, 2, requires_grad=True)).sum().backward()
+        assert norm.num_batches_tracked == 2
+
+
 # ---- MasterWeights --------------------------------------------------------------------------
 
 
@@ -241,3 +304,34 @@ def test_gradients_are_in_fp32_during_the_step_and_gone_after_it():
     states = masters.optimizer.state[masters.masters[0]]
     assert states["exp_avg"].nbytes + states["exp_avg_sq"].nbytes == 8 * weight.numel()
     assert weight.grad is None and masters.masters[0].grad is None
+
+
+def one_weight():
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    return weight, savings.MasterWeights([weight], lambda ps: torch.optim.SGD(ps, 1e-3, 0.9))
+
+
+def step_up(weight, masters, num_steps):
+    for _ in range(num_steps):
+        weight.grad = -torch.ones_like(weight)
+        masters.step()
+
+
+def test_a_resume_from_the_state_keeps_the_bits_that_short_weights_lose(tmp_path):
+    weight, masters = one_weight()
+    step_up(weight, masters, 2)
+    torch.save(masters.state_dict(), tmp_path / "state.pt")
+    step_up(weight, masters, 2)
+    other, resumed = one_weight()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    step_up(other, resumed, 2)
+    assert torch.equal(resumed.masters[0], masters.masters[0]) and torch.equal(other, weight)
+    assert resumed.masters[0] != other.float()  # the short weight alone would not have done
+
+
+def test_weights_that_are_loaded_later_stay_after_reload():
+    weight, masters = one_weight()
+    weight.data.fill_(5.0)
+    masters.reload()
+    step_up(weight, masters, 1)
+    assert masters.masters[0].item() == pytest.approx(5.001)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 def accumulate(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -64,8 +65,8 @@ class Checkpoint(torch.autograd.Function):
         """Run the function again on its input, with the same random numbers, and differentiate.
 
         Returns a tuple with one entry for each argument of forward: None for the function, then the
-        gradients of x and of every parameter. Afterwards the random states are what they were
-        before the call.
+        gradients of x and of every parameter, None for one that took no part. Afterwards the
+        random states are what they were before the call.
         """
         x, *params = ctx.saved_tensors
         x = x.detach().requires_grad_()
@@ -74,13 +75,21 @@ class Checkpoint(torch.autograd.Function):
         with torch.enable_grad():
             again = ctx.function(x)
         set_rng_states(now, x.device)
-        return None, *torch.autograd.grad(again, (x, *params), grad)
+        return None, *torch.autograd.grad(again, (x, *params), grad, allow_unused=True)
 
 
 def checkpointed(
     module: nn.Module, x: Tensor, rule: type[torch.autograd.Function] = Checkpoint
 ) -> Tensor:
-    """Return module(x); its activations are dropped in forward and computed again in backward."""
+    """Return module(x); its activations are dropped in forward and computed again in backward.
+
+    The module runs twice, so what its forward changes is changed twice: batch norm's running
+    statistics count each batch double, as with PyTorch's checkpoint. x may be whole numbers.
+
+    Raises:
+        ValueError: the module returns something else than one tensor, or uses a weight that is not
+            among its own parameters: the checkpoint would lose that one's gradient.
+    """
     device = x.device.type
     precision = {
         "dtype": torch.get_autocast_dtype(device),
@@ -88,11 +97,42 @@ def checkpointed(
     }
 
     def function(x: Tensor) -> Tensor:  # backward runs outside the `with` of autocast
-        with torch.autocast(device, **precision):
-            return module(x)
+        with torch.autocast(device, **precision), Uses([x, *params]):
+            out = module(x)
+        if not isinstance(out, Tensor):
+            raise ValueError(
+                f"a checkpointed module returned {type(out).__name__}: let it return one tensor"
+            )
+        return out
 
     params = [param for param in module.parameters() if param.requires_grad]
-    return rule.apply(function, x, *params)
+    if x.is_floating_point():
+        return rule.apply(function, x, *params)
+    # Whole numbers have no gradient: the function brings them itself, and 0 stands in for them.
+    return rule.apply(lambda _: function(x), torch.zeros((), device=x.device), *params)
+
+
+class Uses(TorchFunctionMode):
+    """Raise ValueError where a function is given a tensor that wants a gradient and is not known.
+
+    It tells in forward only, where autograd is off: then nothing that is computed inside wants one.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known = {id(tensor) for tensor in known}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # torch's own signature
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()) if not torch.is_grad_enabled() else ():
+            for part in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(part, Tensor) and part.requires_grad and id(part) not in self.known:
+                    raise ValueError(
+                        f"a checkpointed module uses a weight of shape {tuple(part.shape)} that is "
+                        "not among its own parameters, so the weight would get no gradient: "
+                        "register it in the module"
+                    )
+        return func(*args, **kwargs)
 
 
 def rng_states(device: torch.device) -> list[Tensor]:
@@ -110,6 +150,10 @@ def set_rng_states(states: Sequence[Tensor], device: torch.device) -> None:
 
 class MasterWeights:
     """Step fp32 copies of short weights, so that no step is lost because it is too small.
+
+    The copies are made once. After other weights were loaded into the model call reload(), or the
+    next step would bring the old ones back. A checkpoint needs state_dict(): the short weights have
+    lost the copies' last bits.
 
     Args:
         params: those of a model in bfloat16, for example. Frozen ones stay as they are.
@@ -139,3 +183,21 @@ class MasterWeights:
         self.optimizer.zero_grad()
         for param, master in zip(self.params, self.masters, strict=True):
             param.copy_(master)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take the weights as they are in the parameters now; the optimizer's state stays."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.copy_(param)
+
+    def state_dict(self) -> dict[str, object]:
+        """The copies and the optimizer's state; like an optimizer's, it does not copy them."""
+        return {"masters": [*self.masters], "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Continue from a state_dict(), also in the parameters, which get its weights, rounded."""
+        for param, master, saved in zip(self.params, self.masters, state["masters"], strict=True):
+            master.copy_(saved)
+            param.copy_(master)
+        self.optimizer.load_state_dict(state["optimizer"])

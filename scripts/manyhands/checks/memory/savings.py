@@ -371,7 +371,7 @@ GRAD = "torch.autograd.grad(again, (x, *params), grad) gives all gradients."
 DETACH = "x = x.detach().requires_grad_()"
 SAVE = "ctx.save_for_backward(x, *params)"
 ON_CTX = "Keep it on ctx: each call has its own."
-GRADS = "*torch.autograd.grad(again, (x, *params), grad)"
+GRADS = "*torch.autograd.grad(again, (x, *params), grad, allow_unused=True)"
 TWICE = (
     "torch.autograd.backward(again, grad); "
     "return None, x.grad, *[param.grad.clone() for param in params]"

@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from manyhands.checks import layerwise as check, score
 from manyhands.data import images
@@ -36,7 +37,8 @@ from manyhands.large_batch.ties import ranked
 from manyhands.layerwise.base import ZeroNorm
 from manyhands.layerwise.comparison import compared, is_inside, table
 from manyhands.layerwise.figures import accuracies_drawn
-from manyhands.layerwise.norms import whole_norms
+from manyhands.layerwise.norms import added_up, whole_norms
+from manyhands.layerwise.options import refuse_flats, refuse_options
 from manyhands.layerwise.training import Parts, Way, loss_of, network, split, train, ways
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks

@@ -5,6 +5,7 @@ The formulas below were written from the papers alone. They know nothing of torc
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from manyhands.data import images
+from manyhands.fsdp.units import FSDP
 from manyhands.layerwise.comparison import Outcome, climb, compared, is_inside
 from manyhands.layerwise.norms import shard_norms, whole_norms
 from manyhands.layerwise.optimizers import LAMB, LARC, LARS, Layerwise, NovoGrad
@@ -310,6 +312,50 @@ def test_a_tensor_that_still_has_to_be_added_up_is_refused() -> None:
         assert "\n" not in words
 
 
+def summed_gradient(kind: type[Layerwise]) -> Tensor:
+    """Two steps where each rank has a term of the gradient, as under torch's SequenceParallel."""
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.arange(1.0, 5.0), mesh))
+    optimizer = kind([weight], lr=0.5)
+    for _ in range(2):
+        weight.grad = DTensor.from_local(TERMS[dist.get_rank()], mesh, [Partial()])
+        optimizer.step()
+    return weight.detach().full_tensor()
+
+
+TERMS = torch.tensor([[1.0, -2.0, 3.0, 0.0], [3.0, 2.0, -1.0, 1.0]])
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_gradients_that_still_have_to_be_added_up_equal_one_process(kind: type[Layerwise]) -> None:
+    weight = nn.Parameter(torch.arange(1.0, 5.0))
+    optimizer = kind([weight], lr=0.5)
+    for _ in range(2):
+        weight.grad = TERMS.sum(0)
+        optimizer.step()
+    for found in run_ranks(summed_gradient, 2, kind):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-6, atol=0)
+
+
+def several_layers_in_a_shard(kind: type[Layerwise]) -> str:
+    model = network()
+    shards = FSDP(model, [model[0]]).parameters()
+    try:
+        kind(shards, lr=0.1, group=dist.group.WORLD)
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name_of)
+def test_a_shard_of_several_layers_is_refused(kind: type[Layerwise]) -> None:
+    for words in run_ranks(several_layers_in_a_shard, 2, kind):
+        assert words.startswith("a shard holds parts of 2 layers, and each layer has a ratio")
+        assert "\n" not in words
+
+
 def replicated(kind: type[Layerwise]) -> tuple[list[float], list[Tensor]]:
     model = nn.parallel.DistributedDataParallel(network())
     ratios = five_steps(model, kind, batch().chunk(dist.get_world_size())[dist.get_rank()])
@@ -470,6 +516,65 @@ def test_other_gradients_are_refused(kind: type[Layerwise], words: str, gradient
 def test_options_below_zero_are_refused(kind: type[Layerwise], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is -1: it must not be negative"):
         kind([nn.Parameter(torch.ones(1))], **({"lr": 0.1} | {name: -1}))
+
+
+CHOICES = [
+    (LARS, "decay_in_ratio", "sums", "'sum', 'joint', 'none'"),
+    (LARS, "zero_norm", "no-decay", "'one', 'no_decay', 'stay'"),
+    (LARC, "decay_in_ratio", "Sum", "'sum', 'joint', 'none'"),
+    (LARC, "zero_norm", "two", "'one', 'no_decay', 'stay'"),
+    (LAMB, "decay_in_ratio", "sum", "'joint', 'none'"),
+    (LAMB, "zero_norm", "no_decay", "'one', 'stay'"),
+    (NovoGrad, "first_square", "all", "'whole', 'average'"),
+]
+
+
+@pytest.mark.parametrize("optimizer, name, value, allowed", CHOICES)
+def test_a_misspelt_choice_is_refused(
+    optimizer: type[Layerwise], name: str, value: str, allowed: str
+) -> None:
+    words = f"{name} is {value!r}: take one of {allowed}"
+    params = [nn.Parameter(torch.ones(1))]
+    for groups, options in ((params, {name: value}), ([{"params": params, name: value}], {})):
+        with pytest.raises(ValueError, match=words):
+            optimizer(groups, lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    "optimizer, option, words",
+    [
+        (LARS, {"momentum": -1.0}, "momentum is -1.0: it must not be negative"),
+        (LARC, {"trust": -0.1}, "trust is -0.1: it must not be negative"),
+        (LARS, {"weight_decay": math.nan}, "weight_decay is nan: it must not be negative"),
+        (LAMB, {"betas": (1.5, 0.9)}, r"betas is \(1.5, 0.9\): take two numbers of at least 0"),
+        (NovoGrad, {"betas": (0.9, -0.1)}, "take two numbers of at least 0 and below 1"),
+        (NovoGrad, {"betas": (0.9,)}, "take two numbers of at least 0 and below 1"),
+        (LAMB, {"clamp": 0.0}, "clamp is 0.0: take a positive number, or None for no limit"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(
+    optimizer: type[Layerwise], option: dict, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        optimizer([nn.Parameter(torch.ones(1))], lr=0.1, **option)
+
+
+def test_without_shards_a_direction_lives_until_its_update() -> None:
+    """LAMB's is as large as the weight; all at once would be one more copy of the model."""
+    made, num_alive = [], []
+
+    class Counting(LAMB):
+        def direction(self, weight: Tensor, options: dict) -> Tensor:
+            found = super().direction(weight, options)
+            made.append(weakref.ref(found))
+            num_alive.append(sum(one() is not None for one in made))
+            return found
+
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(5)]
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    Counting(weights, lr=0.1).step()
+    assert max(num_alive) == 2  # the last one is let go when the next one has been made
 
 
 # ---------------------------------------------------------------- the comparison

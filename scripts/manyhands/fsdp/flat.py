@@ -172,7 +172,8 @@ def make_flats(
 
     Parameters may be marked: `param.holders` ranks beyond this group hold the same numbers, as
     lesson 14 does it; it is 1 without a mark. Different marks are kept apart, and a Flat's shard
-    gets that of its parameters.
+    gets that of its parameters. A shard is also marked with the number of its parameters, its
+    `num_layers`, so that an optimizer of lesson 08 can refuse to take several for one.
     """
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param in params:
@@ -183,6 +184,7 @@ def make_flats(
     for (*_, key, holders), some in kinds.items():
         flats.append(make(some))
         flats[-1].key = key
+        flats[-1].shard.num_layers = len(some)
         if holders != 1:
             flats[-1].shard.holders = holders
     return flats

@@ -12,8 +12,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from manyhands.layerwise.norms import whole_norms
+from manyhands.layerwise.norms import added_up, whole_norms
+from manyhands.layerwise.options import refuse_flats, refuse_options
 
 ZeroNorm = Literal["one", "no_decay", "stay"]
 
@@ -23,18 +25,26 @@ class Layerwise(torch.optim.Optimizer):
 
     A subclass gives `direction`, whose norm its ratio needs, and `update`, which changes a weight.
     Parameters may be sharded by `fully_shard` (DTensors), or by hand over `group`: then each rank
-    hands over its parts, and every rank has a gradient for the same parameters.
+    hands over its parts, and every rank has a gradient for the same parameters. Each parameter is
+    one layer, or a part of one: the shards of lesson 10's FSDP are parts of several.
     """
 
     def __init__(
         self, params: Iterable, defaults: dict, group: dist.ProcessGroup | None = None
     ) -> None:
-        for name in ("lr", "weight_decay", "eps"):
-            if defaults[name] < 0:
-                raise ValueError(f"{name} is {defaults[name]}: it must not be negative")
         self.shard_group = group
         self.ratios: list[Tensor] = []  # of the last step, one for each parameter with a gradient
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with options of their own; the constructor calls it for each group.
+
+        Raises:
+            ValueError: an option that cannot be, or a parameter that is a part of several layers.
+        """
+        refuse_options(type(self), self.defaults | param_group)
+        super().add_param_group(param_group)
+        refuse_flats(self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -47,11 +57,14 @@ class Layerwise(torch.optim.Optimizer):
         self._refuse_others()
         for options in self.param_groups:
             weights = [weight for weight in options["params"] if weight.grad is not None]
-            directions = [self.direction(weight, options) for weight in weights]
-            norms = whole_norms([*weights, *directions], self.shard_group) if weights else []
-            pairs = zip(norms[: len(weights)], norms[len(weights) :], strict=True)
-            for weight, direction, (size, length) in zip(weights, directions, pairs, strict=True):
-                self.ratios.append(self.update(weight, direction, size, length, options))
+            for weight in weights:
+                weight.grad = added_up(weight.grad)
+            for some in self._in_one_message(weights):
+                directions = [self.direction(weight, options) for weight in some]
+                norms = whole_norms([*some, *directions], self.shard_group)
+                pairs = zip(norms[: len(some)], norms[len(some) :], strict=True)
+                for weight, direction, (size, length) in zip(some, directions, pairs, strict=True):
+                    self.ratios.append(self.update(weight, direction, size, length, options))
         return loss
 
     def direction(self, weight: Tensor, options: dict) -> Tensor:
@@ -68,6 +81,15 @@ class Layerwise(torch.optim.Optimizer):
         Returns: the ratio that was used, for those who want to look at it.
         """
         raise NotImplementedError
+
+    def _in_one_message(self, weights: list[Tensor]) -> list[list[Tensor]]:
+        """All weights together where norms have to travel, and else one by one.
+
+        One by one no direction outlives its update; LAMB makes one as large as the weight.
+        """
+        if self.shard_group is None and not any(isinstance(one, DTensor) for one in weights):
+            return [[weight] for weight in weights]
+        return [weights]
 
     def _refuse_others(self) -> None:
         """Before any weight is changed."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def shard_norms(
@@ -65,6 +65,17 @@ def whole_norms(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
             found = shard_norms(list(found), one)
         norms |= zip(indices, found.unbind(), strict=True)
     return [norms[index] for index in range(len(tensors))]
+
+
+def added_up(tensor: Tensor) -> Tensor:
+    """A DTensor whose parts still have to be added up ("Partial") as their sum; others unchanged.
+
+    Such are the gradients of a norm under torch's SequenceParallel. Price: an all-reduce of it.
+    """
+    if not isinstance(tensor, DTensor) or not any(one.is_partial() for one in tensor.placements):
+        return tensor
+    places = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    return tensor.redistribute(placements=places)
 
 
 def _sharded_over(tensor: Tensor, group: dist.ProcessGroup | None) -> tuple:

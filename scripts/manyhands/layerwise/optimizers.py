@@ -11,8 +11,8 @@
 
 Implementations disagree on small choices that move the weights. Each choice has a name here, and
 its default is what the paper says. Price: two norms per layer and step; over shards one message.
-LAMB also holds the directions of all weights during a step, which is once more the size of the
-model, because the norms of all of them travel in that one message.
+Over shards LAMB also holds the directions of all weights during a step, which is once more the
+size of its shards, because the norms of all of them travel in that one message.
 Sources: LARS https://arxiv.org/abs/1708.03888, LARC https://github.com/NVIDIA/caffe (larc_policy)
 and https://github.com/NVIDIA/apex (parallel/LARC), LAMB https://arxiv.org/abs/1904.00962, NovoGrad
 https://arxiv.org/abs/1905.11286.

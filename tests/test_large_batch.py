@@ -1,6 +1,7 @@
 """Lesson 07: norms over ranks equal one process, noise and rates do what they promise, ties."""
 
 import copy
+import operator
 import statistics
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.data import images
+from manyhands.instruments.ledger import Ledger
 from manyhands.large_batch import noise, norms, rates, remedies, ties
 from manyhands.large_batch.rates import Setting
 from manyhands.large_batch.remedies import REMEDIES, Remedy, Task
@@ -63,19 +65,161 @@ def test_a_synchronised_norm_equals_one_process(sizes, shape, options) -> None:
                 torch.testing.assert_close(one, value, rtol=1e-6, atol=1e-6)
 
 
-def converted() -> tuple[list[str], bool]:
+def in_half(dtype: torch.dtype, cast: bool) -> tuple[Tensor, ...]:
+    """Of this rank's half of a batch of 16-bit numbers: output, gradients, statistics."""
+    x, weight = (one.chunk(2)[dist.get_rank()].to(dtype) for one in half_batch())
+    norm = norms.SyncBatchNorm(3)
+    if not cast:
+        norm = norm.to(dtype)
+    return seen_in_half(norm, x, weight, cast)
+
+
+def half_batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(2, 16, 3, 9, 9, generator=draw)
+    return x + 3, weight
+
+
+def seen_in_half(norm: nn.Module, x: Tensor, weight: Tensor, cast: bool) -> tuple[Tensor, ...]:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        out = norm(x)
+    (out * weight).sum().backward()
+    return out.detach(), x.grad, norm.weight.grad, norm.running_mean, norm.running_var
+
+
+@pytest.mark.parametrize(
+    "dtype, cast",
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=["autocast", "bfloat16", "float16"],
+)
+def test_16_bit_batches_are_normalised_as_in_one_process(dtype: torch.dtype, cast: bool) -> None:
+    x, weight = (one.to(dtype) for one in half_batch())
+    norm = nn.BatchNorm2d(3) if cast else nn.BatchNorm2d(3).to(dtype)
+    out, of_x, of_weight, *running = seen_in_half(norm, x, weight, cast)
+    parts = run_ranks(in_half, 2, dtype, cast)
+    step = torch.finfo(dtype).eps
+    for index, wanted in enumerate((out, of_x)):
+        found = torch.cat([part[index] for part in parts])
+        assert found.dtype == wanted.dtype == dtype
+        torch.testing.assert_close(found, wanted, rtol=2 * step, atol=2 * step)
+    torch.testing.assert_close(parts[0][2] + parts[1][2], of_weight, rtol=4 * step, atol=0.5)
+    for part in parts:
+        for found, wanted in zip(part[3:], running, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=step, atol=0)
+
+
+def far_from_zero(sizes: list[int]) -> list[Tensor]:
+    norm = norms.SyncBatchNorm(5, momentum=None)
+    for x in batches_far_from_zero():
+        norm(x.split(sizes)[dist.get_rank()])
+    return list(norm.buffers())
+
+
+def batches_far_from_zero() -> Tensor:
+    return torch.randn(7, 8, 5, generator=torch.Generator().manual_seed(3)) + 1000
+
+
+def test_an_average_over_all_batches_is_exact_to_rounding() -> None:
+    norm = nn.BatchNorm1d(5, momentum=None)
+    for x in batches_far_from_zero():
+        norm(x)
+    for found in run_ranks(far_from_zero, 2, [5, 3]):
+        torch.testing.assert_close(found, list(norm.buffers()), rtol=3e-7, atol=0)
+
+
+def empty_everywhere(momentum: float | None) -> tuple[bool, list[Tensor]]:
+    norm = norms.SyncBatchNorm(3, momentum=momentum)
+    kept = [one.clone() for one in norm.buffers()]
+    x = torch.empty(0, 3, 2, 2, requires_grad=True)
+    norm(x).sum().backward()
+    unmoved = all(map(torch.equal, norm.buffers(), kept))
+    return unmoved, [one.grad for one in norm.parameters()]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_that_is_empty_on_all_ranks_moves_nothing(momentum: float | None) -> None:
+    for unmoved, gradients in run_ranks(empty_everywhere, 2, momentum):
+        assert unmoved and not any(one.any() for one in gradients)
+
+
+def evaluated_on_rank_0() -> Tensor | None:
+    norm = norms.SyncBatchNorm(3, track_running_stats=False).eval()
+    with Ledger() as ledger:
+        out = norm(whole_batch((4, 3))[0].float()) if dist.get_rank() == 0 else None
+    assert not ledger.entries
+    return out
+
+
+def test_eval_without_running_statistics_sends_nothing() -> None:
+    wanted = nn.BatchNorm1d(3, track_running_stats=False).eval()(whole_batch((4, 3))[0].float())
+    torch.testing.assert_close(run_ranks(evaluated_on_rank_0, 2)[0], wanted)
+
+
+def gradient_of_a_gradient() -> str:
+    x = torch.randn(4, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(norms.SyncBatchNorm(3)(x).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as refusal:
+        grad.square().sum().backward()
+    return str(refusal.value)
+
+
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    """Autograd would differentiate the backward as if its all-reduce were not there."""
+    for words in run_ranks(gradient_of_a_gradient, 2):
+        assert "differentiate twice" in words and "once_differentiable" in words
+
+
+def converted() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm2d(2)))
-    model[1].eval()
-    before = copy.deepcopy(model.state_dict())
-    after = norms.convert(model)
-    kinds = [type(one).__name__ for one in after.modules() if hasattr(one, "running_mean")]
-    same = all(torch.equal(value, before[name]) for name, value in after.state_dict().items())
-    return kinds, same and not after[1].training and after[2][0].training
+    inner = nn.BatchNorm2d(2, momentum=None)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2, affine=False).eval(),
+        nn.Sequential(inner),
+        inner,
+        nn.BatchNorm2d(2).requires_grad_(False),
+    )
+    calls = []
+    inner.register_forward_hook(lambda *_: calls.append(1))
+    params, state = list(model.parameters()), copy.deepcopy(model.state_dict())
+    after = norms.convert(model, dist.group.WORLD)
+    assert after is model and after[2][0] is after[3] is inner
+    assert [type(after[index]) for index in (1, 3, 4)] == [norms.SyncBatchNorm] * 3
+    assert all(after[index].group is dist.group.WORLD for index in (1, 3, 4))
+    assert all(map(operator.is_, after.parameters(), params))
+    torch.testing.assert_close(after.state_dict(), state, rtol=0, atol=0)
+    assert [after[index].training for index in (1, 3, 4)] == [False, True, True]
+    assert [param.requires_grad for param in after.parameters()] == [True] * 4 + [False] * 2
+    after(torch.randn(2, 1, 5, 5))
+    assert len(calls) == 2
 
 
-def test_a_model_is_converted_with_its_weights() -> None:
-    assert run_ranks(converted, 1) == [(["SyncBatchNorm"] * 2, True)]
+def test_a_model_is_converted_and_keeps_all_it_has() -> None:
+    run_ranks(converted, 1)
+
+
+def test_a_norm_is_converted_as_a_model() -> None:
+    norm = nn.BatchNorm1d(2)
+    assert norms.convert(norm) is norm and type(norm) is norms.SyncBatchNorm
+    assert norms.convert(norm) is norm
+
+
+class WithReLU(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: WithReLU(3), nn.LazyBatchNorm2d, lambda: norms.GhostBatchNorm(3, 2)]
+)
+def test_a_norm_that_may_do_more_is_not_converted(make) -> None:
+    odd = make()
+    model = nn.Sequential(nn.BatchNorm2d(3), odd)
+    words = f"the batch norm '1' is a {type(odd).__name__}, which may do more"
+    with pytest.raises(ValueError, match=words):
+        norms.convert(model)
+    assert type(model[0]) is nn.BatchNorm2d
 
 
 @pytest.mark.gpu

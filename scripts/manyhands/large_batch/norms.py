@@ -14,7 +14,7 @@ Hoffer et al. 2017, https://arxiv.org/abs/1705.08741 (ghost batches).
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class NormOverRanks(torch.autograd.Function):
@@ -50,6 +50,7 @@ class NormOverRanks(torch.autograd.Function):
         return x_hat, mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of x: each x moves the mean and the variance of all ranks."""
         x_hat, scale, count = ctx.saved_tensors
@@ -76,8 +77,11 @@ class AnyBatchNorm(nn.modules.batchnorm._BatchNorm):
 class SyncBatchNorm(AnyBatchNorm):
     """Batch norm over the batches of all ranks; in eval mode an ordinary batch norm.
 
-    In training every rank of the group calls it, also one whose batch is empty. The gradients of
-    its weight and bias are those of this rank's batch, as all others that DDP averages.
+    In training every rank of the group calls it, also one whose batch is empty. Where all are, the
+    running statistics stay as they are. The gradients of its weight and bias are those of this
+    rank's batch, as all others that DDP averages. 16-bit inputs are normalised in float32 and come
+    out in their own type. In eval mode nothing is sent: without running statistics each rank then
+    normalises by those of its own batch, as torch's class does.
 
     Args:
         as of nn.BatchNorm2d, and `group`: the ranks that share a batch.
@@ -92,22 +96,33 @@ class SyncBatchNorm(AnyBatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """(B/N, C, ...) in and out."""
         self._check_input_dim(x)
-        if not self.training and self.running_mean is not None:
+        if not self.training:
             return super().forward(x)
-        x_hat, mean, variance, count = NormOverRanks.apply(x, self.eps, self.group)
-        if self.training and self.track_running_stats:
+        # In 16 bits a sum over a batch would have few correct digits, and large counts none.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        out, mean, variance, count = NormOverRanks.apply(wide, self.eps, self.group)
+        if self.track_running_stats:
             self._keep(mean, variance, count)
-        if not self.affine:
-            return x_hat
-        return x_hat * _per_channel(self.weight, x) + _per_channel(self.bias, x)
+        if self.weight is not None:
+            out = out * _per_channel(self.weight, x)
+        if self.bias is not None:
+            out = out + _per_channel(self.bias, x)
+        return out.to(x.dtype)
 
     @torch.no_grad()
     def _keep(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics; they estimate, so the variance divides by count - 1."""
-        self.num_batches_tracked += 1
-        share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, float(share))
-        self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), float(share))
+        """Move the running statistics; they estimate, so the variance divides by count - 1.
+
+        In float64, because 1 / number of batches is not exact in the type of the statistics.
+        """
+        self.num_batches_tracked += count > 0
+        share = self.momentum
+        if share is None:
+            share = 1 / self.num_batches_tracked.clamp(min=1).double()
+        estimate = variance * count / (count - 1).clamp(min=1)
+        for running, new in ((self.running_mean, mean), (self.running_var, estimate)):
+            moved = running.double().lerp(new.double(), share)
+            running.copy_(torch.where(count > 0, moved, running))
 
 
 class GhostBatchNorm(AnyBatchNorm):
@@ -134,16 +149,33 @@ class GhostBatchNorm(AnyBatchNorm):
         return torch.cat(parts)
 
 
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, AnyBatchNorm)
+
+
 def convert(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replace every batch norm of a model by one over all ranks, with the same weights."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            options = {"eps": child.eps, "momentum": child.momentum, "affine": child.affine}
-            options["track_running_stats"] = child.track_running_stats
-            synced = SyncBatchNorm(child.num_features, **options, group=group)
-            synced.to(next(iter(child.state_dict().values()), torch.empty(0)))
-            synced.load_state_dict(child.state_dict())
-            setattr(model, name, synced.train(child.training))
-        else:
-            convert(child, group)
+    """Turn every batch norm of a model into one over all ranks, in place; returns the model.
+
+    Each norm stays the same object and only changes its class. So its parameters, its hooks, its
+    mode and all names under which the model has it stay as well. Norms that are synchronised
+    already are left as they are.
+
+    Raises:
+        ValueError: a norm of another class, such as a lazy one. Nothing has been changed then.
+    """
+    norms = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
+    }
+    for name, norm in norms.items():
+        if type(norm) not in PLAIN:
+            where = f"the batch norm {name!r}" if name else "the model"
+            raise ValueError(
+                f"{where} is a {type(norm).__name__}, which may do more than a batch norm: replace "
+                "it by a SyncBatchNorm yourself, and run a batch through a lazy one first"
+            )
+    for norm in norms.values():
+        norm.__class__ = SyncBatchNorm
+        norm.group = group
     return model

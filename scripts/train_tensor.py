@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=4 scripts/train_tensor.py --tensor 2 --se
 bash sbatch/tensor.sbatch --impl mine       with your own functions in it
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader
 
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checkpoint.pieces import is_dtensor
 from manyhands.data import corpus
 from manyhands.ddp import wrapping
+from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
+from manyhands.layerwise.norms import added_up, whole_norms
 from manyhands.models.transformer import Transformer, flops_per_token, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.tensor import dtensor, sequence
@@ -46,6 +49,8 @@ class Config(TrainConfig):
     """Between the cut layers, keep only each rank's part of the positions."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """To multiply matrices in; weights and their gradients stay float32."""
+    clip: float = 0.0
+    """Most that the norm of the gradient may be; 0 does not clip."""
 
 
 class Parts(NamedTuple):
@@ -58,6 +63,8 @@ class Parts(NamedTuple):
 
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
+    if not config.clip >= 0:
+        raise BadInput(f"clip is {config.clip}: take a positive norm, or 0 for no limit")
     # Inside it cross_entropy takes scores that are cut by the vocabulary, as DTensors.
     with loss_parallel() if config.impl == "torch" else nullcontext():
         return mine.start("tensor", config, Parts, train)
@@ -88,7 +95,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
     # Model
     mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)
-    model = cut(config, parts, Transformer(*shape).to(world.device), mesh)
+    whole = Transformer(*shape).to(world.device)
+    before = set(whole.parameters())
+    model = cut(config, parts, whole, mesh)
+    del whole
+    copies = [param for param in model.parameters() if param in before]  # on every tensor rank
     # For PyTorch's plan, not fused: that takes no mixture of DTensors and plain tensors.
     adamw = {"foreach": False} if config.impl == "torch" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, **adamw)
@@ -110,6 +121,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
                 loss.backward()
                 model.finish_gradients()
                 average_parts(model, mesh.get_group("replicate"))
+                clip_gradients(config, model, copies, mesh.get_group("tensor"))
                 optimizer.step()
                 model.zero_grad()
             run.log(loss)
@@ -177,6 +189,28 @@ def average_parts(model: nn.Module, replicas: dist.ProcessGroup) -> None:
         part = param.grad.to_local() if is_dtensor(param.grad) else param.grad
         dist.all_reduce(part, group=replicas)
         part /= dist.get_world_size(replicas)
+
+
+def clip_gradients(
+    config: Config, model: nn.Module, copies: Sequence[nn.Parameter], group: dist.ProcessGroup
+) -> None:
+    """Scale all gradients, if that was asked for, by one norm of the whole.
+
+    Args:
+        copies: parameters that are whole on every rank of `group`: they count once. A DTensor
+            knows by itself how it is cut.
+    """
+    if not config.clip:
+        return
+    params = list(model.parameters())
+    if config.impl == "torch":
+        for param in params:
+            param.grad = added_up(param.grad)
+        norm = torch.stack(whole_norms([param.grad for param in params])).norm()
+        clip_grads_with_norm_(params, config.clip, norm, foreach=False)
+    else:
+        kept = set(copies)
+        clip_grad_norm([one for one in params if one not in kept], config.clip, [group], copies)
 
 
 def uncut(model: nn.Module, plain: nn.Module, world: World) -> nn.Module:

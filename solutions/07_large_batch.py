@@ -34,7 +34,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from manyhands.checks import large_batch as check, score
 from manyhands.data import images
@@ -556,7 +556,9 @@ if check.ready("7.2", "7.3", "7.5"):
 # them back, and everything else as an attribute, such as `ctx.group`. `backward` is given the gradient of each
 # output and returns a gradient for each argument of `forward` after `ctx`, with None for arguments that have
 # none. Outputs that are not to be differentiated, here the mean, the variance and the count, are named with
-# `ctx.mark_non_differentiable(...)`.
+# `ctx.mark_non_differentiable(...)`. Autograd cannot see the all-reduce in `backward` either. A loss that
+# contains a gradient would differentiate `backward` as if nothing were sent, and its own gradient would be
+# wrong. `@once_differentiable`, which is given, turns this into an error.
 
 # %% exercise="NormOverRanks.forward NormOverRanks.backward" todo="7.6" minutes=35 difficulty=3 points=4
 from manyhands.large_batch.norms import NormOverRanks, _per_channel

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -63,6 +63,7 @@ from manyhands.models.transformer import MLP, Block, Transformer
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.tensor import bench, figures as tensor_figures
+from manyhands.tensor.replaced import refuse_extras, refuse_strangers, refuse_untied
 
 lab.warm_up()
 print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo")
@@ -105,7 +106,8 @@ assert torch.allclose(by_columns, x @ A, atol=1e-6) and torch.allclose(by_rows, 
 # The two are mirror images: f copies forward and sums backward, while g sums forward and copies backward.
 # Write both as `autograd.Function`s, as in lesson 09. A tensor that you are given may be used elsewhere, so
 # sum into a copy. Make this copy contiguous, because `all_reduce` adds numbers in the order in which they lie
-# in memory.
+# in memory. Autograd cannot see the messages in a `backward`, so the gradient of a gradient would be wrong;
+# `@once_differentiable`, which is given, makes it an error.
 
 # %% exercise="CopyToRanks.forward CopyToRanks.backward SumOverRanks.forward SumOverRanks.backward" todo="13.1" minutes=20 difficulty=2 points=2
 from manyhands.tensor.layers import CopyToRanks, SumOverRanks
@@ -119,13 +121,14 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 # Which rank gets which part? Some groups of rows must not be cut apart: attention has heads, and a head must
 # stay in one piece. So parts are counted in **units**, and a unit, such as the rows of one head, stays
 # together. Where the units cannot be divided evenly, the first ranks get one more. The next cell gives you
-# both helpers: `my_range` says which part is this rank's, and `my_part` copies it into a parameter. `Region`
+# the helpers: `part_of` says which part is a rank's, `my_range` which is this rank's, and `my_part` copies it
+# into a parameter. `Region`
 # is the type of f and g when they are passed as functions: f is `CopyToRanks.apply`, which brings x to all
 # ranks and is called as `enter(x, group)`; g is `SumOverRanks.apply`, which sums the ranks' parts and is
 # called as `leave(part, group)`.
 
 # %% show="true"
-from manyhands.tensor.layers import Region, my_part, my_range
+from manyhands.tensor.layers import Region, my_part, my_range, part_of
 
 # %% [markdown]
 # Now the two layers. `nn.Linear` stores its matrix transposed, as (out, in). So to cut A by *columns*, cut
@@ -133,10 +136,11 @@ from manyhands.tensor.layers import Region, my_part, my_range
 #
 # `enter` is the way into the cut layers, here f, and `leave` is the way out, here g. They are arguments, so
 # that they can be replaced (section 11 does so). The bias of the row layer belongs to the sum, so add it
-# once, after `leave`.
+# once, after `leave`. `GatherFeatures` is given, too: it is for a column layer that no row layer follows, and
+# with `gather_output` it joins the parts of the result on every rank.
 
 # %% exercise="ColumnLinear.forward RowLinear.__init__ RowLinear.forward" todo="13.3" minutes=15 difficulty=2 points=2
-from manyhands.tensor.layers import ColumnLinear, RowLinear
+from manyhands.tensor.layers import GatherFeatures, ColumnLinear, RowLinear
 
 # %% check="13.3" tags=["nbval-check-output"]
 check.ColumnLinear(ColumnLinear, RowLinear)
@@ -252,7 +256,8 @@ check.VocabEmbedding(VocabEmbedding)
 # scores, because exp of a large number overflows, and all ranks have to subtract the *same* number.
 #
 # For both sums use your g, `SumOverRanks`, so that autograd handles the backward. The largest score is only a
-# shift and needs no gradient: `detach` it.
+# shift and needs no gradient: `detach` it. Select the target's score with `torch.where`, and not by a product
+# with 0 and 1: the scores of tokens that may not come next are often set to -inf, and 0 times -inf is not 0.
 
 # %% exercise="vocab_cross_entropy" todo="13.6" minutes=25 difficulty=3 points=3
 from manyhands.tensor.vocabulary import vocab_cross_entropy

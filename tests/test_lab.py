@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from manyhands.ranks import forkserver, limits
 from manyhands.ranks.failures import MachineFault, RankFailed
@@ -151,6 +152,26 @@ def test_a_rank_that_leaves_is_told(end, words):
 
 def test_a_value_that_cannot_travel_is_told():
     assert "cannot be sent back" in failure_of(lambda: threading.Lock())
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_class_with_a_backward_that_is_differentiated_once_travels():
+    def run():
+        x = torch.ones(2, requires_grad=True)
+        Doubled.apply(x).sum().backward()
+        return x.grad.tolist()
+
+    assert run_ranks(run, 2) == [[2.0, 2.0]] * 2
 
 
 def test_children_of_a_rank_end_with_it():

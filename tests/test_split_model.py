@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -292,3 +293,23 @@ def uneven_positions():
 def test_positions_that_do_not_divide_are_refused():
     with pytest.raises(RankFailed, match="7 positions cannot be cut evenly over 2 ranks"):
         run_ranks(uneven_positions, 2)
+
+
+def untied():
+    words = []
+    for cut in (TensorParallel, TensorSequenceParallel, by_dtensor):
+        model = Transformer(8, 4, 2)
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        with pytest.raises(ValueError) as refusal:
+            cut(model)
+        words.append(str(refusal.value))
+    return words
+
+
+def by_dtensor(model):
+    return dtensor.torch_tensor_parallel(model, init_device_mesh("cpu", (2,)))
+
+
+def test_a_head_with_a_matrix_of_its_own_is_refused():
+    words = "the head has a matrix of its own: tie it to that of the tokens"
+    assert run_ranks(untied, 2) == [[words] * 3] * 2

@@ -22,6 +22,7 @@ from manyhands.tensor.layers import (
     my_range,
 )
 from manyhands.tensor.model import cut_block
+from manyhands.tensor.sequence import GatherSequence, ScatterSequence
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -202,6 +203,86 @@ def test_the_sum_is_over_places_not_over_memory():
     for found in run_ranks(sum_what_is_transposed_on_one_rank, 2):
         for total in found:
             assert torch.equal(total, 2 * torch.arange(6.0).view(2, 3))
+
+
+def gathered(features, unit):
+    """A column layer whose output is whole again, on ranks that all go on with it alike."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(5, features, **DOUBLE), torch.randn(2, 3, 5, **DOUBLE, requires_grad=True)
+    cut = ColumnLinear(copy.deepcopy(layer), unit, gather_output=True)
+    back = torch.randn(2, 3, features, **DOUBLE)
+    found = []
+    for module in (cut, layer):
+        x.grad = None
+        y = module(x)
+        y.backward(back)
+        found.append((y.detach(), x.grad, module.weight.grad, module.bias.grad))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+    mine = my_range(features, unit)
+    for part, whole in zip(found[0][2:], found[1][2:], strict=True):
+        assert_same(part, whole[mine.start : mine.stop])
+
+
+@pytest.mark.parametrize(("features", "unit"), [(6, 1), (7, 1), (10, 2)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_column_layer_whose_output_is_gathered_equals_the_whole_one(world_size, features, unit):
+    run_ranks(gathered, world_size, features, unit)
+
+
+def refused_gradients():
+    words = []
+    for region in (CopyToRanks, SumOverRanks, GatherSequence, ScatterSequence):
+        x = torch.randn(1, 2, 2, requires_grad=True)
+        loss = region.apply(x, None).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        try:
+            grad.square().sum().backward()
+        except RuntimeError as problem:
+            words.append(str(problem))
+    return words
+
+
+def test_the_gradient_of_a_gradient_is_refused():
+    """Autograd would differentiate each backward as if it sent nothing."""
+    for words in run_ranks(refused_gradients, 2):
+        assert len(words) == 4 and all("differentiate twice" in one for one in words)
+
+
+class WithScale(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked():
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+REFUSED = [
+    (lambda: WithScale(4, 4), "a WithScale cannot be cut like an nn.Linear: give a plain one"),
+    (lambda: ColumnLinear(nn.Linear(4, 4)), "a ColumnLinear cannot be cut like an nn.Linear"),
+    (hooked, "hooks and parametrizations are lost when an nn.Linear is cut"),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "hooks and parametrizations"),
+]
+
+
+def refusals_of_layers():
+    words = []
+    for make, _ in REFUSED:
+        for kind in (ColumnLinear, RowLinear):
+            with pytest.raises(ValueError) as refusal:
+                kind(make())
+            words.append(str(refusal.value))
+    return words
+
+
+def test_a_layer_that_does_more_than_linear_is_refused():
+    (words,) = run_ranks(refusals_of_layers, 1)
+    for number, (_, start) in enumerate(REFUSED):
+        assert all(one.startswith(start) for one in words[2 * number : 2 * number + 2])
+    assert not any("\n" in one for one in words)
 
 
 # ---- what a cut costs ----------------------------------------------------------------------

@@ -1,8 +1,18 @@
 """The job of lesson 13: matrices cut in every way train like one process."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 import train_tensor
+from manyhands.models.transformer import Transformer
+from manyhands.ranks.lab import run_ranks
 from training import (
     SAVING,
     TWO,
@@ -17,7 +27,7 @@ from training import (
     refusal,
 )
 
-MINE = {"impl": "mine", **TWO}
+MINE = {"impl": "mine", "clip": 100.0, **TWO}
 FEW = {"steps": 8}  # DTensors take their time, on 4 ranks more than on 2
 WAYS = [  # settings, ranks
     (changes | {"impl": impl, **TWO}, world_size)
@@ -49,6 +59,39 @@ def test_bfloat16_trains_nearly_like_float32(runs, impl):
     assert_nearly_same_training(runs.calm(2, **changes), runs.single(**changes))
 
 
+def a_batch():
+    return torch.randint(8, (2, 3, 4), generator=torch.Generator().manual_seed(2))
+
+
+def clipped(changes):
+    config = train_tensor.Config(clip=0.1, **changes)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=train_tensor.MESH)
+    torch.manual_seed(1)
+    whole = Transformer(8, 4, 2)
+    before = set(whole.parameters())
+    with loss_parallel() if config.impl == "torch" else nullcontext():
+        model = train_tensor.cut(config, train_tensor.Parts(), whole, mesh)
+        model(*a_batch()).backward()
+    model.finish_gradients()
+    copies = [param for param in model.parameters() if param in before]
+    train_tensor.clip_gradients(config, model, copies, mesh.get_group("tensor"))
+    torch.optim.SGD(model.parameters(), 1.0, foreach=False).step()
+    world = SimpleNamespace(is_main=dist.get_rank() == 0)
+    return train_tensor.uncut(model, Transformer(8, 4, 2), world).state_dict()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("impl", ["scratch", "torch"])
+def test_gradients_are_clipped_by_the_norm_of_the_whole(impl, sequence):
+    torch.manual_seed(1)
+    model = Transformer(8, 4, 2)
+    model(*a_batch()).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.2
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    found = run_ranks(clipped, 2, {"impl": impl, "sequence": sequence})[0]
+    torch.testing.assert_close(found, model.state_dict(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("changes", "world_size", "victim"),
@@ -73,6 +116,7 @@ def test_the_script_starts_by_itself(tmp_path):
     [
         ({"impl": "mine"}, "mine/tensor.py is not there: run check.keep()"),
         ({"device": "cuda"}, "--device cuda, but this node has 0 GPU(s) for 1 process(es)"),
+        ({"clip": -1.0}, "clip is -1.0: take a positive norm, or 0 for no limit"),
         ({"tensor": 2}, "--tensor 2 does not fit 1 rank(s)"),
     ],
 )

@@ -78,6 +78,66 @@ def test_all_targets_may_be_of_one_rank():
         torch.testing.assert_close(loss, F.cross_entropy(scores, torch.full((4,), 5)))
 
 
+def test_scores_of_minus_infinity_are_those_of_tokens_that_cannot_come():
+    """A vocabulary that is padded to fit the ranks: rank 1 has nothing else."""
+    targets = torch.tensor([0, 2, 1, 2])
+
+    def run():
+        whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+        whole[:, 3:] = -torch.inf
+        mine = my_range(6)
+        part = whole[:, mine.start : mine.stop].clone().requires_grad_()
+        loss = vocab_cross_entropy(part, targets, mine)
+        loss.backward()
+        return loss.detach(), part.grad, whole
+
+    results = run_ranks(run, 2)
+    whole = results[0][2].requires_grad_()
+    wanted = F.cross_entropy(whole, targets)
+    wanted.backward()
+    for loss, *_ in results:
+        torch.testing.assert_close(loss, wanted.detach())
+    torch.testing.assert_close(torch.cat([grad for _, grad, _ in results], dim=1), whole.grad)
+
+
+def strangers(number):
+    """What a target and an input that are no token of 7 lead to, on the last rank."""
+    mine, words = my_range(7), []
+    embed = VocabEmbedding(nn.Embedding(7, 2), leave=lambda part, _: part)
+    ids = torch.tensor([1, number, 3])
+    calls = (lambda: vocab_cross_entropy(torch.randn(3, len(mine)), ids, mine), lambda: embed(ids))
+    for call in calls if number < 0 or dist.get_rank() == 1 else []:
+        with pytest.raises(IndexError) as refusal:
+            call()
+        words.append(str(refusal.value))
+    return words
+
+
+@pytest.mark.parametrize("number", [-100, -1, 7, 1000])
+def test_what_is_no_token_is_refused(number):
+    words = [f"{number} is no token of the vocabulary: leave such positions out"] * 2
+    assert run_ranks(strangers, 2, number) == [words if number < 0 else [], words]
+
+
+OPTIONS = [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+
+
+def refused_options():
+    words = []
+    for options in OPTIONS:
+        with pytest.raises(ValueError) as refusal:
+            VocabEmbedding(nn.Embedding(7, 2, **options))
+        words.append(str(refusal.value))
+    return words
+
+
+def test_options_of_an_embedding_are_refused():
+    (found,) = run_ranks(refused_options, 1)
+    for words, options in zip(found, OPTIONS, strict=True):
+        ((name, value),) = options.items()
+        assert words == f"{name}={value} is lost when an nn.Embedding is cut: leave it out"
+
+
 # Repeated tokens, and each one of the vocabulary.
 INPUTS = torch.tensor([[0, 1, 2, 3, 4], [5, 6, 3, 3, 0]])
 

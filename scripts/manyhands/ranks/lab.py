@@ -175,6 +175,7 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     name = getattr(module, "__name__", "__main__")
     _send_modules_by_name()
+    _list_functions_of_torch()
     if name == "__main__" or name.split(".")[0] == "manyhands":
         return cloudpickle.dumps((fn, args, kwargs))
     cloudpickle.register_pickle_by_value(module)
@@ -194,6 +195,16 @@ def _send_modules_by_name() -> None:
         kind = type(module)
         if issubclass(kind, types.ModuleType) and kind is not types.ModuleType:
             copyreg.pickle(kind, lambda one: (importlib.import_module, (one.__name__,)))
+
+
+def _list_functions_of_torch() -> None:
+    """Let `torch._C._functions` travel by its name, in a process that has imported torch.
+
+    Whatever torch's @once_differentiable wraps needs it. Torch does not list it among the modules,
+    so it would travel by value, and what arrives could not be read.
+    """
+    if "torch" in sys.modules:
+        sys.modules.setdefault("torch._C._functions", sys.modules["torch"]._C._functions)
 
 
 def _environment(world_size: int, room: Path) -> dict[str, str]:
@@ -247,6 +258,7 @@ def live(
     from manyhands.ranks.runtime import end_with_parent
 
     end_with_parent(parent_ends=lambda: _caller_is_gone(control))
+    _list_functions_of_torch()
     torch.set_num_threads(1)
     longest_s = CAP * timeout_s + 60
     try:

@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from manyhands.tensor.replaced import refuse_untied
+
 
 def plan(num_blocks: int, sequence: bool = False) -> dict[str, ParallelStyle]:
     """How each module of a Transformer is cut: its name -> a style.
@@ -61,6 +63,7 @@ def torch_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool = F
 
     Weights have to be equal on all ranks. Every size that is cut is a multiple of the ranks.
     """
+    refuse_untied(model)
     model = parallelize_module(model, mesh, plan(len(model.blocks), sequence))
     model.head.weight = model.tokens.weight  # each was made a parameter of its own
     return model

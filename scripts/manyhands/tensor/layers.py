@@ -22,9 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from manyhands.collectives.trees import Group
+from manyhands.fsdp.flat import all_gather
+from manyhands.tensor.replaced import refuse_extras
 
 Region = Callable[[Tensor, Group], Tensor]  # enter(x, group) or leave(part, group)
 
@@ -39,6 +41,7 @@ class CopyToRanks(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Return the sum of all ranks' gradients, and None for the group.
 
@@ -64,13 +67,14 @@ class SumOverRanks(Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient as it is, and None for the group."""
         return grad, None
 
 
-def my_range(size: int, unit: int = 1, group: Group = None) -> range:
-    """This rank's part of 0 ... size - 1; the parts of all ranks follow one another.
+def part_of(rank: int, n: int, size: int, unit: int = 1) -> range:
+    """One rank's part of 0 ... size - 1; the parts of all n ranks follow one another.
 
     Args:
         unit: what must stay together, such as the rows of one head; `size` is a multiple of it.
@@ -79,7 +83,7 @@ def my_range(size: int, unit: int = 1, group: Group = None) -> range:
     Raises:
         ValueError: fewer units than ranks.
     """
-    rank, n, units = dist.get_rank(group), dist.get_world_size(group), size // unit
+    units = size // unit
     if units < n:
         raise ValueError(f"{units} units of {unit} cannot be cut over {n} ranks: take fewer ranks")
     share, rest = divmod(units, n)
@@ -87,11 +91,39 @@ def my_range(size: int, unit: int = 1, group: Group = None) -> range:
     return range(first * unit, (first + share + (rank < rest)) * unit)
 
 
+def my_range(size: int, unit: int = 1, group: Group = None) -> range:
+    """This rank's part, as `part_of` gives it."""
+    return part_of(dist.get_rank(group), dist.get_world_size(group), size, unit)
+
+
 def my_part(weight: Tensor, dim: int, unit: int = 1, group: Group = None) -> nn.Parameter:
     """This rank's part of `weight` along `dim`, as a parameter with memory of its own."""
     mine = my_range(weight.shape[dim], unit, group)
     part = weight.detach().narrow(dim, mine.start, len(mine)).clone()
     return nn.Parameter(part, requires_grad=weight.requires_grad)
+
+
+class GatherFeatures(Function):
+    """Every rank gets all features, and all do the same with them: each keeps its part's gradient.
+
+    Price: an all-gather forward, nothing backward. Uneven parts travel in the size of the largest.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, parts: list[range], group: Group = None) -> Tensor:
+        """Return the whole (B, T, F) of parts (B, T, F/N); `parts` are those of all ranks."""
+        ctx.mine = parts[dist.get_rank(group)]
+        padded = F.pad(part, (0, len(parts[0]) - len(ctx.mine)))
+        everything = padded.new_empty(len(parts) * len(padded), *padded.shape[1:])
+        all_gather(everything, padded.contiguous(), group).wait()
+        pairs = zip(everything.chunk(len(parts)), parts, strict=True)
+        return torch.cat([values[..., : len(one)] for values, one in pairs], dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of this rank's part, (B, T, F/N), and None for the rest."""
+        return grad[..., ctx.mine.start : ctx.mine.stop], None, None
 
 
 class ColumnLinear(nn.Module):
@@ -103,12 +135,21 @@ class ColumnLinear(nn.Module):
         unit: int = 1,
         enter: Region = CopyToRanks.apply,
         group: Group = None,
+        gather_output: bool = False,
     ) -> None:
-        """Take this rank's part of weight (F, D) and bias (F,); `unit` rows stay together."""
+        """Take this rank's part of weight (F, D) and bias (F,); `unit` rows stay together.
+
+        With `gather_output` what forward returns is gathered: (B, T, F) on every rank.
+        """
         super().__init__()
+        refuse_extras(linear, nn.Linear)
         self.enter, self.group = enter, group
         self.weight = my_part(linear.weight, 0, unit, group)
         self.bias = None if linear.bias is None else my_part(linear.bias, 0, unit, group)
+        if gather_output:
+            n = dist.get_world_size(group)
+            parts = [part_of(rank, n, linear.out_features, unit) for rank in range(n)]
+            self.register_forward_hook(lambda _, __, y: GatherFeatures.apply(y, parts, group))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the output, (B, T, F/N)."""
@@ -131,6 +172,7 @@ class RowLinear(nn.Module):
         has none.
         """
         super().__init__()
+        refuse_extras(linear, nn.Linear)
         self.leave, self.group = leave, group
         self.weight = my_part(linear.weight, 1, unit, group)
         self.bias = linear.bias

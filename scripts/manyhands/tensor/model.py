@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.tensor.layers import ColumnLinear, CopyToRanks, Region, RowLinear, SumOverRanks
+from manyhands.tensor.replaced import refuse_untied
 from manyhands.tensor.vocabulary import VocabEmbedding, vocab_cross_entropy
 
 
@@ -62,6 +63,7 @@ class CutTransformer(nn.Module):
             leave: sums the ranks' parts.
         """
         super().__init__()
+        refuse_untied(model)
         broadcast_state(model, group)
         self.enter, self.group = enter, group
         self.tokens = VocabEmbedding(model.tokens, leave, group)

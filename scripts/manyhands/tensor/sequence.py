@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import pack, unpack
@@ -64,6 +64,7 @@ class GatherSequence(Function):
         return gather_positions(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of this rank's positions, (B, T/N, D), and None for the group."""
         return sum_positions(grad, ctx.group), None
@@ -79,6 +80,7 @@ class ScatterSequence(Function):
         return sum_positions(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of this rank's x, (B, T, D), and None for the group."""
         return gather_positions(grad, ctx.group), None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.collectives.trees import Group
 from manyhands.tensor.layers import Region, SumOverRanks, my_part, my_range
+from manyhands.tensor.replaced import refuse_extras, refuse_strangers
 
 
 class VocabEmbedding(nn.Module):
@@ -31,12 +32,14 @@ class VocabEmbedding(nn.Module):
         `leave` sums the ranks' parts; it is called as leave(part, group).
         """
         super().__init__()
+        refuse_extras(embedding, nn.Embedding)
         self.leave, self.group = leave, group
         self.mine = my_range(embedding.num_embeddings, 1, group)
         self.weight = my_part(embedding.weight, 0, 1, group)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the embeddings of all tokens, (B, T, D) on every rank."""
+        refuse_strangers(inputs, self.mine, self.group)
         is_mine = (inputs >= self.mine.start) & (inputs < self.mine.stop)
         rows = torch.where(is_mine, inputs - self.mine.start, 0)
         part = F.embedding(rows, self.weight) * is_mine.unsqueeze(-1)
@@ -55,16 +58,19 @@ def vocab_cross_entropy(
     Args:
         scores: (tokens, V/N), those of the tokens in `mine`. Raise 16-bit scores to float32 first:
             they are too coarse for a loss.
-        targets: (tokens,) int64, all of them on every rank.
+        targets: (tokens,) int64, all of them on every rank. Each is a token of the vocabulary:
+            none is left out, as torch's loss leaves out -100.
         mine: this rank's part of the vocabulary.
     """
+    refuse_strangers(targets, mine, group)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     largest = scores.detach().amax(-1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     scores = scores - largest.unsqueeze(-1)
     is_mine = (targets >= mine.start) & (targets < mine.stop)
     columns = torch.where(is_mine, targets - mine.start, 0).unsqueeze(-1)
-    of_target = scores.gather(-1, columns).squeeze(-1) * is_mine
+    # No product with is_mine: a score may be -inf, and 0 times -inf is no number.
+    of_target = torch.where(is_mine, scores.gather(-1, columns).squeeze(-1), 0)
     parts = torch.stack([scores.exp().sum(-1), of_target])  # (2, tokens)
     total, of_target = SumOverRanks.apply(parts, group)
     return (total.log() - of_target).mean()

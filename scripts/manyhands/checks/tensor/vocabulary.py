@@ -169,6 +169,7 @@ embedding = Spec(
 LARGEST = "scores.detach().amax(-1)"
 REDUCE_MAX = "dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)"
 COLUMN = "torch.where(is_mine, targets - mine.start, 0)"
+OF_TARGET = "torch.where(is_mine, scores.gather(-1, columns).squeeze(-1), 0)"
 BOTH = "SumOverRanks.apply(parts, group)"
 END = "(total.log() - of_target).mean()"
 EXP_SUM = "scores.exp().sum(-1)"
@@ -273,9 +274,9 @@ cross_entropy = Spec(
             The largest score is taken to be at least 0, and scores can all be far below it.
         {LARGEST} => scores.amax(-1)
             A gradient goes through the maximum. | scores.detach().amax(-1)
-        .squeeze(-1) * is_mine => .squeeze(-1)
+        {OF_TARGET} => scores.gather(-1, columns).squeeze(-1)
             Targets of other ranks are counted as well, with a column that is not theirs.
-            | Multiply by a mask: is the target in `mine`?
+            | Take 0 where the target is not in `mine`.
         targets - mine.start, 0) => targets - dist.get_rank(group) * scores.shape[1], 0)
         targets >= mine.start => targets >= dist.get_rank(group) * scores.shape[1]
         targets < mine.stop => targets < (dist.get_rank(group) + 1) * scores.shape[1]
@@ -307,7 +308,7 @@ cross_entropy = Spec(
         ),
         "out of bounds": (
             "A column is asked for that this part of the scores does not have.",
-            "Take column 0 for targets of other ranks, and a factor of 0 afterwards.",
+            "Take column 0 for targets of other ranks, and a score of 0 afterwards.",
         ),
         "eaf Variable that requires grad": (
             "The caller's scores would be changed in place.",

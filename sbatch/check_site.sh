@@ -144,6 +144,23 @@ in_plain_words() { # of what sbatch says about a job file
     echo "$said; it offers: $offer"
 }
 
+option_of() { # the value that a job file's #SBATCH lines give an option last
+    sed -nE "s/^#SBATCH +(--$2[= ]|-$3 *)([^ ]+).*/\\2/p" "$1" | tail -n 1
+}
+
+check_log() { # Slurm makes no folder for a log, and a job that cannot open its log ends unseen
+    local file=$1 name=${1##*/} job folder
+    job=${SBATCH_JOB_NAME:-$(option_of "$file" job-name J)}
+    folder=${SBATCH_OUTPUT:-$(option_of "$file" output o)}
+    if [[ $job == */* ]]; then
+        problem "$name: the job name $job has a slash, and Slurm would look for its log in a folder" \
+            "of that name: take one without"
+    elif [[ $folder == */* && ${folder%/*} != *%* && ! -d ${folder%/*} ]]; then
+        problem "$name: the log goes to $folder, but there is no folder ${folder%/*} here, and Slurm" \
+            "makes none: the job would end without a word; mkdir -p ${folder%/*}"
+    fi
+}
+
 check_job_file() {
     local file=$1 name=${1##*/} line
     if [ ! -f "$file" ]; then
@@ -154,6 +171,7 @@ check_job_file() {
         problem "$name: Slurm does not read the line '$line': it must begin with #SBATCH and" \
             "stand before the first command"
     done < <(awk '/^[^#]/ {code = 1} /^[ \t]*#[ \t]*SBATCH/ && (code || !/^#SBATCH /)' "$file")
+    check_log "$file"
     if ask sbatch --test-only "$file"; then
         ok "$name would be accepted"
     elif [ -z "$account_refused" ] || ! grep -qi account "$scratch/error"; then

@@ -42,11 +42,40 @@ fi
 # ---- a batch job -------------------------------------------------------------------------------
 
 say() { echo "launch.sh: $*"; }
+# What sbatch was told about this job beside its file, as far as Slurm shows it.
+given_options() {
+    local option key value lines
+    lines=$(grep -s '^#SBATCH --' "$job_file" || true)
+    while read -r option key; do
+        value=''
+        [[ $job =~ [[:space:]]$key=([^[:space:]]+) ]] && value=${BASH_REMATCH[1]#gres[:/]gpu[:=]}
+        [ "$option" != job-name ] || value=$SLURM_JOB_NAME
+        case $option=$value in
+        *= | *=N/A | *'=(null)') continue ;;
+        gpus-per-node=0) ;; # site.env of a cluster without GPUs says so
+        *=0) continue ;;
+        esac
+        grep -qxF -- "#SBATCH --$option=$value" <<<"$lines" || printf ' --%s=%q' "$option" "$value"
+    done <<<"$SHOWN"
+    [[ $job != *" Requeue=0 "* ]] || printf ' --no-requeue'
+}
+SHOWN='job-name JobName
+time TimeLimit
+partition Partition
+account Account
+qos QOS
+constraint Features
+reservation Reservation
+gpus-per-node TresPerNode
+cpus-per-task CPUs/Task
+mem MinMemoryNode
+mem-per-cpu MinMemoryCPU'
 # One number of an array also answers to the array's ID: Slurm shows and signals all of it then.
 id=$SLURM_JOB_ID job=$'\n'$(scontrol show job "$SLURM_JOB_ID")
 job=${job#*$'\n'"JobId=$id "} job=${job%%$'\n\n'*}
 if [[ $job =~ ^ArrayJobId=([0-9]+)\ ArrayTaskId=([0-9]+)\  ]]; then
     number=${BASH_REMATCH[2]} id=${BASH_REMATCH[1]}_${BASH_REMATCH[2]} array_flags=("${given[@]}")
+    say "job $SLURM_JOB_ID is number $number of array ${BASH_REMATCH[1]}"
 fi
 out=
 for index in "${!flags[@]}"; do
@@ -65,8 +94,11 @@ fi
 
 [[ $job =~ Restarts=([0-9]+) ]] && export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
 [[ $job =~ Command=([^$'\n']*) ]] && job_file=${BASH_REMATCH[1]%" ${*:2}"}
-again=$(printf ' %q' "${job_file#"$PWD/"}" "${flags[@]}")
-again="${RANKS:+RANKS=$RANKS }sbatch --nodes=$nodes${number:+ --array=$number}$again"
+again="sbatch --nodes=$nodes${number:+ --array=$number}$(given_options)"
+again+=$(printf ' %q' "${job_file#"$PWD/"}" "${flags[@]}")
+[ -z "${PYTHON:-}" ] || again="PYTHON=$(printf %q "$PYTHON") $again"
+again="${RANKS:+RANKS=$RANKS }$again"
+[ "$PWD" = "$root" ] || again="cd $(printf %q "$PWD") && $again"
 read -r HEAD_NODE < <(scontrol show hostnames "$hosts")
 export HEAD_NODE=$HEAD_NODE${HEAD_SUFFIX:-} NODES=$nodes SRUN_CPUS_PER_TASK=$cpus
 export MANYHANDS_BATCH=1 # the SLURM_ variables are this job's
@@ -94,9 +126,12 @@ done
 wait "$step" || code=$?
 
 state=$(status)
-if [[ -n $ended || $code = 2 || -z $state || $state == *'"state": "finished"'* ]]; then
+# A run that was refused at its start has no state of its own, and the same command would fail.
+if [[ -z $state || $state == *'"state": "finished"'* ]] || [[ $code = 2 && $state = "$before" ]]; then
     exit "$code"
 fi
+[ "$code" != 0 ] || code=75 # as in a pod: not finished, so no job that waits for it may begin
+[ -z "$ended" ] || exit "$code"
 if [[ -n $saving && $state == *'"state": "stopped"'* ]]; then
     if refusal=$(scontrol requeue "$id" 2>&1); then
         say "job $id queues again, to go on in $out"

@@ -211,19 +211,19 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES
 @pytest.mark.parametrize(
     ("changes", "has_ranks", "words"),
     [
-        ({}, True, "RANKS=4 sbatch --nodes=2 .*sbatch/ddp.sbatch"),
+        ({}, True, "RANKS=4 PYTHON=.* sbatch --nodes=2 .*sbatch/ddp.sbatch --steps 3"),
         (
             {"SLURM_STEP_NUM_NODES": "1"},
             True,
-            "RANKS=8 srun -n1 --cpus-per-task=8 python .*/scripts",
+            f"RANKS=8 srun -n1 --cpus-per-task=8 {sys.executable} .*/launch.py .* --steps 3",
         ),
-        ({}, False, "srun --ntasks=1 python .*/scripts/train_ddp.py"),
+        ({}, False, f"srun --ntasks=1 {sys.executable} .*/scripts/train_ddp.py --steps 3"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, True, None),
         ({"RANK": "0"}, True, None),  # torchrun's
     ],
 )
 def test_one_of_several_copies_in_a_step_is_refused(changes, has_ranks, words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/course/scripts/train_ddp.py"])
+    monkeypatch.setattr(sys, "argv", ["/course/scripts/train_ddp.py", "--steps", "3"])
     if words is None:
         refuse_copies(STEP | changes, has_ranks)
         return

@@ -177,6 +177,7 @@ def test_array_of_two_jobs_of_two_nodes_side_by_side(slurm, clone, calm_jobs, tm
         folder = clone / "runs" / f"ddp-{array.id}_{task}"
         job = Job(number, clone / f"ddp-{number}.out", folder)
         assert "2 rank(s) on cpu" in job.log and job.state() == "finished"
+        assert f"job {number} is number {task} of array {array.id}" in job.log
         assert "frame #" not in job.log  # torch's words about the node that leaves first
         hosts = [
             rank["host"] for rank in json.loads((job.out / "config.json").read_text())["ranks"]
@@ -234,13 +235,11 @@ def test_copies_that_srun_starts_do_not_train_one_by_one(slurm, clone, tmp_path)
     assert many.returncode == 2 and len(said) == 1 and not (tmp_path / "run").exists(), many
     assert said[0] == (
         "train_ddp.py: srun started 2 copies of this script, and each would train alone, in the "
-        "same folder; the right command is: RANKS=2 srun -n1 --cpus-per-task=2 python "
-        "scripts/launch.py scripts/train_ddp.py"
+        f"same folder; the right command is: RANKS=2 srun -n1 --cpus-per-task=2 {sys.executable} "
+        f"scripts/launch.py {shlex.join([*words[1:], *out])}"
     )
-    _, right = said[0].split("the right command is: RANKS=2 ")
-    command = right.replace("python", sys.executable).split()
-    env = {"RANKS": "2"}
-    done = slurm.outcome(*command, *words[2:], *out, cwd=clone, env=env, timeout_s=170)
+    _, right = said[0].split("the right command is: ")
+    done = slurm.outcome("bash", "-c", right, cwd=clone, timeout_s=170)
     assert done.returncode == 0 and "2 rank(s) on cpu" in done.stdout, done
 
 
@@ -354,7 +353,7 @@ def next_life(slurm: Cluster, job: Job) -> int:
 
 def again(job: Job) -> list[str]:
     """The words of the command that the job's log gives to go on with, after `sbatch`."""
-    (found,) = re.findall(r"go on with: RANKS=1 sbatch (.*)", job.log)
+    (found,) = re.findall(r"go on with: RANKS=1 PYTHON=\S+ sbatch (.*)", job.log)
     return found.split()
 
 
@@ -371,12 +370,17 @@ def test_signal_before_the_limit_and_then_a_lost_node(slurm, clone, calm):
     """
     job = ddp(slurm, clone, "--nodes=2", ONE_GPU, **LONG)
     kept = ddp(slurm, clone, ONE_GPU, "--no-requeue", **LONG)
+    later = slurm.sbatch(f"--dependency=afterok:{kept.id}", "--wrap=true", cwd=clone)
     cancelled = ddp(slurm, clone, ONE_GPU, **LONG)
     slurm.run("scancel", "--batch", "--signal=USR1", begun(slurm, job).id)
     slurm.run("scancel", "--batch", "--signal=USR1", begun(slurm, kept).id)
     slurm.run("scancel", begun(slurm, cancelled).id)
     assert slurm.wait(cancelled.id) == "CANCELLED"
-    assert slurm.wait(kept.id) == "COMPLETED"
+    assert slurm.wait(kept.id) == "FAILED"
+    assert "ExitCode=75:0" in slurm.run("scontrol", "show", "job", kept.id)
+    waits = "squeue", "-h", "-j", later, "-o", "%T %r"
+    slurm.until(lambda: slurm.run(*waits) == "PENDING DependencyNeverSatisfied", 30)
+    slurm.run("scancel", later)
     for one in (cancelled, kept):
         assert one.state() == "stopped" and "Traceback" not in one.log, one.log
         assert again(one)[-2:] == ["--out", f"runs/ddp-{one.id}"]
@@ -481,6 +485,45 @@ def test_job_from_inside_a_job_gets_what_it_asks_for(slurm, clone, tmp_path):
     assert (tmp_path / f"words-{inner}").read_text().splitlines()[-2:] == ["--out", "a b"]
 
 
+LEAVES_A_STATE = """#!/bin/bash
+out=${@: -1}
+mkdir -p "$out"
+[ -z "$STATE" ] || echo "{\\"state\\": \\"$STATE\\"}" > "$out/status.json"
+exit "$CODE"
+"""
+
+
+def test_unfinished_is_no_success_and_goes_on_with_all_that_sbatch_was_told(slurm, clone, tmp_path):
+    """Submitted by its whole path from another folder; the second is refused before it begins."""
+    (tmp_path / "python").write_text(LEAVES_A_STATE)
+    (tmp_path / "python").chmod(0o755)
+    env = {"PYTHON": str(tmp_path / "python"), "RANKS": "1"}
+    asked = "--job-name=mine --time=00:05:00 --partition=debug --gpus-per-node=1".split()
+    asked += ["--mem-per-cpu=60M", "--no-requeue"]
+    words = [*asked, clone / "sbatch/ddp.sbatch", "--data", "a b/c.sbatch"]
+    ends = [("stopped", 0, "75:0"), ("", 2, "2:0"), ("failed", 2, "2:0"), ("finished", 0, "0:0")]
+    jobs = [
+        slurm.sbatch(*words, cwd=tmp_path, env=env | {"STATE": state, "CODE": str(code)})
+        for state, code, _ in ends
+    ]
+    later = slurm.sbatch(f"--dependency=afterok:{jobs[0]}", "--wrap=true", cwd=tmp_path)
+    for number, (state, _, wanted) in zip(jobs, ends, strict=True):
+        assert slurm.wait(number) == ("COMPLETED" if state == "finished" else "FAILED")
+        assert f"ExitCode={wanted}" in slurm.run("scontrol", "show", "job", number)
+        log = (tmp_path / f"mine-{number}.out").read_text()
+        command = re.findall(r"^launch.sh: go on with: (.*)", log, re.MULTILINE)
+        assert len(command) == (state in ("stopped", "failed")), log
+        if command:
+            assert command[0] == (
+                f"cd {tmp_path} && RANKS=1 PYTHON={tmp_path}/python sbatch --nodes=1 "
+                f"{' '.join(asked)} {clone}/sbatch/ddp.sbatch --data a\\ b/c.sbatch "
+                f"--out runs/mine-{number}"
+            )
+    reason = "squeue", "-h", "-j", later, "-o", "%r"
+    slurm.until(lambda: slurm.run(*reason) == "DependencyNeverSatisfied", 40)
+    slurm.run("scancel", later)
+
+
 def variables(path: Path) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in path.read_text().splitlines())
 
@@ -543,6 +586,21 @@ def test_site_file_that_is_not_filled_in(slurm, clone):
     told = "\n".join(line for line in lines if line.startswith("problem: "))
     assert code == 2 and "site.env is no shell text" in told
     assert "no job file sbatch/none.sbatch; there are: batch_size.sbatch" in told
+
+
+def test_a_job_that_could_not_open_its_log_is_told(slurm, clone):
+    told = {
+        "--job-name=a/b": "the job name a/b has a slash",
+        "--output=logs/%j.out": "no folder logs here, and Slurm makes none.* mkdir -p logs",
+        "-o /nowhere/%x.out": "the log goes to /nowhere/%x.out, but there is no folder /nowhere",
+    }
+    files = [clone / f"sbatch/log{number}.sbatch" for number in range(len(told))]
+    for path, line in zip(files, told, strict=True):
+        path.write_text(f"#!/bin/bash\n#SBATCH {line}\n")
+    code, lines = check_site(slurm, clone, "", *(f"sbatch/{path.name}" for path in files))
+    for path, words in zip(files, told.values(), strict=True):
+        path.unlink()
+        assert code == 2 and re.search(f"{path.name}: .*{words}", "\n".join(lines)), lines
 
 
 def test_site_without_slurm(clone, tmp_path):

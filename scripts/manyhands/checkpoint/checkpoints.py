@@ -83,7 +83,7 @@ class ShardedCheckpoints:
         rng = {"epoch": epoch_rng, "now": get_rng(self.world.device)}
         name = checkpoints.name_of(step)
         state = self._state(step, rng, self.optimizer)
-        advice = "; free some space. The checkpoints before it are kept"
+        advice = "; free some space" + ". The checkpoints before it are kept" * bool(self.losses)
         try:
             told("cannot save", lambda: save_sharded(state, self._address_of(name)), advice)
         except BadInput:

@@ -252,7 +252,7 @@ def sbatch(
 ) -> str:
     """Hand a job file to Slurm, with sbatch/site.env and nothing of this session's own job.
 
-    The job runs in the current folder, and SLURM_SUBMIT_DIR leads its launcher to the course.
+    The job runs in the current folder; Slurm knows where its file lies, and so the course.
 
     Args:
         words: the job's own arguments; `options` are those of sbatch.

@@ -9,6 +9,7 @@ process is a world of one. Source: https://docs.pytorch.org/docs/stable/elastic/
 """
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -238,13 +239,15 @@ def refuse_copies(environ: Mapping[str, str], has_ranks: bool) -> None:
     job_file = script.parents[1] / "sbatch" / f"{script.stem.removeprefix('train_')}.sbatch"
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     ranks = int(tasks) // nodes
+    given = shlex.join([str(script), *sys.argv[1:]])
     if not has_ranks:
-        command = f"srun --ntasks=1 python {script}"
+        command = f"srun --ntasks=1 {sys.executable} {given}"
     elif nodes == 1:
-        launcher = script.with_name("launch.py")
-        command = f"RANKS={ranks} srun -n1 --cpus-per-task={ranks} python {launcher} {script}"
+        launcher = f"{sys.executable} {script.with_name('launch.py')}"
+        command = f"RANKS={ranks} srun -n1 --cpus-per-task={ranks} {launcher} {given}"
     else:
-        command = f"RANKS={ranks} sbatch --nodes={nodes} {job_file}"
+        ours = f"RANKS={ranks} PYTHON={sys.executable}"
+        command = f"{ours} sbatch --nodes={nodes} {shlex.join([str(job_file), *sys.argv[1:]])}"
     raise BadInput(
         f"srun started {tasks} copies of this script, and each would train alone, in the same "
         f"folder; the right command is: {command}"

@@ -7,6 +7,7 @@ import shutil
 import signal
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from manyhands.batch_size import sweep
 from manyhands.batch_size.problem import of_images
 from manyhands.data import images
 from manyhands.ranks.failures import RankFailed
-from manyhands.ranks.runtime import BadInput
-from manyhands.training import storage, tasks
+from manyhands.ranks.runtime import BadInput, World
+from manyhands.training import lock, storage, tasks
 from manyhands.training.storage import read_json, read_lines
 
 SCRIPTS = {
@@ -378,6 +379,27 @@ def test_squares_on_the_way_are_those_of_replicas_and_of_the_whole_batch(data):
         whole = training.gradient(given.train_inputs[chosen], given.train_labels[chosen])
         assert large == pytest.approx(float(whole @ whole), rel=1e-4)
         training.descend(whole)
+
+
+def test_a_job_goes_on_with_the_same_images_only(data, tmp_path):
+    """Wherever they lie: what is done already was found on those."""
+    shutil.copytree(data, tmp_path / "data")
+    config = train_large_batch.Config(data=data, out=str(tmp_path / "run"), remedy=1)
+
+    def begin(where: str | Path) -> dict:
+        """Open the run as a job does that has nothing to do."""
+        images_there = images.load(str(where))
+        changed = replace(config, data=str(where))
+        world = World(0, 0, 1, torch.device("cpu"))
+        run = tasks.TaskRun(train_large_batch.KIND, changed, world, [], images_there)
+        lock.release(run.folder)
+        return read_json(run.folder / "config.json")["identity"]
+
+    assert begin(data) == begin(tmp_path / "data")
+    labels = tmp_path / "data" / "train-labels-idx1-ubyte"
+    labels.write_bytes(labels.read_bytes()[:-1] + b"\0")
+    with pytest.raises(BadInput, match=r"other data, .* \(SHA-256 .* and this is .* new folder$"):
+        begin(tmp_path / "data")
 
 
 # ---- an array ----------------------------------------------------------------------------------

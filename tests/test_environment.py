@@ -8,6 +8,7 @@ import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -121,9 +122,9 @@ def test_no_package_is_fetched_from_a_place_of_its_own() -> None:
 # ---- what CI installs with the system's packages ----------------------------------------------
 
 
-def packages() -> dict[str, str]:
-    """Package -> a program or a file that comes with it, of .ci/packages."""
-    lines = (ROOT / ".ci/packages").read_text().splitlines()
+def packages(file: str = "packages") -> dict[str, str]:
+    """Package -> a program or a file that comes with it, of a list in .ci/."""
+    lines = (ROOT / ".ci" / file).read_text().splitlines()
     return dict(line.split() for line in lines)
 
 
@@ -150,3 +151,41 @@ def test_ci_as_a_plain_user_says_what_is_missing(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     named = set(line.partition("--no-install-recommends")[2].split())
     assert "shellcheck" in named and named.isdisjoint({"munge", "slurmd", "iproute2"})
+
+
+def ci_hub(tmp_path: Path, **programs: str) -> str:
+    """What .ci/hub says as root where there are these programs alone and no network."""
+    for name, text in {"id": "echo 0", **programs}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "dirname", "mktemp", "rm", "tail", "timeout"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(tmp_path)}
+    done = subprocess.run(["bash", ROOT / ".ci/hub"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    return done.stdout
+
+
+def test_ci_goes_on_where_no_hub_can_be_installed(tmp_path: Path) -> None:
+    """One line says why: no apt-get; apt-get without a network; npm without one; a plain user."""
+    cases = [tmp_path / name for name in ("bare", "apt", "npm", "plain")]
+    for case in cases:
+        case.mkdir()
+    there = dict.fromkeys(packages("packages-hub").values(), "")
+    offline = "echo; echo it is not reachable >&2; exit 100"
+    said = [
+        ci_hub(cases[0]),
+        ci_hub(cases[1], **{"apt-get": offline}),
+        ci_hub(cases[2], **there, make=offline),
+        ci_hub(cases[3], id="echo 1000"),
+    ]
+    assert [text.count("\n") for text in said] == [1, 1, 1, 1]
+    assert "nodejs npm chromium missing, and no apt-get" in said[0]
+    assert "apt-get did not install" in said[1] and "not reachable" in said[1]
+    assert "pip or npm did not" in said[2] and "takes root" in said[3]
+
+
+def test_ci_fails_where_the_hub_does(tmp_path: Path) -> None:
+    there = dict.fromkeys(packages("packages-hub").values(), "")
+    with pytest.raises(AssertionError):
+        ci_hub(tmp_path, **there, make='[ "$1" != hub ]')

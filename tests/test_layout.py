@@ -331,7 +331,7 @@ def job_files(root: Path) -> list[str]:
     """Shell files parse; Slurm sees every directive; the scripts they name are there."""
     faults = []
     named = {path.name for folder in ("scripts", "sbatch") for path in (root / folder).glob("*.*")}
-    for name, text in texts(root, ".sh", ".sbatch", ".ci/run"):
+    for name, text in texts(root, ".sh", ".sbatch", ".ci/run", ".ci/hub"):
         done = subprocess.run(["bash", "-n", str(root / name)], capture_output=True, text=True)
         if done.returncode:
             faults.append(f"{name}: {done.stderr.strip()}")

@@ -139,7 +139,7 @@ def test_shell_scripts_please_shellcheck():
     if shutil.which("shellcheck") is None:
         reason = "shellcheck is not installed: apt-get install -y shellcheck"
         (pytest.fail if os.environ.get("MANYHANDS_SLURM") == "required" else pytest.skip)(reason)
-    paths = [*ROOT.glob("*/*.sh"), *ROOT.glob("*/*.sbatch"), ROOT / ".ci" / "run"]
+    paths = [*ROOT.glob("*/*.sh"), *ROOT.glob("*/*.sbatch"), *(ROOT / ".ci").glob("[hr]u[bn]")]
     assert len(paths) > 6
     done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

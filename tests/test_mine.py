@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -480,3 +481,12 @@ def test_a_job_runs_what_the_check_has_seen_or_one_line_says_why_not(outcomes, f
         assert wanted in outcomes[form] and "\n" not in outcomes[form]
     else:
         assert outcomes[form] == wanted
+
+
+def test_nobody_else_can_change_what_jobs_run_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        path = mine.write("ddp", {"as_written": as_written}, tmp_path / "mine")
+    finally:
+        os.umask(before)
+    assert [one.stat().st_mode & 0o022 for one in (path.parent, path)] == [0, 0]

@@ -41,7 +41,7 @@ def write(lesson: str, answers: Mapping[str, object], folder: Path | None = None
     _refuse_another(text, lesson, answers)
     path = places.make(folder or places.mine()) / f"{lesson}.py"
     try:
-        storage.replace_file(path, text.encode())
+        storage.replace_file(path, text.encode(), mode=0o644)  # whatever the umask: jobs run it
     except OSError as problem:
         raise places.NoPlace(path, problem) from None
     return path

@@ -69,9 +69,12 @@ def progress() -> Path:
 
 
 def make(folder: Path) -> Path:
-    """Make one of these folders where it is not there. NoPlace where that cannot be."""
+    """Make one of these folders where it is not there. NoPlace where that cannot be.
+
+    Whatever the umask, nobody else can put files into it: this person's jobs run what mine/ holds.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as problem:
         raise NoPlace(folder, problem) from None
     return folder

@@ -33,11 +33,15 @@ def partial_name(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old or the new one, never half of it."""
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file so that readers see the old or the new one, never half of it.
+
+    Args:
+        mode: who may read and write a new file, less what the umask takes away.
+    """
     partial = partial_name(path)
     with naming(path):
-        with open(partial, "wb") as file:
+        with open(partial, "wb", opener=lambda name, how: os.open(name, how, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

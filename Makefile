@@ -51,8 +51,8 @@ nbval: $(ENV)/ready-dev ## run the solutions and compare their outputs, as CI do
 	MANYHANDS_LOCAL=1 $(BIN)/python -m pytest -p nbval.plugin --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=300 solutions/*$(ONLY)*.ipynb
 
-hub: $(ENV)/ready-hub ## a class on a real JupyterHub, in a real browser; needs root, node and Chromium
-	$(BIN)/python tests/hub.py
+hub: $(ENV)/ready-hub ## a class on a real JupyterHub, in a real browser; NIGHTLY=1 or ONLY=ddp: all notebooks, or one; needs root, node and Chromium
+	$(BIN)/python tests/hub.py $(if $(NIGHTLY)$(ONLY),--tour "$(ONLY)")
 
 chaos: $(ENV)/ready-dev ## damage checkpoints, kill ranks, nodes and Slurm: 50 times, or DAMAGES=5 KILLS=3; nothing is lost
 	$(BIN)/python tests/damage.py $(if $(DAMAGES),--damages "$(DAMAGES)")

@@ -11,7 +11,7 @@ CHROMIUM = "/usr/bin/chromium"
 # The browser is root's in a namespace of its own, and looks up nothing outside.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS += ("--disable-background-networking", "--disable-component-update")
-OPEN_S = 180  # a server or a kernel starts, on a busy machine
+OPEN_S = 400  # a server or a kernel starts, on a busy machine
 POLL_S = 0.25
 
 
@@ -29,8 +29,8 @@ def chromium() -> Iterator:
 class Lab:
     """One student's window."""
 
-    def __init__(self, browser: object, url: str, user: str) -> None:
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
+    def __init__(self, browser: object, url: str, user: str, width: int = 1280) -> None:
+        context = browser.new_context(viewport={"width": width, "height": 900})
         context.set_default_timeout(OPEN_S * 1000)
         self.page: Page = context.new_page()
         self.page.on("dialog", lambda dialog: dialog.accept())  # "leave this page?"

@@ -2,6 +2,9 @@
 
     python tests/hub.py            two students with a lesson each, and one who tries to reach into
                                    the other's work; a line a step, exit code 1 where one failed
+    python tests/hub.py --checks   the part without hub and browser: checks by two users at once
+    python tests/hub.py --tour     twenty students through all notebooks; --tour ddp: through one
+    python tests/hub.py --measure 1 5 20     memory, cores and seconds of classes of these sizes
     python tests/hub.py --serve    the hub alone, until Enter is pressed
 
 Pictures of what the students saw, and the hub's log, are left in runs/hub/.
@@ -16,17 +19,24 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import hub_class
 import hub_scene
+import side_by_side
 from hub_scene import NAMESPACES, ROOT, password
 from neighbour import Neighbour
 
-LIMIT_S = 360
+LIMIT_S = 900  # slow is not wrong: a busy machine takes several times as long
 INSIDE = "MANYHANDS_HUB_INSIDE"  # set in the namespaces: the folder for what was seen
 STUDENTS = ["ann", "bob"]
+TOURISTS = [f"tour{number:02d}" for number in range(20)]
+NUM_CHECKS = {True: 50, False: 8}  # by both, with each umask; all where that is the whole test
+UMASKS = (0o077, 0o000)
 GREEN = re.compile(r"TODO \d+\.\d+ done")
 
 
@@ -143,41 +153,78 @@ def work(user: str, url: str, seen: Path) -> None:
         expect(status == 403, f"the hub keeps {user} from the server of {other}", str(status))
 
 
+def checks_side_by_side(count: int) -> None:
+    """What two users judge at once, also where what they make could be read or changed; raises."""
+    for umask in UMASKS:
+        begin_s = time.monotonic()
+        found = side_by_side.faults(STUDENTS, count // len(STUDENTS), umask)
+        expect(not found, f"all checks are done with umask {umask:03o}", "; ".join(found))
+        passed_s = time.monotonic() - begin_s
+        print(f"{count} checks by two users at once, umask {umask:03o}, {passed_s:.0f} s")
+
+
 def class_of_two(url: str, seen: Path) -> None:
-    """Both students at once, and one of them tries to reach the other's work; raises Wrong."""
-    with Neighbour("bob") as bob, ThreadPoolExecutor() as pool:
+    """Both students at once in their browsers; raises Wrong."""
+    with ThreadPoolExecutor() as pool:
         for one in [pool.submit(work, user, url, seen) for user in STUDENTS]:
             one.result()
+
+
+@contextmanager
+def watched(kinds: set[str]) -> Iterator[None]:
+    """Bob tries to reach into ann's work meanwhile, in these ways at least; Wrong where he does."""
+    with Neighbour("bob") as bob:
+        yield
     print(f"bob tried to reach into ann's work: {bob.tried}; reached: {bob.reached or 'nothing'}")
     expect(not bob.reached, "nobody reaches another one's work", str(bob.reached))
-    kinds = {"homes and folders", "processes", "servers"}
     expect(kinds <= bob.tried.keys(), f"there was something to try of {kinds}", str(bob.tried))
 
 
-def inside(seen: Path, serves: bool) -> None:
+def inside(seen: Path, config: argparse.Namespace) -> None:
     """In the namespaces: a hub, and what is done with it."""
-    folder, seen = hub_scene.set_scene(STUDENTS, seen)
-    with hub_scene.hub(folder, seen / "hub.log") as url:
-        if serves:
+    names = [f"s{number:03d}" for number in range(sum(config.measure))]
+    names += STUDENTS if config.tour is None else TOURISTS
+    folder, seen = hub_scene.set_scene(names, seen)
+    if config.measure:
+        with hub_scene.hub(folder, seen / "measure.log") as url:
+            hub_class.measure(url, config.measure, names, password)
+        return
+    if config.tour is not None:
+        from hub_tour import tour
+
+        with hub_scene.hub(folder, seen / "tour.log") as url:
+            found = tour(url, seen, TOURISTS, config.tour)
+        expect(not found, "all students come through their notebooks", "; ".join(found))
+        return
+    if config.serve:
+        with hub_scene.hub(folder, seen / "hub.log") as url:
             names = " and ".join(f"{name} ({password(name)})" for name in STUDENTS)
             input(f"{url} for {names}; Enter ends it\n")
-        else:
-            class_of_two(url, seen)
+        return
+    kinds = {"traps", "homes and folders", "processes", "stores"}
+    with watched(kinds if config.checks else kinds | {"servers", "kernels", "hub"}):
+        checks_side_by_side(NUM_CHECKS[config.checks])
+        if not config.checks:
+            with hub_scene.hub(folder, seen / "hub.log") as url:
+                class_of_two(url, seen)
 
 
 def main() -> int:
     """Go into namespaces of our own, and act there."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--serve", action="store_true", help="only the hub, to look at it")
+    parser.add_argument("--checks", action="store_true", help="only what takes no browser")
+    parser.add_argument("--tour", nargs="?", const="", metavar="NOTEBOOK", help="all notebooks")
+    parser.add_argument("--measure", type=int, nargs="+", default=[], metavar="STUDENTS")
     config = parser.parse_args()
     if INSIDE in os.environ:
         try:
-            inside(Path(os.environ[INSIDE]), config.serve)
+            inside(Path(os.environ[INSIDE]), config)
         except Exception:
             traceback.print_exc()
             return 1
         return 0
-    if reason := hub_scene.why_not():
+    if reason := hub_scene.why_not(config.checks):
         print(f"make hub: {reason}", file=sys.stderr)
         return 2
     seen = ROOT / "runs/hub"

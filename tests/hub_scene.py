@@ -31,12 +31,14 @@ NEEDED = {
 }
 
 
-def why_not() -> str:
-    """What keeps a hub from running here; "" where nothing does."""
+def why_not(without_hub: bool = False) -> str:
+    """What keeps a hub, or the scene without one, from running here; "" where nothing does."""
     if os.getuid() != 0:
         return "only root can start a hub for other users"
     missing = [
-        f"{path} is missing ({how})" for path, how in NEEDED.items() if not os.path.exists(path)
+        f"{path} is missing ({how})"
+        for path, how in NEEDED.items()
+        if not (without_hub or os.path.exists(path))
     ]
     tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True)
     if tried.returncode:
@@ -60,25 +62,34 @@ def opened(path: Path, aside: Path) -> None:
     path is mounted again.
     """
     closed = next((one for one in reversed(path.parents) if not one.stat().st_mode & 0o001), None)
-    if closed is None:
-        return
-    kept = Path(tempfile.mkdtemp(dir=aside))
-    run("mount", "--bind", path, kept)
-    run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", closed)
-    path.mkdir(parents=True)
-    run("mount", "--move", kept, path)
+    if closed is not None:
+        cover(closed, "755", [path], aside)
+
+
+def cover(folder: Path, mode: str, paths: list[Path], aside: Path) -> None:
+    """An empty folder in the place of this one, with those of these paths that lie in it."""
+    paths = [path for path in paths if path.is_relative_to(folder)]
+    kept = [Path(tempfile.mkdtemp(dir=aside)) for _ in paths]
+    for path, place in zip(paths, kept, strict=True):
+        run("mount", "--rbind", path, place)
+    run("mount", "-t", "tmpfs", "-o", f"mode={mode}", "tmpfs", folder)
+    for path, place in zip(paths, kept, strict=True):
+        path.mkdir(parents=True)
+        run("mount", "--move", place, path)
 
 
 def set_scene(students: list[str], seen: Path) -> tuple[Path, Path]:
-    """Users, homes and a read-only course, in this process's namespaces.
+    """Users, homes, an empty /tmp and a read-only course, in this process's namespaces.
 
     Returns:
         A folder for the hub, and the folder `seen`, of the course, where it can be written.
     """
     loopback_up()
     run("mount", "--make-rprivate", "/")
-    aside = Path(tempfile.mkdtemp(prefix="manyhands-hub-"))
+    aside = Path("/mnt")
     run("mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", aside)
+    os.environ.pop("TMPDIR", None)
+    tempfile.tempdir = None
     for name in ("upper", "work", "hub", "seen"):
         (aside / name).mkdir(mode=0o755)
     run("mount", "--bind", seen, aside / "seen")
@@ -87,6 +98,7 @@ def set_scene(students: list[str], seen: Path) -> tuple[Path, Path]:
     run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/home")
     opened(Path(sys.base_prefix), aside)
     opened(ROOT, aside)
+    cover(Path("/tmp"), "1777", [Path(sys.base_prefix), ROOT], aside)
     run("mount", "--bind", ROOT, ROOT)
     run("mount", "-o", "remount,ro,bind", ROOT)
     run("groupadd", "students")

@@ -145,36 +145,16 @@ class Stranger:
             rubbish = os.urandom(8) if number % 2 else b"\x80\x04" + self.pickle
             data = struct.pack("<q", number) if self.numbers else rubbish
             with suppress(OSError):
-                one = self._connected(port)
+                one = connected(port)
                 one.sendall(data)
                 one.setblocking(False)
                 self.held.append(one)
 
-    def _connected(self, port: int) -> socket.socket:
-        one = socket.socket()
-        one.settimeout(0.1)
-        one.connect(("127.0.0.1", port))
-        return one
-
     def _join_store(self, port: int) -> None:
-        """Read the keys of a TCPStore, put a pickle into each, and remove those of gloo."""
-        with suppress(OSError), self._connected(port) as one:
-            one.sendall(VALIDATE + bytes([LIST_KEYS]))
-            told = one.recv(1 << 20)
-            if len(told) < 8:  # whoever listens has hung up: it is no store
-                return
-            (count,) = struct.unpack_from("<Q", told)
-            at, keys = 8, []
-            while count and at < len(told):
-                (size,) = struct.unpack_from("<Q", told, at)
-                keys.append(told[at + 8 : at + 8 + size])
-                at += 8 + size
+        """Read the keys of a TCPStore, and put a pickle into each but those of gloo."""
+        for key in keys_of(port, self.pickle):
             self.met.discard(port)  # more keys will come
-            for key in keys:
-                self.seen["joined"][key.decode()[:40]] += 1
-                evil = base64.b64encode(self.pickle) if b"rendezvous" in key else self.pickle
-                if b"default_pg" not in key:
-                    one.sendall(bytes([SET]) + _sized(key) + _sized(evil))
+            self.seen["joined"][key[:40]] += 1
 
     def _hear(self) -> None:
         """What a rank sends to him whom it takes for another; he answers with the pickle."""
@@ -205,3 +185,36 @@ class Stranger:
 
 def _sized(data: bytes) -> bytes:
     return struct.pack("<Q", len(data)) + data
+
+
+def connected(port: int) -> socket.socket:
+    one = socket.socket()
+    one.settimeout(0.1)
+    one.connect(("127.0.0.1", port))
+    return one
+
+
+def keys_of(port: int, evil: bytes) -> list[str]:
+    """The keys of the TCPStore at this port, whose values are now this pickle; [] if it is none.
+
+    Those of gloo stay as they are, or the ranks would end at once.
+    """
+    keys = []
+    with suppress(OSError, struct.error), connected(port) as one:
+        one.sendall(VALIDATE + bytes([LIST_KEYS]))
+        told = one.recv(1 << 20)
+        if len(told) < 8:  # whoever listens has hung up: it is no store
+            return []
+        (count,) = struct.unpack_from("<Q", told)
+        at = 8
+        while count and at < len(told):
+            (size,) = struct.unpack_from("<Q", told, at)
+            key = told[at + 8 : at + 8 + size]
+            if len(key) < size:  # it was another answer, as a web server's
+                return keys
+            keys.append(key.decode(errors="replace"))
+            at += 8 + size
+            value = base64.b64encode(evil) if b"rendezvous" in key else evil
+            if b"default_pg" not in key:
+                one.sendall(bytes([SET]) + _sized(key) + _sized(value))
+    return keys

@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import nbformat
 import pytest
 import yaml
+import zmq
+from jupyter_client import KernelManager
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,3 +89,35 @@ def test_values_for_kubernetes_fit_the_image_and_the_other_hub():
     assert values["singleuser"]["storage"]["homeMountPath"] == f"/home/{user}"
     config = (ROOT / "sbatch/hub/jupyterhub_config.py").read_text()
     assert f'default_url = "{values["singleuser"]["defaultUrl"]}"' in config
+
+
+def overheard(encryption: str) -> bool:
+    """Does whoever connects to a kernel's port hear what the kernel prints?"""
+    manager = KernelManager(transport_encryption=encryption)
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    ear = zmq.Context.instance().socket(zmq.SUB)
+    try:
+        client.wait_for_ready(timeout=300)
+        ear.subscribe(b"")
+        ear.connect(f"tcp://127.0.0.1:{manager.iopub_port}")
+        poller, end_s = zmq.Poller(), time.monotonic() + 300
+        poller.register(ear)
+        while time.monotonic() < end_s:
+            client.execute_interactive("print('my answer')", timeout=300, output_hook=str)
+            if poller.poll(500):
+                return True
+            if encryption != "disabled":
+                return False
+        return False
+    finally:
+        ear.close(0)
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_kernels_of_the_hub_tell_nobody_else_what_they_print():
+    config = (ROOT / "sbatch/hub/jupyterhub_config.py").read_text()
+    (encryption,) = re.findall(r"--KernelManager\.transport_encryption=(\w+)", config)
+    assert overheard("disabled") and not overheard(encryption)

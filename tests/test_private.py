@@ -92,7 +92,7 @@ def job(temp: Path, harm: Path, script: Path) -> tuple[int, str]:
     words = [sys.executable, ROOT / "scripts" / "launch.py", script]
     with Stranger(temp, harm) as stranger:
         done = subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=90, check=False
+            words, env=environment(), capture_output=True, text=True, timeout=400, check=False
         )
     nothing_reached(stranger, temp, harm)
     return done.returncode, done.stdout + done.stderr

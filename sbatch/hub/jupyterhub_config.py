@@ -29,9 +29,11 @@ c.PAMAuthenticator.open_sessions = False
 
 # The course's own environment serves the notebooks, so that the kernel `python3` is the course's.
 c.Spawner.cmd = [str(COURSE / "sbatch/hub/start-server")]
+# A kernel listens at ports of the machine, and would tell whoever connects what it prints.
+c.Spawner.args = ["--KernelManager.transport_encryption=auto"]
 c.Spawner.default_url = "/lab/tree/manyhands/start.ipynb"
-c.Spawner.start_timeout = 120  # seconds; a machine on which a whole class begins is busy
-c.Spawner.http_timeout = 120
+c.Spawner.start_timeout = 300  # seconds; a machine on which a whole class begins is busy
+c.Spawner.http_timeout = 300
 
 # Many kernels share the cores, and PyTorch's threads spin while they wait for each other, which
 # takes the cores from others: beside three busy processes a notebook of lesson 06 took 165 s so,

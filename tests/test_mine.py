@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 
 from manyhands.jobs import mine, written
 from manyhands.jobs.alike import difference
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.runtime import BadInput, first_line
 
 HELPERS = """
 import functools
@@ -486,7 +486,7 @@ def test_a_job_runs_what_the_check_has_seen_or_one_line_says_why_not(outcomes, f
 def test_nobody_else_can_change_what_jobs_run_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
-        path = mine.write("ddp", {"as_written": as_written}, tmp_path / "mine")
+        path = mine.write("ddp", {"first_line": first_line}, tmp_path / "mine")
     finally:
         os.umask(before)
     assert [one.stat().st_mode & 0o022 for one in (path.parent, path)] == [0, 0]

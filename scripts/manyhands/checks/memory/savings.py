@@ -590,6 +590,8 @@ STEP = "self.optimizer.step()"
 ZERO = "self.optimizer.zero_grad()"
 CLEAR = "param.grad = None\n"
 TO = "param.grad.to(master.dtype)"
+EACH = "strict=True):\n            "
+ROUND = EACH + "param.copy_(master)"  # in step; load_state_dict has another line before it
 master_weights = Spec(
     todo="9.7",
     truth=savings.MasterWeights,
@@ -619,13 +621,13 @@ master_weights = Spec(
     ),
     mistakes=mistakes(
         r"""
-        param.copy_(master) => param = master.bfloat16()
+        {ROUND} => {EACH}param = master.bfloat16()
             The parameters do not change: `param = ...` only gives the name to another tensor.
             | {COPY}
-        param.copy_(master) => param.data = master.data
+        {ROUND} => {EACH}param.data = master.data
             The parameters turn into fp32 tensors.
         {STEP} => [p.copy_(m) for p, m in zip(self.params, self.masters)]; {STEP}
-        param.copy_(master) => pass
+        {ROUND} => {EACH}pass
             The copies are rounded into the parameters before the optimizer's step, not after it.
         {STEP} => [m.copy_(p) for p, m in zip(self.params, self.masters)]; {STEP}
             The copies are made anew from the rounded weights, so small steps are lost each time.
@@ -650,7 +652,7 @@ master_weights = Spec(
         make_optimizer(self.masters) => make_optimizer(self.params)
         {FROM} => pass
         {CLEAR} => pass\n
-        param.copy_(master) => pass
+        {ROUND} => {EACH}pass
             The optimizer was given the short weights themselves, so small steps vanish in rounding.
             | It gets self.masters.
         """,

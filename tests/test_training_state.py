@@ -5,12 +5,16 @@ import tempfile
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
+from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checkpoint.names import flatten
 from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position, Training, TrainingState
 from manyhands.data import images
+from manyhands.ranks.runtime import World
 
 
 def make(name="digits", seed=0):
@@ -98,3 +102,31 @@ def test_worker_processes_that_draw_ahead_do_not_move_the_place():
     place.advance(len(first))
     assert place.state_dict() == {"epoch": 0, "position": 10}
     assert first.tolist() + list(place) == place.order()
+
+
+class Net(nn.Module):
+    """A model that calls one of its parts `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_a_checkpoint_unwraps_wrappers_and_no_model_with_a_part_called_module(tmp_path):
+    inner, net = nn.Linear(2, 2), Net()
+    world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    checkpoints = ShardedCheckpoints(tmp_path / "checkpoints", {}, world)
+    for model, wanted in (
+        (net, net),
+        (Wrapper(inner), inner),
+        (AveragedModel(inner), None),
+        (inner, inner),
+    ):
+        checkpoints.of(model, None, ())
+        assert checkpoints.module is (wanted or model.module)

@@ -248,9 +248,9 @@ def test_a_machine_whose_name_cannot_be_looked_up_trains(clone, tmp_path):
     code, said, errors = run([*named, *command(clone, out="run", steps=3)], tmp_path)
     assert code == 0 and "finished: 3 steps" in said, errors
     env = environment(PYTHONPATH=str(clone / "scripts"), GLOO_SOCKET_IFNAME="ib0")
-    ranks = "from manyhands.ranks.lab import run_ranks; print(run_ranks(str, 2, 7))"
+    ranks = "from manyhands.ranks.lab import run_ranks; print(run_ranks(lambda n: n, 2, 7))"
     told = run([*named, sys.executable, "-c", ranks], tmp_path, env=env)
-    assert told == (0, "['7', '7']\n", "")
+    assert told == (0, "[7, 7]\n", "")
 
 
 # ---- what a shell says -------------------------------------------------------------------------

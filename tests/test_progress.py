@@ -263,7 +263,7 @@ def test_a_full_disk_leaves_the_functions_that_were_there(tmp_path, monkeypatch)
     mine.write("demo", {"line": places.home})
     before = Path("mine/demo.py").read_text()
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, mode: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mine.storage, "replace_file", full)

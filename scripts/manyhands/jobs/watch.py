@@ -363,7 +363,7 @@ class _Panel:
             look = 'alt="loss so far" style="display:block;max-width:100%;margin:.3em 0"'
             parts.append(f'<img {look} src="data:image/png;base64,{picture}">')
         for title, lines in self._logs(last).items():
-            look = "margin:0;padding:0;white-space:pre;overflow:hidden;font-size:85%"
+            look = "margin:0;padding:0;white-space:pre-wrap;font-size:85%"
             text = html.escape("\n".join(lines))
             parts.append(f"<div><b>{html.escape(title)}</b></div>")
             parts.append(f'<pre style="{look}">{text}</pre>' if lines else "")

@@ -31,7 +31,14 @@ class NotJudged(Exception):
 
 
 class NotYet(OneLine, Exception):
-    """Stops "Run all" at the mistake, with one line."""
+    """Stops "Run all" at the mistake, with one line, which is a short one below a card."""
+
+    def __init__(self, words: str, short: str = "") -> None:
+        super().__init__(words)
+        self.short = short
+
+    def _render_traceback_(self) -> list[str]:
+        return [self.short or str(self)]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class Lesson:
             is_marked = "NBGRADER_EXECUTION" in os.environ
             stops = state == "not yet" and not self.standing(exercise).is_given
             if stops or (is_marked and not self.done(exercise.todo)):
-                raise NotYet(repr(exercise.verdict))
+                short = f"TODO {exercise.todo} {state}: the card above says why"
+                raise NotYet(repr(exercise.verdict), short)
 
         run.__name__ = exercise.name
         run.exercise = exercise

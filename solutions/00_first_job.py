@@ -165,11 +165,11 @@ print(f"{flops:.1e} FLOPs = {petaflops_days:,.0f} PF/s-days")
 from manyhands.first_job.planning import days_on_devices
 
 # %% [markdown]
-# For 16-bit numbers the peak of NVIDIA's H100 GPU is 989 TFLOP/s, or $989 \cdot 10^{12}$ FLOPs per second.
-# (Its data sheet prints twice as much; section 3 says why.) The Llama 3 paper reports a utilisation of 0.43
-# on 8,192 of these GPUs, and of 0.41 and 0.38 on 16,384. Before you run the next cell, which assumes 0.40,
-# predict: how many days does the largest model need on 16,384 GPUs, and how many **years** on one node with 8
-# of them?
+# For 16-bit numbers the peak of NVIDIA's H100 SXM GPU is 989 TFLOP/s, or $989 \cdot 10^{12}$ FLOPs per
+# second. (Its data sheet prints twice as much; section 3 says why.) The Llama 3 paper reports a utilisation
+# of 0.43 on 8,192 of these GPUs, and of 0.41 and 0.38 on 16,384. Before you run the next cell, which assumes
+# 0.40, predict: how many days does the largest model need on 16,384 GPUs, and how many **years** on one node
+# with 8 of them?
 
 # %%
 days_on_16384, years_on_8 = None, None  # your numbers
@@ -563,16 +563,18 @@ print(course_file("../sbatch/first_job.sbatch").read_text())
 # - `--job-name` is what the queue shows.
 # - `--nodes=1` asks for one node, and `--ntasks-per-node=1` says that `srun` starts a command once on each
 #   node.
-# - `--gpus-per-node=4` asks for four GPUs of each node, and `--cpus-per-task=16` for 16 cores for each task.
-#   On most sites `srun` **binds** a task to its cores, so that it neither leaves them nor takes those of
+# - `--gpus-per-node=4` asks for four GPUs of each node, and `--cpus-per-task=16` for 16 CPUs for each task.
+#   A CPU of Slurm is a core, or, if the site counts so, a hardware thread, of which a core often has two. On
+#   most sites `srun` **binds** a task to its cores, so that it neither leaves them nor takes those of
 #   others. (Since Slurm 22.05 `srun` no longer takes this number from the job file: `launch.sh` passes it on
 #   in `SRUN_CPUS_PER_TASK`.)
 # - `--time=00:20:00` is the limit in hours:minutes:seconds, after which the job is ended.
 # - `--output=%x-%j.out` names the file for all that is printed: `%x` stands for the job's name and `%j` for
 #   its number. Errors go to the same file unless `--error` names another one.
-# - The last three let a job survive its time limit. `--signal=B:USR1@120` makes Slurm warn the job 120
-#   seconds before the end so that it can save its state, `--requeue` allows the job to go back into the
-#   queue, and `--open-mode=append` makes the restarted job continue the same output file (lesson 11).
+# - The last three let a job survive its time limit. `--signal=B:USR1@120` makes Slurm warn the job at
+#   least 120 seconds before the end so that it can save its state, `--requeue` allows the job to go
+#   back into the queue, and `--open-mode=append` makes the restarted job continue the same output
+#   file (lesson 11).
 #
 # The lines below the `#SBATCH` lines find `launch.sh`, which starts the processes. `sbatch
 # sbatch/first_job.sbatch` submits the job file, `squeue --me` shows your jobs in the queue, and `scancel

@@ -530,10 +530,10 @@ if check.ready("1.4", "1.5"):
 # The height depends on the learning rate and the batch size mainly through their **ratio**. Two rules of
 # large training runs follow from this. First, a lower learning rate towards the end of a run is a cheap way
 # to get rid of noise. Second, if you make the batch $k$ times as large, you may make the learning rate $k$
-# times as large and keep about the same noise. This is the linear rule, which lesson 07 tests. The figure
-# also shows why the rule has to end somewhere: the point with the largest learning rate (batch 4, on the
-# right) lies well above the line, because the closer the learning rate comes to the limit of section 3, the
-# more a step overshoots and magnifies the noise.
+# times as large and keep the balance at about the same height. This is the linear rule, which lesson 07
+# tests. The figure also shows why the rule has to end somewhere: the point with the largest learning rate
+# (batch 4, on the right) lies well above the line, because the closer the learning rate comes to the limit
+# of section 3, the more a step overshoots and magnifies the noise.
 
 # %% [markdown]
 # ## 6. Momentum (optional)

@@ -181,10 +181,10 @@ check.random_direction(random_direction)
 # %% [markdown]
 # ### Deep networks, with skips and without
 #
-# The networks to compare have 30 layers with weights: 29 convolutions and a linear layer at the end. One kind
-# has **skip connections**, which carry the input of each pair of convolutions past the pair and add it to the
-# pair's output. In the other kind the skip connections are removed. All else is the same, even the first
-# weights. A pair of convolutions, with or without a skip connection, is a **block**, and the course's
+# The networks to compare have 29 convolutions, each followed by a norm, and a linear layer at the end. One
+# kind has **skip connections**, which carry the input of each pair of convolutions past the pair and add it
+# to the pair's output. In the other kind the skip connections are removed. All else is the same, even the
+# first weights. A pair of convolutions, with or without a skip connection, is a **block**, and the course's
 # `resnet.ResNet` is mostly a row of blocks:
 
 # %% show="true"

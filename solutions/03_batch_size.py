@@ -537,11 +537,11 @@ if check.ready("3.1", "3.3"):
 # ### Does a shorter epoch mean faster training?
 #
 # "A larger batch takes less time for an epoch, so it trains faster": is this true? The first half of the
-# sentence is, as the dashed line shows. But you do not wait for an epoch; you wait for the target. The time
-# to the target, the solid line, falls only as long as a larger batch reduces the number of steps more than it
-# lengthens each step; after that it levels off or rises. So two bends decide which batch is the fastest: the
-# bend of the steps, which belongs to the task, and the bend of the throughput, which belongs to the machine.
-# Of every speed-up, ask: to reach **what**?
+# sentence is, up to the bend of section 1, as the dashed line shows. But you do not wait for an epoch; you
+# wait for the target. The time to the target, the solid line, falls only as long as a larger batch reduces
+# the number of steps more than it lengthens each step; after that it levels off or rises. So two bends decide
+# which batch is the fastest: the bend of the steps, which belongs to the task, and the bend of the
+# throughput, which belongs to the machine. Of every speed-up, ask: to reach **what**?
 
 # %% [markdown]
 # ## 7. Time or money?

@@ -158,12 +158,12 @@ for entries in run_ranks(recorded, 2, first_message):
 # %% [markdown]
 # ### Groups
 #
-# Not every pattern involves all ranks. A **process group** is a list of ranks, and every function of
-# this lesson that sends messages has an argument `group` for one. `None` means all ranks. Inside a group the
-# ranks are numbered from 0 again. So ask for your number in the group with `dist.get_rank(group)` and
-# for the number of ranks with `dist.get_world_size(group)`, and name the partner of a message by
-# `group_dst` or `group_src`. Here ranks 3 and 1 of a job form a group, in this order, and the first
-# sends its number to the second.
+# Not every pattern involves all ranks. A **process group** is a list of ranks, and every function
+# that you write in this lesson and that sends messages has an argument `group` for one. `None` means
+# all ranks. Inside a group the ranks are numbered from 0 again. So ask for your number in the group
+# with `dist.get_rank(group)` and for the number of ranks with `dist.get_world_size(group)`, and name
+# the partner of a message by `group_dst` or `group_src`. Here ranks 3 and 1 of a job form a group, in
+# this order, and the first sends its number to the second.
 
 
 # %% tags=["nbval-check-output"]
@@ -373,7 +373,8 @@ except RuntimeError as error:
 #
 # - `dist.isend(tensor, group=..., group_dst=...)` and `dist.irecv(...)` return at once (the i stands
 #   for "immediate"). Each call returns a **work** object, and its `work.wait()` returns when the
-#   message has been transferred.
+#   message has been transferred. (With NCCL it returns at once, and what the GPU computes after it
+#   waits for the message.)
 # - `dist.batch_isend_irecv([...])` starts several messages together. It takes a list of
 #   `dist.P2POp(dist.isend, tensor, group=group, group_peer=...)`, or the same with `dist.irecv`, and
 #   returns a list of works. Between GPUs this is the safe way, because NCCL carries separate messages
@@ -511,12 +512,12 @@ if check.ready("4.2", "4.10"):
         assert sent[:2] == [n - 1, math.log2(n)] and sent[2] == 2 * (n - 1) / n
 
 # %% [markdown]
-# The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never
-# sends as much as twice a tensor of at least n numbers, however many ranks there are. Patarasuk and Yuan
-# (2009) proved that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That
-# is why rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the
-# network add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink SHARP,
-# which NCCL calls NVLS, does so between the GPUs of one node.
+# The naive column grows with n and the tree's with log2 n, but the busiest rank of the ring never sends as
+# much as twice a tensor of at least n numbers, however many ranks there are. Patarasuk and Yuan (2009)
+# proved that the ring's factor of 2(n-1)/n is a lower bound as long as the ranks do the adding. That is why
+# rings carry the gradients of many large jobs. Fewer bytes are enough only if the switches of the network
+# add up messages on their way. SHARP does so between nodes (Graham et al. 2016), and NVLink SHARP, which
+# NCCL calls NVLS, does so between GPUs that are joined by switches of NVLink.
 
 # %% [markdown]
 # ## 7. The riddle solved
@@ -756,7 +757,8 @@ if check.ready("4.6", "4.10"):
 # time. The column "bus" multiplies it by 2(n-1)/n, the part of the tensor that a rank sends in a
 # ring, so "bus" can be compared with the speed of a link, for any n. The column "predicted" is the
 # time by the formula of section 7, with an $\alpha$ and a $\beta$ that the script fits to messages on
-# this machine (section 11).
+# this machine (section 11). If other programs delayed some of these messages, the prediction may even
+# fall as the size grows; then it says nothing.
 
 # %%
 if check.ready("4.2", "4.10"):

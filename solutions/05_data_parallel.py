@@ -642,7 +642,8 @@ if check.ready("5.8", "5.9"):
 # ### Start a bucket when it is full
 #
 # `work = dist.all_reduce(flat, async_op=True)` starts an all-reduce of the vector `flat` and returns at
-# once. `work.wait()` returns when the all-reduce is complete. Until then, do not touch `flat`.
+# once. `work.wait()` returns when the all-reduce is complete, or, with NCCL, makes the GPU's later work
+# wait for it. Until then, do not touch `flat`.
 #
 # Two short methods are yours:
 #
@@ -808,13 +809,13 @@ if check.ready("5.6", "5.8", "5.11"):
 # times for longer than the link alone needs, because the other rank may be late. In the first two panels
 # every message comes after backward, so the rank waits about as long as the link is busy, or longer if the
 # other rank is late. With buckets there are fewer messages, so the fixed cost is paid less often: the link
-# is busy for 12 ms less. In the third panel the messages lie under backward as far as it is long enough,
-# and overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of
-# the first layer are ready last. (A rank that other programs delay before it waits finds less of it left.)
-# So the link's own times let buckets save 12 ms, and overlap up to 34.5 ms where backward is long enough.
-# What your run saved differs from that by the time for which one rank was late, or woke up late. Forward and
-# backward are real work, whose length varies from run to run. That is why the cell compares the waiting and
-# not the whole steps.
+# is busy for 12 ms less. In the third panel the messages lie under backward as far as it is long enough, and
+# overlap can hide the 34.5 ms of three buckets. The last bucket is left over, because the gradients of the
+# first layer are ready last. (If other programs delay a rank before it waits, less of that message is left
+# to wait for.) So the link's own times let buckets save 12 ms, and overlap up to 34.5 ms where backward is
+# long enough. What your run saved differs from that by the time for which one rank was late, or woke up
+# late. Forward and backward are real work, whose length varies from run to run. That is why the cell
+# compares the waiting and not the whole steps.
 
 # %% [markdown]
 # ## 8. Break it on purpose (optional)
@@ -936,11 +937,12 @@ if check.ready("5.8"):
 #
 # ### Predict: how many messages, how many bytes?
 #
-# The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4 bytes
-# per number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB, where
-# our `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are 2^20
-# bytes, and its DDP closes a bucket only once the bucket holds at least that much, so all its buckets
-# but the last can be larger than the number says.) Write down what you expect, then run the cells below.
+# The model below has 8 layers, and each has a weight of 256 x 256 and a bias of 256, in fp32 (4 bytes per
+# number). `average_gradients` sends one message per parameter tensor. Buckets hold at most 1 MB, where our
+# `bucket_mb` counts in units of 10^6 bytes. (PyTorch's `bucket_cap_mb` counts in MiB, which are 2^20
+# bytes, and its DDP closes a bucket only once the bucket holds at least that much, so all its buckets but
+# the last can be larger than the number says. If the number is left at its default of 25, the first bucket
+# closes at 1 MiB already.) Write down what you expect, then run the cells below.
 
 # %%
 messages_by_parameter = None  # your number: messages per step with average_gradients

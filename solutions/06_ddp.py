@@ -372,9 +372,10 @@ assert len(first) == 1 and len(second) == 2 and second[0] > CAP_BYTES
 
 # %% [markdown]
 # With its default options DDP uses a single bucket in its first backward, whatever the model's size, and
-# packs the buckets anew after it, in the order in which the gradients arrived. A bucket is closed once it
-# holds *at least* the cap, so both buckets hold four layers. `BucketedDDP`, whose buckets of several
-# parameters never exceed their size, would need three.
+# packs the buckets anew after it, in the order in which the gradients arrived on rank 0. (Its second
+# forward broadcasts that order to all ranks.) A bucket is closed once it holds *at least* the cap, so
+# both buckets hold four layers. `BucketedDDP`, whose buckets of several parameters never exceed their
+# size, would need three.
 
 # %% [markdown]
 # ## 5. Fewer messages, and layers that look at the batch (optional)
@@ -463,14 +464,14 @@ for name, make in (("of the share", with_norm), ("of all ranks", lambda: convert
 
 # %% [markdown]
 # If each rank uses the statistics of its own share, it trains a different function, so parity with one
-# process is lost, by many orders of magnitude more than rounding. With the statistics of all ranks
-# parity is back, at the price of three more all-reduces per normalization layer and step with this class.
-# (PyTorch's `SyncBatchNorm` sends one all-gather and one all-reduce.) Whether local
-# statistics hurt depends on the share: the fewer samples it has, the noisier their mean, and the mean
-# of a single sample says nothing at all. (Evaluation uses running statistics. They are those of rank 0,
-# because DDP copies them to the other ranks before the first forward and before each one that follows a
-# forward with messages.) Transformers use LayerNorm, which normalizes each position by itself and so has
-# no such problem.
+# process is lost, by many orders of magnitude more than rounding. With the statistics of all ranks parity
+# is back, at the price of three more all-reduces per normalization layer and step with this class.
+# (PyTorch's `SyncBatchNorm` sends one all-gather and one all-reduce.) Whether local statistics hurt
+# depends on the share: the fewer samples it has, the noisier their mean, and the mean of a single sample
+# says nothing at all. (Evaluation uses running statistics. They are those of rank 0, because DDP copies
+# them to the other ranks before the first forward, and before each one after a forward whose backward
+# averages gradients, so not after one within `no_sync()` or `torch.no_grad()`.) Transformers use
+# LayerNorm, which normalizes each position by itself and so has no such problem.
 
 # %% [markdown]
 # ## 6. A validation loss that does not depend on the number of ranks
@@ -893,10 +894,11 @@ assert max(abs(a - b) for a, b in zip(seen["C"].losses, one.losses, strict=True)
 # each other's way, so that a step took longer than on one rank. The formula assumes a fixed amount of
 # work, so the cell below prints $e$ for strong scaling only.
 #
-# The six settings (the two with one rank are the same work, so their difference shows how exact the times
-# are) are timed in turn on the same processes, five times each, and the fastest time of each counts,
-# because other work on the machine can only make a step slower. Predict the efficiency of strong scaling on
-# 2 ranks and on 4 for your machine. (How many cores does it have?)
+# The six settings are timed in turn on the same processes, five times each, and the fastest time
+# of each counts, because other work on the machine can only make a step slower. The two settings
+# with one rank are the same work, so their difference shows how exact the times are, and the
+# faster one counts as the time of one rank for both kinds. Predict the efficiency of strong
+# scaling on 2 ranks and on 4 for your machine. (How many cores does it have?)
 
 # %%
 efficiency_2, efficiency_4 = None, None  # your predictions for strong scaling
@@ -912,8 +914,9 @@ def karp_flatt(speedup, ranks):
 
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 scaling = bench.time_scaling()
+one_s = min(times[1] for times in scaling.values())
 gains = {
-    kind: {n: times[1] / s * (n if kind == "weak" else 1) for n, s in times.items()}
+    kind: {n: one_s / s * (n if kind == "weak" else 1) for n, s in times.items()}
     for kind, times in scaling.items()
 }
 for kind, times in scaling.items():

@@ -206,8 +206,9 @@ if check.ready("7.1", "7.2"):
 # grows, with the root rule it stays level, and with the linear rule it grows in proportion to the batch. If
 # keeping the noise were all that mattered, the question would be settled in favour of the root rule. But
 # sixteen times fewer steps, each only four times as long, cover about a quarter of the reference's distance
-# if the gradients are alike. The linear rule keeps the distance per image and gives up the noise level. Which
-# of the two matters more is a question for runs.
+# if the gradients are alike. The linear rule keeps the distance per image, and with it the height of lesson
+# 01's balance, and lets the variance of a single step grow. Which of the two matters more is a question for
+# runs.
 
 # %% [markdown]
 # ### Should a larger batch have a smaller learning rate?
@@ -265,9 +266,10 @@ assert fmean(at_small[2 * TASK.rate]) < fmean(at_small[TASK.rate]) - 0.05
 # would have shown a factor four times as large.
 #
 # Why do both rules ask for too much? They are arguments about noise and distance, and neither of them knows
-# that a step must not be longer than the curvature of the loss allows, whatever the batch (lesson 01). Here
-# the reference already works close to that limit: twice its learning rate costs much of its accuracy. So a
-# larger batch, however little noise it has, finds little room above.
+# that a step must not be longer than the curvature of the loss allows (lesson 01). Small batches, whose
+# steps are noisy, reach a limit even earlier: twice its learning rate costs the reference much of its
+# accuracy. The large batch bears that rate, but not four times as much. So less noise gives a larger batch
+# some room above, though far less than the rules ask for.
 #
 # One caution remains. To keep all images for training, no validation images are set aside here (lesson 03
 # does that), so the rates are chosen by the accuracy on the test images. That flatters both sides, which is
@@ -496,10 +498,11 @@ assert half["batch", 0.0, 16] < half["batch", 0.0, 4] - 0.05
 #
 # On several processors the word "batch" becomes ambiguous. In data parallelism each replica normalises only
 # the images that it sees itself, so a global batch of 256 on 16 replicas is normalised in 16 **ghost
-# batches** of 16. Ghost batches need no extra code and no message, and their noise can even help. On one
-# process you get the same effect by splitting the batch before it is normalised. Write that version; the
-# table after it trains with the large batch at the unchanged learning rate and then repeats section 3's root
-# rule and warm-up, all three with a norm.
+# batches** of 16. Ghost batches need no extra code and no message for their statistics (DDP only copies rank
+# 0's running statistics, lesson 06), and their noise can even help. On one process you get the same effect
+# by splitting the batch before it is normalised. Write that version; the table after it trains with the
+# large batch at the unchanged learning rate and then repeats section 3's root rule and warm-up, all three
+# with a norm.
 
 # %% exercise="GhostBatchNorm.forward" todo="7.5" minutes=10 difficulty=2 points=1
 from manyhands.large_batch.norms import GhostBatchNorm
@@ -697,6 +700,8 @@ if check.ready("7.7"):
 #
 # Two things follow. Fourteen remedies make 91 pairs, so some differences in the ranking may still be due to
 # chance. And a tie does not say that two ways are equally good, only that these seeds cannot tell them apart.
+# Nor does a lower class say that two ways differ: `ranked` compares a way with the first of the class above
+# it only, and one whose seeds are far apart ties with ways of many classes.
 
 # %% exercise="is_tie ranked" todo="7.8" minutes=20 difficulty=2 points=2
 from manyhands.large_batch.ties import is_tie, ranked, STUDENT, student
@@ -778,12 +783,13 @@ for name in mnist:
 assert 0 < sum(one.steps is None for one in mnist["longer training"]) < len(SEEDS)
 
 # %% [markdown]
-# Most findings hold there as well. Between two tuned sides the factor is again 2, although the batch now grows
-# by a factor of 32. The tuned rate narrows the gap only a little, and the noise costs accuracy. Both rules do
-# harm without a norm: not one of their trainings comes near the unchanged learning rate. The growing batch
-# cannot be told from the small one. And every large batch with a norm reaches the target, in far fewer steps
-# than the small batch needs. At the unchanged learning rate it ends about half a percentage point behind the
-# small batch, and with the root rule and a warm-up it ends in the same class.
+# Most findings hold there as well. The run takes a factor of 2 between the two learning rates from lesson
+# 03's sweep, although the batch now grows by a factor of 32. The tuned rate narrows the gap only a little,
+# and the noise costs accuracy. Both rules do harm without a norm: not one of their trainings comes near the
+# unchanged learning rate. The growing batch cannot be told from the small one. And every large batch with a
+# norm reaches the target, in far fewer steps than the small batch needs. At the unchanged learning rate it
+# ends about half a percentage point behind the small batch, and with the root rule and a warm-up it ends in
+# the same class.
 #
 # Others change. On MNIST the warm-up may **help** the root rule: two of its three trainings no longer
 # diverge, though they stay far below the unchanged learning rate, and three seeds are too few to be sure.

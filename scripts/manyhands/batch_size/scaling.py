@@ -132,7 +132,7 @@ def average_over_ranks(
 
     Returns: the mean of the ranks' gradients (P,), and the mean of the squared lengths they had.
     """
-    both = torch.cat([gradient, gradient.square().sum()[None]])  # one message for the two
+    both = torch.cat([gradient, gradient.square().sum()[None]])  # one all-reduce for the two
     dist.all_reduce(both, group=group)
     both /= dist.get_world_size(group)
     return both[:-1], both[-1].item()

@@ -55,9 +55,10 @@ def order_of_steps() -> str:
 
 
 def steps_that_change() -> dict[str, str]:
-    """For each of CHANGES, the letter of the first step that it alters or that has to wait for it.
+    """For each change in CHANGES, the letter of the first step that it alters or delays.
 
-    A step that could go on without it does not count.
+    A change alters a step whose result is another one, and delays a step that has to wait for it.
+    A step that could go on without waiting does not count.
     """
     return {"share": "G", "equal": "A", "mean": "C", "once": "B"}
 

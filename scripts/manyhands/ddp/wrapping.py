@@ -67,7 +67,7 @@ def torch_ddp(module: nn.Module, bucket_mb: float = 25.0) -> DistributedDataPara
 
     `device_ids` is [number of the GPU] where the module is on a GPU, and None on the CPU; all other
     options keep torch's defaults. Unlike `BucketedDDP`, torch's class broadcasts rank 0's buffers
-    before the first forward, and before each one that comes after a forward with messages.
+    before the first forward, and before each one after a forward whose backward averages.
     """
     device = next(module.parameters()).device
     ids = [device.index] if device.type == "cuda" else None

@@ -216,7 +216,7 @@ def remedies_compared(
         ax.xaxis.set_major_formatter("{x:,g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
     handles, names = axes[0].get_legend_handles_labels()
-    title = "points: mean of the seeds, with their range; one band: a tie"
+    title = "points: mean of the seeds, with their range; one band: each ties with its first"
     figure.legend(
         handles,
         names,

@@ -68,12 +68,12 @@ def slice_between(
 def random_direction(parameters: Sequence[Tensor], generator: Generator) -> list[Tensor]:
     """A random direction in which each filter has the same norm as that filter of the parameters.
 
-    A filter is what makes one output: tensor[i], of a tensor with two or more dimensions. Tensors
-    with fewer dimensions, which are biases and norms, are not moved: their direction is 0.
+    A filter is the part of a tensor that makes one output: tensor[i], where the tensor has two or
+    more dimensions. Tensors with fewer (biases, weights of norms) stay: their direction is 0.
 
     Returns:
-        Normally distributed numbers from `generator`, scaled filter by filter; shapes as in
-        `parameters`. A filter of zeros gives zeros. They require no gradient.
+        Normally distributed numbers from `generator`, scaled filter by filter to that norm; shapes
+        as in `parameters`. A filter of zeros gives zeros. They require no gradient.
     """
     direction = []
     for parameter in parameters:
@@ -98,7 +98,7 @@ def surface(
 ) -> Tensor:
     """Losses on a plane: [i, j] is at grid[i] along the first direction, grid[j] along the other.
 
-    Each rank computes its share of the points, and one message brings all of them to all ranks.
+    Each rank computes its share of the points, and one all-reduce brings all of them to all ranks.
 
     Args:
         parameters, directions: the same on all ranks.
@@ -117,11 +117,12 @@ def surface(
 
 
 def roughness(losses: Tensor) -> float:
-    """How much more a walk over the surface goes up and down than it would in a single valley.
+    """How much more a walk over the surface climbs and descends than in a single valley.
 
     Walk along each row and each column, and add up all that you climb and descend. In a single
-    valley that is the way from the first point down to the lowest, and up to the last. Roughness
-    is the sum of all walks, divided by the sum for single valleys, minus 1: 0 for a smooth bowl.
+    valley that is the descent from the first point to the lowest and the climb from there to the
+    last. Roughness is the sum over all walks, divided by what the sum would be if each of them
+    crossed a single valley, minus 1. A smooth bowl has roughness 0.
 
     Args:
         losses: (G, G), G >= 3, not all equal.
@@ -133,12 +134,13 @@ def roughness(losses: Tensor) -> float:
 
 
 def sharpness(loss: Loss, parameters: Sequence[Tensor], steps: int, generator: Generator) -> float:
-    """How strongly the loss curves where it curves most: the Hessian's largest eigenvalue in size.
+    """The strongest curvature of the loss: the Hessian's eigenvalue of largest absolute value.
 
-    The Hessian H has P x P numbers for P parameters, too many to write down. But H times a vector
-    v is the gradient of (gradient . v). Power iteration draws a random v (P,) and repeats `steps`
-    times: scale v to length 1, multiply it by H. So v turns to the eigenvector of that eigenvalue,
-    which may be below 0. The result is v . H v of the last step. No .grad is changed.
+    The Hessian H of P parameters has P x P numbers, too many to write down. But H times a vector v
+    is the gradient of (gradient . v). Power iteration draws a random v (P,) and repeats `steps`
+    times: scale v to length 1, then multiply it by H. Step by step v turns towards the eigenvector
+    of that eigenvalue, which may be negative. The result is v . H v of the last step, where v has
+    length 1. No .grad is changed.
     """
     gradients = torch.autograd.grad(loss(), parameters, create_graph=True)
     slope = torch.cat([gradient.flatten() for gradient in gradients])  # (P,)

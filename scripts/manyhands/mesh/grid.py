@@ -52,11 +52,11 @@ def ranks_along(axis: str, rank: int, sizes: Sizes) -> list[int]:
 def make_groups(sizes: Sizes) -> dict[str, dist.ProcessGroup]:
     """Make the groups of a mesh of all ranks; every rank calls it.
 
-    Along each axis, every rank is in one group, that of ranks_along, and all its members keep one
-    and the same. dist.new_group has to be called by all ranks for all groups in the same order,
-    also for those that a rank is not in. If a rank leaves one out, or makes its own groups only,
-    some ranks wait in dist.new_group, or in the first message of a group, until the job's time
-    limit.
+    Along each axis every rank belongs to one group, whose members are its ranks_along, and all
+    members hold the same group. Every rank has to call dist.new_group for every group, in the same
+    order, also for the groups that it does not belong to. If a rank leaves one out, or makes its
+    own groups only, some ranks wait in dist.new_group, or in a group's first message, until the
+    job's time limit.
 
     Returns:
         An axis's name -> this rank's group along it, in the order of `sizes`.

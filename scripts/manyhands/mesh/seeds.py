@@ -28,16 +28,17 @@ MOST_RANKS = 2**20
 def seed_of(what: str, seed: int, place: Mapping[str, int], sizes: Sizes) -> int:
     """The seed of a rank's random numbers for one purpose, from the seed of the training.
 
-    For "weights" it is `seed` itself, as in one process. For the others, which depend on `seed` and
-    are at least 0, two ranks have the same seed if these words say so of every axis in which their
-    places differ, and else another one:
+    For "weights" it is `seed` itself, as in one process. For every other purpose it depends on
+    `seed`, is at least 0, and tells ranks apart by their places along these axes:
 
-        data          same along pp and tp; differs along DATA_AXES
-        dropout       same along tp; differs along all others
-        own dropout   differs along every axis
+        data          the same along pp and tp, different along DATA_AXES
+        dropout       the same along tp, different along all others
+        own dropout   different along every axis
 
-    An axis with any other name counts like pp. Two purposes never have a seed in common. All this
-    holds in the last 32 bits, too, for `seed` below 1024 and up to 2**20 ranks.
+    Two ranks have the same seed exactly if the table says "the same" of every axis along which
+    their places differ. An axis with any other name counts like pp. Two purposes never have a seed
+    in common. All this also holds for the last 32 bits of the seeds, where `seed` is below 1024
+    and there are at most 2**20 ranks.
 
     Args:
         what: weights, data, dropout or own dropout.

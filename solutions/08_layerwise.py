@@ -79,10 +79,10 @@ assert max(matrices) > 2 * min(matrices) and max(shares.values()) > 10 * min(sha
 #
 # Before you build a better method, measure the limit of the plain one. The **learning-rate range test** is
 # a single short training: the learning rate starts too low and grows at every step, until the loss
-# explodes. Smith, who proposed the test in 2017, let the learning rate grow linearly and plotted the
-# accuracy. The library fastai made popular the form that you will write, in which the learning rate grows
-# by a constant factor and the test stops when the loss has become much too high. As a rule of thumb, the
-# useful learning rates begin where the loss starts to fall, and end before it turns up.
+# explodes. Smith, who proposed the test in 2015 (published in 2017), let the learning rate grow linearly
+# and plotted the accuracy. The library fastai made popular the form that you will write, in which the
+# learning rate grows by a constant factor and the test stops when the loss has become much too high. As a
+# rule of thumb, the useful learning rates begin where the loss starts to fall, and end before it turns up.
 #
 # After the exercise, SGD with momentum takes the test with three batch sizes. Watch whether a larger batch
 # moves the explosion to a higher learning rate.
@@ -314,8 +314,9 @@ if check.ready("8.2", "8.3"):
 # times as high makes a step from the same weights four times as long, and so the highest rates throw the
 # weights far away. In LARC the higher rate only lifts a ceiling. At the lowest learning rate the ceiling
 # decides in about half of all layers and steps. At the highest it hardly ever decides, and then a still higher
-# learning rate would change next to nothing. Whoever copies a learning rate from a LARS recipe
-# into a LARC program, or the other way round, trains with a different step length altogether.
+# learning rate would change next to nothing. Whoever copies a learning rate from a LARS recipe into a LARC
+# program, or the other way round, trains with a different step length altogether, unless the rate happens to
+# be near 1.
 
 # %% [markdown]
 # ## 4. LAMB: the same idea on Adam
@@ -433,8 +434,9 @@ if check.ready("8.2", "8.3", "8.4", "8.5"):
 
 # %% [markdown]
 # With the small batch, plain SGD is not far behind the best of the others. With the large batch this gap is
-# more than twice as wide, and **LARS**, which is SGD with the same momentum, a trust ratio and a little
-# weight decay, closes a large part of it. This observation made the layer-wise methods known. But look at
+# more than twice as wide, and **LARS**, which is SGD with the same momentum, here with the learning rate
+# inside it, a trust ratio and a little weight decay, closes a large part of it. This observation made the
+# layer-wise methods known. But look at
 # **AdamW** too, which stays near the best with both batches. A later study came to a similar result for
 # ResNet-50 and BERT (Nado et al. 2021): carefully tuned standard optimizers matched LARS and LAMB. The
 # order of optimizers that share a rank is a question of seeds.

@@ -99,10 +99,10 @@ if check.ready("9.1"):
 # fourth row.) Some libraries keep the bfloat16 gradients of backward and also add them up in
 # float32, which makes 2 + 2 + 4 + 12 = 20 bytes.
 #
-# With a master copy, mixed precision does not make these three parts smaller: for that, gradients or moments
-# have to be kept in shorter numbers, or the recipe has to do without the master copy. What mixed precision
-# saves is memory in the activations, and time. Sources: Rajbhandari et al. 2020 for the 16; Bekman, "Machine
-# Learning Engineering Open Book", for the 18.
+# With a master copy, mixed precision does not make these three parts smaller, even if the gradients have 2
+# bytes: for that, the moments have to be kept in shorter numbers as well, or the recipe has to do without
+# the master copy. What mixed precision saves is memory in the activations, and time. Sources: Rajbhandari et
+# al. 2020 for the 16; Bekman, "Machine Learning Engineering Open Book", for the 18.
 
 # %% [markdown]
 # ## 2. Bytes of a rank
@@ -113,10 +113,10 @@ if check.ready("9.1"):
 #
 # In this course's own version parameters are not sharded one by one (PyTorch's does that, section 12): all
 # parameters of a layer are laid out in one long **vector**, and this vector is sharded. Shards must be
-# equal in size, since a collective moves equal parts, so each vector is first **padded** with zeros up to a
-# multiple of n. For example, two vectors of 5 and 3 numbers on 2 ranks become 6 and 4, and a rank's shards
-# have 3 and 2 numbers. Adam also counts its steps, with one counter of 4 bytes for each vector that it
-# steps. Your function counts all of these, to the byte.
+# equal in size, since the collectives used here move equal parts, so each vector is first **padded** with
+# zeros up to a multiple of n. For example, two vectors of 5 and 3 numbers on 2 ranks become 6 and 4, and a
+# rank's shards have 3 and 2 numbers. Adam also counts its steps, with one counter of 4 bytes for each
+# vector that it steps. Your function counts all of these, to the byte.
 
 # %% exercise="bytes_per_rank" todo="9.2" minutes=15 difficulty=2 points=2
 from manyhands.memory.accounting import bytes_per_rank
@@ -777,9 +777,9 @@ if check.ready("9.1", "9.2", "9.3"):
 # checkpointed, three with fused attention, and six, by a hair, if attention keeps its scores. With scores
 # and dropout no number of GPUs is enough: the activations of a single sequence take more than a GPU has,
 # sharding does not make them smaller, and there is no batch of less than one sequence. That is why long
-# sequences need fused attention or checkpoints, or a model whose blocks are divided among GPUs, as in
-# lessons 12 and 13. With 8 GPUs and fused attention about half of the memory is left beside the margin, and
-# a larger batch can use it.
+# sequences need fused attention or checkpoints, or blocks of which each GPU has a part only, as in lesson
+# 13. With 8 GPUs and fused attention about half of the memory is left beside the margin, and a larger
+# batch can use it.
 #
 # The loss grows with the vocabulary. With V = 128,256, as in Llama 3, it peaks at 6.3 GB for this one sequence,
 # which would take most of the margin of 8 GB if it were forgotten. That is why libraries for

@@ -107,8 +107,8 @@ check.Flat(Flat)
 
 
 # %% [markdown]
-# Here is a small `Flat` on three ranks. Its seven parameters are padded to nine, three numbers for each rank.
-# Which rank owns the padding?
+# Here is a small `Flat` on three ranks. Its seven numbers are padded to nine, three numbers for
+# each rank. Which rank owns the padding?
 
 
 # %% tags=["nbval-check-output"]

@@ -129,9 +129,9 @@ from manyhands.checkpoint.state import Position
 check.Position(Position)
 
 # %% [markdown]
-# What does the mistake of the story do to the samples? The cell uses half an epoch, "restarts", and then uses
-# as many samples as the rest of the epoch has, once with the place restored and once without. How often is
-# each sample used?
+# What does the mistake of the story do to the samples? The cell uses 600 of an epoch's 1,000
+# samples, "restarts", and then uses as many samples as the epoch has left, once with the place
+# restored and once without. How often is each sample used?
 
 
 # %% tags=["nbval-check-output"]
@@ -431,7 +431,8 @@ check.plan(plan)
 
 # %% [markdown]
 # Does it balance? The cell takes the weights of a model on four ranks in two ways: sharded, where each box
-# has one holder, and as DDP holds them, where all ranks hold everything.
+# has one holder, and as DDP holds them, where all ranks hold everything. (Under DDP the tied matrix has
+# two names and is written twice, which makes the sum a little larger.)
 
 
 # %%
@@ -734,7 +735,7 @@ if check.ready("11.4", "11.7"):
 # | `rank-00002.pt` | `__2_0.distcp` | DCP puts its tensors one behind the other, each in the format of `torch.save` |
 # | `index.json` | `.metadata` | both say which box is where, both are written last, and a folder without one is no checkpoint |
 # | the index is removed before its folder is used again | the old `.metadata` stays until the new one is written | a job that is killed in between leaves old metadata with new files, so give every save a folder of its own |
-# | SHA-256 of each file | nothing | a flipped bit is loaded without a word |
+# | SHA-256 of each file | nothing | a flipped bit in a tensor is loaded without a word |
 # | JSON, and `weights_only=True` | pickle | loading can run code that somebody has put into the file, so load only what your own runs have saved |
 # | `newest_intact`, `to_remove` | nothing | which folder to load and which ones to keep is left to your program |
 #
@@ -1123,10 +1124,10 @@ assert num_right == len(many) and max(gaps) < 0.05
 #
 # Can a training go on while it waits for a replacement node? A sharded checkpoint can be loaded by any number
 # of ranks, so the job may shrink to the nodes that are left and grow again later. This is called *elastic*
-# training. `torchrun --nnodes=1:2` starts an agent on each node and accepts one or two of them. When a rank
-# dies, the agents end the remaining ranks and start new ones; the same happens when a node is lost or added.
-# Each start is a new *life* of the run: it has its own number of ranks and begins with the newest intact
-# checkpoint.
+# training. `torchrun --nnodes=1:2 --max-restarts=9` is called on each node, where it starts an agent, and the
+# agents are content with one node or two. When a rank dies, they end the remaining ranks and start new ones,
+# up to nine times; the same happens when a node is lost or added. Each start is a new *life* of the run: it
+# has its own number of ranks and begins with the newest intact checkpoint.
 #
 # The weights are not enough for that. Suppose four ranks were 100 steps into an epoch and two ranks take
 # over. If each rank remembers its own place in its own list of samples, then the two lists that belonged to
@@ -1284,18 +1285,18 @@ assert outcomes == {"whole.pt": "refused", "state.pt": "loaded"}
 # the program travel, with its Python and its hundred packages, and who starts it again when a machine is lost?
 #
 # An **image** is a file that holds a whole system of files: a small Linux, Python, PyTorch and the course. A
-# **container** is a process that sees this file system as its own disk. It is an ordinary process of the
-# machine's own kernel, so a container starts in about the time that a process does and computes at the same
-# speed. An image is built once, by a list of commands, and then runs unchanged wherever its kind of
-# processor and a suitable driver for the GPUs are found. The driver stays outside: it belongs to the kernel of the
+# **container** is a process that sees this file system as its own disk. On Linux it is an ordinary process of
+# the machine's own kernel, so a container starts in about the time that a process does and computes at the same
+# speed. An image is built once, by a list of commands, and then runs unchanged wherever its kind of processor
+# and a suitable driver for the GPUs are found. The driver stays outside: it belongs to the kernel of the
 # machine.
 #
-# Two programs are common. On laptops and in clouds it is Docker, whose list of commands is a `Dockerfile`. A
-# daemon with root's rights starts its containers, so whoever may talk to that daemon is, in effect, root on
-# the machine. Shared clusters therefore use Apptainer (formerly Singularity), which starts a container as
-# an ordinary process of the user who called it: inside you are who you are outside, and you see your own
-# home folder. Both can start from the same base image, and the course has a file for each of them. Their steps
-# are the README's commands.
+# Two programs are common. On laptops and in clouds it is Docker, whose list of commands is a `Dockerfile` (on
+# macOS and Windows its containers run in a virtual machine with Linux). A daemon with root's rights starts its
+# containers, so whoever may talk to that daemon is, in effect, root on the machine. Shared clusters therefore
+# use Apptainer (formerly Singularity), which starts a container as an ordinary process of the user who called
+# it: inside you are who you are outside, and you see your own home folder. Both can start from the same base
+# image, and the course has a file for each of them. Their steps are the README's commands.
 
 # %%
 import yaml
@@ -1306,11 +1307,12 @@ from manyhands.jobs.submit import course_file
 print(course_file("../sbatch/containers/Dockerfile").read_text())
 
 # %% [markdown]
-# Three lines in it deserve attention. `USER` makes the steps below it, and later the training, run without
-# root's rights, because root in a container is root for every folder that is mounted into it. There is no
-# password and no token, because every layer of an image can be read by all who can fetch the image, even a
-# file that a later step deletes. And `--shm-size` in the comment gives the container shared memory: by
-# default it has 64 MB in `/dev/shm`, through which the workers of a data loader hand over their batches.
+# Three things about it deserve attention. `USER` makes the steps below it, and later the training, run
+# without root's rights, because root in a container is root for every folder that is mounted into it.
+# There is no password and no token, because every layer of an image can be read by all who can fetch the
+# image, even a file that a later step deletes. And `--shm-size` in the comment gives the container shared
+# memory: by default it has 64 MB in `/dev/shm`, through which the workers of a data loader hand over their
+# batches.
 #
 # ### A job in pods
 #

@@ -1016,9 +1016,10 @@ if check.ready("12.2", "12.7"):
 # %% [markdown]
 # A cut carries far less here than an all-reduce. Its bytes grow with the number of tokens and with the
 # width, whereas the gradients grow with the square of the width. So with wide layers and not too many
-# tokens a cut is cheap, and only neighbours exchange messages. That is why pipelines are used where the
-# network is slow, between nodes. Across two nodes a pipeline lost about 14 % of its speed per GPU, and
-# tensor parallelism, the subject of lesson 13, about 43 % (Ultra-Scale Playbook, 2025).
+# tokens a cut is cheap, and only neighbours exchange messages of this size (tied weights and the loss
+# aside). That is why pipelines are used where the network is slow, between nodes. Across two nodes a
+# pipeline lost about 14 % of its speed per GPU, and tensor parallelism, the subject of lesson 13,
+# about 43 % (Ultra-Scale Playbook, 2025).
 #
 # But a pipeline cannot help with a single layer that is too large, and with few micro-batches it wastes time.
 # GPipe's authors measured the second effect (Huang et al. 2018, table 2, a Transformer of 48 layers on 2, 4

@@ -18,8 +18,8 @@
 #
 # Sections 1 to 9, except section 8, are the core: you cut a whole Transformer, train it, and find out where
 # the cut pays. The optional sections after them are for a second sitting. They treat data shares, sequence
-# parallelism, and PyTorch's own way. (The exercises have fixed numbers, by which other lessons refer to them, so they do not
-# come in order, and there is no 13.2.)
+# parallelism, PyTorch's own way, and the count and the times of the messages. (The exercises have fixed
+# numbers, by which other lessons refer to them, so they do not come in order, and there is no 13.2.)
 
 # %% jupyter={"source_hidden": true}
 import os
@@ -122,10 +122,9 @@ check.CopyToRanks(CopyToRanks, SumOverRanks)
 # stay in one piece. So parts are counted in **units**, and a unit, such as the rows of one head, stays
 # together. Where the units cannot be divided evenly, the first ranks get one more. The next cell gives you
 # the helpers: `part_of` says which part is a rank's, `my_range` which is this rank's, and `my_part` copies it
-# into a parameter. `Region`
-# is the type of f and g when they are passed as functions: f is `CopyToRanks.apply`, which brings x to all
-# ranks and is called as `enter(x, group)`; g is `SumOverRanks.apply`, which sums the ranks' parts and is
-# called as `leave(part, group)`.
+# into a parameter. `Region` is the type of f and g when they are passed as functions: f is
+# `CopyToRanks.apply`, through which x enters the cut layers, and is called as `enter(x, group)`; g is
+# `SumOverRanks.apply`, which sums the ranks' parts and is called as `leave(part, group)`.
 
 # %% show="true"
 from manyhands.tensor.layers import Region, my_part, my_range, part_of
@@ -214,8 +213,9 @@ if check.ready("13.1", "13.3", "13.4"):
 # The output is right even where the heads do not divide evenly.
 #
 # A warning, in case you load published weights: many checkpoints store all queries, then all keys, then all
-# values in one matrix (GPT-2's do). Half of its rows are then not half of the heads. The next cell cuts such
-# a matrix of two heads over two ranks, first as it is stored and then with its rows reordered.
+# values in one matrix (GPT-2's do, in a matrix that is transposed). Half of its rows are then not half of
+# the heads. The next cell cuts such a matrix of two heads over two ranks, first as it is stored and then
+# with its rows reordered.
 
 # %% tags=["nbval-check-output"]
 names = ["q0", "q1", "k0", "k1", "v0", "v1"]  # the rows of head 0's query, of head 1's query, ...
@@ -228,7 +228,8 @@ for what, order in (("as stored", as_stored), ("reordered", by_heads)):
 # %% [markdown]
 # As stored, rank 0 would take head 1's query for a key and head 0's key for a value. Every shape would still
 # fit, so no error would tell you. For a real matrix of shape (3D, D), where D is the width of the model, the
-# same line reads `weight.view(3, heads, head_width, D).transpose(0, 1).reshape(3 * D, D)`.
+# same line reads `weight.view(3, heads, head_width, D).transpose(0, 1).reshape(3 * D, D)`. GPT-2's has the
+# shape (D, 3D), which this line would accept without an error: take `weight.T` first.
 #
 # ## 5. The vocabulary
 #
@@ -743,7 +744,7 @@ if check.ready(*PARTS, *SEQUENCE):
 #
 # ### What it saves
 #
-# The next cell measures what a rank holds between forward and backward, where activations are at their peak:
+# The next cell measures what a rank holds between forward and backward, near the peak of the activations:
 # first on one rank, then on two and four ranks, without and with sequence parallelism. Watch the activations.
 
 

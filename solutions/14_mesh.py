@@ -285,7 +285,8 @@ if check.ready(*GRID):
 # do its own and need not know of the others.
 #
 # PyTorch combines its own classes in the same order. (The course's `TorchMeshTraining`, in
-# `scripts/manyhands/mesh/native.py`, is 60 lines; it is tested against one process in the same way.)
+# `scripts/manyhands/mesh/native.py`, has about 60 lines; it is tested against one process in the
+# same way.)
 
 # %% show="true"
 from manyhands.mesh.native import torch_shard_and_cut
@@ -573,7 +574,8 @@ if check.ready("14.7"):
     print(f"C/W of this machine: {here.flops_per_byte:.0f} FLOPs per byte")
     found = bench.crossing(batches=(8, 16, 24, 40), num_rounds=3)
     figures.show(
-        mesh_figures.crossing(found), "Two curves approach each other where messages become hidden."
+        mesh_figures.crossing(found),
+        "The times with and without a slow network approach each other where messages become hidden.",
     )
     print(
         f"slow network, C/W {found.flops_per_byte:,.0f}: predicted {found.predicted_tokens:.0f} ",
@@ -583,16 +585,16 @@ if check.ready("14.7"):
 
 # %% [markdown]
 # On an idle machine the messages take longer than backward left of the crossing, so a step lasts longer
-# than without the slow network. Right of it they fit behind backward. The curves do not quite meet even
-# there, because the last bucket of a step has nothing to hide behind, and they meet less on a machine that
-# is busy with other work, where the measured crossing moves as well.
+# than without the slow network. Right of it they fit behind backward, and the points nearly meet. Where
+# they do not, one reason is the last bucket of a step, which has nothing to hide behind. On a machine
+# that is busy with other work they meet less, and the measured crossing moves as well.
 #
 # ## 8. Which technique when? (optional)
 #
 # A common guideline has five classes: small models on one GPU, medium ones with DDP, large ones with FSDP,
-# massive ones with tensor or pipeline parallelism, extreme ones with both. What do the words mean? Write the
-# guideline as a function, with numbers: N parameters need 16 N bytes of state, and half of a GPU's memory is
-# left for activations.
+# massive ones with tensor or pipeline parallelism, extreme ones with FSDP and one of these two. What do the
+# words mean? Write the guideline as a function, with numbers: N parameters need 16 N bytes of state, and
+# half of a GPU's memory is left for activations.
 
 # %% show="true"
 from manyhands.mesh.choosing import CLASSES, STATE_BYTES
@@ -616,9 +618,10 @@ check.smallest_tensor_degree(smallest_tensor_degree)
 
 # %% [markdown]
 # **A unit that does not fit.** With more ranks FSDP makes each rank's share of the state smaller, but not the
-# units, because a unit is whole while it computes: at the peak a rank has the weights of two units and the gradients
-# of one. So there are models that FSDP cannot train on *any* number of GPUs. Write how many ranks a model needs, or
-# None if no number of ranks is enough.
+# units, because a unit is whole while it computes: at the peak a rank has the weights of two units and the
+# gradients of one, and besides them the root (lesson 10), which is left out here. So there are models that FSDP
+# cannot train on *any* number of GPUs. Write how many ranks a model needs, or None if no number of ranks is
+# enough.
 
 # %% exercise="ranks_to_fit" todo="14.11" minutes=10 difficulty=2 points=1
 from manyhands.mesh.choosing import ranks_to_fit
@@ -1087,7 +1090,8 @@ if check.ready("14.7"):
 #
 # The bubble keeps its seconds: it lasts pp − 1 slots, however few micro-batches there are. Exposed messages of
 # data parallelism do not shrink either, because they hide behind one micro-batch only (without a pipeline,
-# ZeRO-3 waits in each micro-batch).
+# ZeRO-3 waits in each micro-batch). And where every replica steps all of its parameters, which is without
+# ZeRO, the optimizer's time stays as well.
 #
 # </details>
 

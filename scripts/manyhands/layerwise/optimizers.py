@@ -31,14 +31,14 @@ from manyhands.layerwise.base import Layerwise, ZeroNorm, decay_of, where_not_ze
 class LARS(Layerwise):
     """SGD with momentum in which every layer moves by about the same share of its own norm.
 
-    Choices on which implementations differ; the first of each is Algorithm 1 of the paper:
+    Choices on which implementations differ; the first of each is Algorithm 1 of the paper, but for
+    norms of 0, on which it is silent:
         lr_inside: True multiplies by the rate before the momentum buffer, False after it, as
             torch's SGD does. The two are equal while the rate is constant.
         decay_in_ratio: the ratio divides by |g| + decay |w| ("sum"), by |g + decay w| ("joint",
             as optax), or by |g| ("none").
-        zero_norm: where |w| or |g| (with "joint" |g + decay w|) is 0, on which the paper is silent,
-            the ratio is 1 ("one"), or 1 without weight decay ("no_decay", as apex), or 0 ("stay":
-            weights at 0 stay there).
+        zero_norm: where |w| or |g| (with "joint" |g + decay w|) is 0, the ratio is 1 ("one"), or 1
+            without weight decay ("no_decay", as apex), or 0 ("stay": weights at 0 stay there).
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class LARC(LARS):
 class LAMB(Layerwise):
     """Adam in which every layer moves by the rate times its own norm.
 
-    Choices on which implementations differ; the first of each is Algorithm 2 of the paper:
+    Choices on which implementations differ; the first of each is Algorithm 2 of the paper, but for
+    norms of 0, on which it is silent:
         bias_correction: True divides both averages by 1 - beta^t, False leaves that out.
         clamp: None takes |w| as it is; a number, often 10, is an upper limit for |w| in the ratio.
         decay_in_ratio: weight decay is part of the direction whose norm counts ("joint"), or is

@@ -61,8 +61,8 @@ def bytes_per_rank(sizes: Sequence[int], recipe: Recipe, stage: int, world_size:
 
     Args:
         sizes: how many numbers each vector has, or in stage 0 each parameter.
-        recipe: bytes of one parameter. An optimizer that keeps anything also counts its steps: 4
-            bytes for each of `sizes`, on every rank and in every stage.
+        recipe: bytes of one parameter. An optimizer that keeps anything is taken to count its
+            steps, as Adam does: 4 bytes for each of `sizes`, on every rank and in every stage.
     """
     shard = sum(-(-size // world_size) for size in sizes)
     whole = sum(sizes) if stage == 0 else shard * world_size

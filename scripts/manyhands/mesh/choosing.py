@@ -69,6 +69,7 @@ def ranks_to_fit(num_parameters: int, unit_parameters: int, gpu_bytes: int) -> i
     A rank holds 16 bytes of its share of the parameters, not rounded. At the peak it also has the
     weights of two units whole, since one computes while the next one is gathered, and the gradients
     of one unit, all with 2 bytes per number. More ranks make shares smaller, but units stay whole.
+    The root, which is whole as well (lesson 10), is left out.
 
     Args:
         unit_parameters: of the largest unit.

@@ -32,7 +32,7 @@ def cut_block(
     Heads stay whole: each has 3 * head_width rows of `qkv`, and head_width columns of `out`.
 
     Args:
-        enter: brings x to all ranks.
+        enter: lets x into the cut layers.
         leave: sums the ranks' parts.
     """
     attention, mlp, width = block.attention, block.mlp, block.attention.head_width
@@ -59,7 +59,7 @@ class CutTransformer(nn.Module):
         """Cut the model: its blocks are changed in place.
 
         Args:
-            enter: brings x to all ranks.
+            enter: lets x into the cut layers.
             leave: sums the ranks' parts.
         """
         super().__init__()

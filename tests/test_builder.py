@@ -210,6 +210,19 @@ def test_cells_keep_their_ids_and_only_the_metadata_they_need(root: Path) -> Non
     assert [one.points for one in marks if one.grade] == [1, 3]
 
 
+def test_a_docstring_is_run_anew_where_an_output_names_a_line(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(
+        root / "solutions/06_sums.py", "assert double(3) == 6", 'print("rank 1, line 4 of Counter")'
+    )
+    main(Config(root=root))
+    edit(root / "scripts/tiny/library.py", "counts down.", "counts\n        down.")
+    capsys.readouterr()
+    main(Config(root=root))
+    assert "running: solutions/06_sums.py" in capsys.readouterr().out
+
+
 def test_figures_are_linked_from_both_folders(root: Path) -> None:
     todo, solution = versions(root)
     assert "](figures/sum.svg)" in todo.cells[0].source
@@ -245,6 +258,11 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out  # new words need no run, and the TODO version has not changed
     assert out == "wrote: solutions/06_sums.ipynb\n"
     main(Config(check=True, root=root))
+
+    edit(root / "scripts/tiny/library.py", "counts down.", "counts\n        down.")
+    main(Config(root=root))
+    out = capsys.readouterr().out  # nor does a docstring, which stands in both
+    assert out == "wrote: notebooks/06_sums.ipynb\nwrote: solutions/06_sums.ipynb\n"
 
     edit(root / "scripts/tiny/library.py", "return scale * math.floor(x)", "return x * scale")
     main(Config(root=root))

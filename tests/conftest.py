@@ -40,8 +40,8 @@ FAST = set(
 
 # Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs.
 UNDER_RULES = set(
-    "collectives data_parallel fsdp grid layerwise mesh pipeline sequence split_model tensor "
-    "train_checkpoint train_data_parallel train_ddp train_fsdp train_memory train_mesh "
+    "collectives data_parallel fsdp fsdp_uses grid layerwise mesh pipeline sequence split_model "
+    "tensor train_checkpoint train_data_parallel train_ddp train_fsdp train_memory train_mesh "
     "train_pipeline train_single train_tensor vocabulary".split()
 )
 # These measure times, which the notes of a watched rank would change.

@@ -86,7 +86,7 @@ def test_values_for_kubernetes_fit_the_image_and_the_other_hub():
     (command,) = values["singleuser"]["cmd"]
     assert command.startswith(f"{course}/")
     assert os.access(ROOT / command.removeprefix(f"{course}/"), os.X_OK)
-    assert values["singleuser"]["storage"]["homeMountPath"] == f"/home/{user}"
+    assert values["singleuser"]["storage"]["homeMountPath"] == str(Path("/", "home", user))
     config = (ROOT / "sbatch/hub/jupyterhub_config.py").read_text()
     assert f'default_url = "{values["singleuser"]["defaultUrl"]}"' in config
 

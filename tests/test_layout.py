@@ -63,8 +63,9 @@ LONG_FUNCTION_LINES = 40
 TOO_LARGE = {
     "scripts/draw_diagrams.py",
 }
+# The home in the course's own image, /home/learner, is no machine's.
 MACHINE = re.compile(
-    r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",
+    r"(?:^|[^A-Za-z0-9_.~])/(?:work|root|home(?!/learner\b)|Users)/|(?:download\.pytorch|pypi|pythonhosted)\.org",
     re.MULTILINE,
 )
 FIXED_PORT = re.compile(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from manyhands.ranks import forkserver, limits
-from manyhands.ranks.failures import MachineFault, RankFailed
+from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung
 from manyhands.ranks.lab import run_ranks, warm_up
 
 
@@ -479,6 +479,41 @@ def test_the_cap_ends_ranks_that_mostly_get_no_processor(monkeypatch):
     told = failure_of(compute, 2, seconds=60, timeout_s=2)
     assert re.match(r"no end after 1 s, with [01] s of computing: ranks 0 and 1 still run\n", told)
     assert "usually" not in told
+
+
+def hung(fn, timeout_s):
+    with pytest.raises(RanksHung) as raised:
+        run_ranks(fn, 1, timeout_s=timeout_s)
+    return raised.value
+
+
+def test_ranks_that_get_no_processor_are_starved_and_one_that_polls_is_not(monkeypatch):
+    monkeypatch.setattr("manyhands.ranks.limits.CAP", 5)
+    core = {min(os.sched_getaffinity(0))}
+
+    def compute_with_what_is_left():
+        os.sched_setaffinity(0, core)
+        os.nice(19)
+        while True:
+            pass
+
+    def poll():
+        while True:
+            time.sleep(0.02)
+            end_s = time.process_time() + 0.002
+            while time.process_time() < end_s:
+                pass
+
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        for other in others:
+            os.sched_setaffinity(other.pid, core)
+        assert hung(compute_with_what_is_left, 1.5).starved
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert not hung(poll, 1.5).starved
 
 
 # ---- nothing outlives the call ---------------------------------------------------------------

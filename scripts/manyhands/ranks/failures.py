@@ -147,13 +147,16 @@ class RanksHung(RankFailed):
         computing: Container[int] = (),
         after: str = "",
         still: bool = False,
+        starved: bool = False,
     ) -> None:
         """Ranks in `computing` used a processor at the end; the others waited.
 
         Args:
             after: how long the ranks ran, in words; `limit_s` where not given.
             still: nobody computed for a good while, so the ranks wait for one another.
+            starved: they could compute and mostly got no processor, so they may not hang at all.
         """
+        self.starved = starved
         self.stacks, self.limit_s, self.computing = stacks, limit_s, computing
         self.after, self.still = after or f"{limit_s:g} s", still
         rank = min(stacks)

@@ -456,8 +456,9 @@ def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
             after = f"{clock.wall_s:.0f} s, with {clock.computed_s:.0f} s of computing"
         computing = set(clock.computing)
         still = not computing and clock.still_s >= limit_s / 2
+        starved = not still and clock.computed_s < limit_s and clock.is_starved
         stacks = {rank.rank: _stack(rank) for rank in running}
-        raise RanksHung(stacks, len(ranks), finished, limit_s, computing, after, still)
+        raise RanksHung(stacks, len(ranks), finished, limit_s, computing, after, still, starved)
 
 
 def _stack(rank: _Rank) -> list[tuple[str, int, str]]:

@@ -4,7 +4,8 @@
                                            yes -> computed_s += what the busiest rank computed
 
 A hang is a wait in which nobody computes; it gets the limit by the clock. Code that computes gets
-as much processor time, however busy the machine is, up to a cap by the clock.
+as much processor time, however busy the machine is, up to a cap by the clock. Ranks that were
+ready most of that time and did not get a processor are starved, and nobody knows whether they hang.
 """
 
 import time
@@ -33,6 +34,7 @@ class Clock:
         self.waited_s = 0.0  # in which no rank computed
         self.still_s = 0.0  # the part of it since some rank last computed
         self.computed_s = 0.0  # processor time of the rank that was busiest in each sample
+        self.lost_s = 0.0  # in which a rank was ready and got no processor
         self._recent = {rank: deque(maxlen=RECENT) for rank in pids}  # did it compute?
         self._processes: dict[int, psutil.Process] = {}
         for rank, pid in pids.items():
@@ -54,6 +56,11 @@ class Clock:
     def computing(self) -> set[int]:
         """Ranks that computed in most of the last samples; a thread of one that waits may wake."""
         return {rank for rank, seen in self._recent.items() if 2 * sum(seen) > len(seen)}
+
+    @property
+    def is_starved(self) -> bool:
+        """Did others have the processors for most of the time in which the ranks could compute?"""
+        return self.lost_s > max(self.limit_s, 2 * self.computed_s)
 
     def is_up(self, running: Iterable[int]) -> bool:
         """Have the ranks in `running` had their time? Takes a sample when one is due."""
@@ -81,6 +88,8 @@ class Clock:
         if computing:
             busiest_s = max(spent_s[rank] for rank in computing)
             self.computed_s += min(passed_s, busiest_s)  # threads count once
+            if any(map(self._can_run, computing)):
+                self.lost_s += max(0.0, passed_s - busiest_s)
             self.still_s = 0.0
         else:
             # A caller that comes late for its sample is on a machine too busy to tell.

@@ -241,6 +241,8 @@ def attempt(spec: Spec, answer: object) -> Trial:
 
 def is_a_fault(failed: RankFailed | None) -> bool:
     """Did the machine end the ranks, so that nothing is known about the answer?"""
+    if isinstance(failed, RanksHung):
+        return failed.starved
     return isinstance(failed, MachineFault) or "SIGKILL" in str(failed and failed.failure.message)
 
 

@@ -48,7 +48,8 @@ test: lint $(ENV)/ready-frameworks ## lint, and run the tests whose inputs chang
 		$(if $(NIGHTLY),--nightly,$(if $(ALL),,--changed))
 
 nbval: $(ENV)/ready-dev ## run the solutions and compare their outputs, as CI does; ONLY=ddp: one of them
-	MANYHANDS_LOCAL=1 $(BIN)/python -m pytest -p nbval.plugin --nbval-lax --nbval-current-env \
+	MANYHANDS_LOCAL=1 MANYHANDS_RULES=nccl PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
+		-p nbval.plugin -p pytest_timeout --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=300 solutions/*$(ONLY)*.ipynb
 
 hub: $(ENV)/ready-hub ## a class on a real JupyterHub, in a real browser; NIGHTLY=1 or ONLY=ddp: all notebooks, or one; needs root, node and Chromium

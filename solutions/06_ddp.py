@@ -50,6 +50,7 @@ from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import World
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.storage import unwrapped
 
 lab.warm_up()
 print(
@@ -543,8 +544,10 @@ if check.ready("6.5"):
 #   the file under another name first. Then `os.replace(new, old)` puts the new file in the old one's
 #   place in a single operation.
 #
-# A wrapped model keeps the model that you gave it in `.module`. Save the `state_dict()` of
-# `.module`, so that a program that knows nothing of DDP can load it.
+# A wrapped model keeps the model that you gave it in `.module`, and `unwrapped(model)` returns that one,
+# or `model` itself where nothing wraps it. Save its `state_dict()`, so that a program that knows nothing
+# of DDP can load it. (A bare `getattr(model, "module", model)` would lose the rest of a model that happens
+# to call one of its own parts `module`.)
 
 # %% exercise="save_once" todo="6.6" minutes=15 difficulty=2 points=2
 from manyhands.training.run import save_once

@@ -322,6 +322,13 @@ FORMS = {  # cells as they are run, and what f(1) is in a job, or what the refus
         3,
     ),
     "two of one name in a cell": (["def f(x):\n    return 0\ndef f(x):\n    return x + 3"], 4),
+    "a type with a name": (
+        [
+            "from collections.abc import Callable\nStep = Callable[[int], int]",
+            "def f(x, step: Step = abs):\n    return step(x) + 33",
+        ],
+        34,
+    ),
     "a lambda": ([EDITED, "f = lambda x: x + 4"], 5),
     "an alias": ([EDITED, "def g(x):\n    return x + 5", "f = g"], 6),
     "an older object": (["def f(x):\n    return x + 6\nfirst = f", EDITED, "f = first"], 7),

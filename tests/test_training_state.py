@@ -15,6 +15,7 @@ from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position, Training, TrainingState
 from manyhands.data import images
 from manyhands.ranks.runtime import World
+from manyhands.training.run import save_once
 
 
 def make(name="digits", seed=0):
@@ -130,3 +131,6 @@ def test_a_checkpoint_unwraps_wrappers_and_no_model_with_a_part_called_module(tm
     ):
         checkpoints.of(model, None, ())
         assert checkpoints.module is (wanted or model.module)
+        save_once(model, tmp_path / "model.pt")
+        names = torch.load(tmp_path / "model.pt", weights_only=True).keys()
+        assert names == (wanted or model.module).state_dict().keys()

@@ -15,6 +15,7 @@ import inspect
 import os
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -176,11 +177,7 @@ def _add(
         imports.add(f"from {home} import {origin}" + (f" as {name}" if name != origin else ""))
     elif is_value:
         definitions[name] = f"{name} = {value!r}"
-    elif (
-        is_code
-        and not isinstance(value, types.MethodType | types.BuiltinFunctionType)
-        or (isinstance(value, functools.partial) or hasattr(value, "__wrapped__"))
-    ):
+    elif _has_source(value):
         _collect(name, value, imports, definitions)
     else:
         raise ValueError(
@@ -211,6 +208,16 @@ def _homes_of(name: str, value: object) -> list[tuple[str, str]]:
         space = getattr(module, "__dict__", {})
         found += [(home, one) for one in names if space.get(one, names) is value]
     return sorted(found, key=lambda at: (at[0] != own, "._" in f".{at[0]}", at[0].count("."), at))
+
+
+def _has_source(value: object) -> bool:
+    """Is this made by a statement that can stand in a file: code, or the name of a type?"""
+    if typing.get_origin(value):  # as of Callable[[Tensor], Tensor]
+        return True
+    if isinstance(value, types.MethodType | types.BuiltinFunctionType):
+        return False
+    is_code = inspect.isroutine(value) or isinstance(value, type)
+    return is_code or isinstance(value, functools.partial) or hasattr(value, "__wrapped__")
 
 
 def _is_literal(value: object) -> bool:

@@ -47,6 +47,7 @@ from manyhands.training import lock, storage
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
 from manyhands.training.random_state import get_rng, set_rng
+from manyhands.training.storage import unwrapped
 
 VALID_PAUSE_S = 2.0  # between two lines of the validation's progress
 Batches = Sequence[tuple[Tensor, ...]] | DataLoader
@@ -115,7 +116,7 @@ def save_once(model: nn.Module, path: str | Path, group: dist.ProcessGroup | Non
     if not dist.is_initialized() or dist.get_rank(group) == 0:
         partial = path.with_name(path.name + ".partial")
         with open(partial, "wb") as file:
-            torch.save(getattr(model, "module", model).state_dict(), file)
+            torch.save(unwrapped(model).state_dict(), file)
         os.replace(partial, path)
         print(f"saved {path} ({path.stat().st_size:,} bytes)")
     if dist.is_initialized():

@@ -31,7 +31,7 @@ NUMBERS = itertools.count()  # a call of an answer has the same on all ranks
 ONCE = "One rank saves: if not dist.is_initialized() or dist.get_rank(group) == 0."
 WAIT = "Every rank calls dist.barrier(group) after the `if`."
 SWAP = "Write to a second name in the same folder, then call os.replace(partial, path) alone."
-STATE = "Save getattr(model, 'module', model).state_dict()."
+STATE = "Save unwrapped(model).state_dict()."
 LINE = "Rank 0 prints one line with the path and the size in bytes."
 WRITTEN = "what happens to the file at `path`"
 MOVED = "a file of its folder is moved there"
@@ -299,7 +299,7 @@ REPLACE = "os.replace(partial, path)"
 BARRIER = "if dist.is_initialized():\n        dist.barrier(group)"
 PRINT = 'print(f"saved {path} ({path.stat().st_size:,} bytes)")'
 SECOND = 'partial = path.with_name(path.name + ".partial")'
-MODULE = 'getattr(model, "module", model).state_dict()'
+MODULE = "unwrapped(model).state_dict()"
 
 ALONE = "No message tells the other ranks that the file is there, so they do not wait for it."
 HALF = "The file at `path` is opened for writing, so that for a time half a file stands there."
@@ -325,7 +325,7 @@ save_once = Spec(
         "it.",
         "Write to another name first, and then call os.replace(partial, path): the file is the "
         "old one or the new one, and never half of one.",
-        "A DDP model keeps yours in `.module`: save getattr(model, 'module', model).state_dict(). "
+        "A DDP model keeps yours in `.module`: save unwrapped(model).state_dict(). "
         "Without a process group there is nobody to wait for: ask dist.is_initialized().",
     ),
     mistakes=mistakes(
@@ -344,9 +344,9 @@ save_once = Spec(
         {MODULE} => model.state_dict()
             The names of a wrapped model begin with 'module.', so that a program without DDP cannot
             load them. | {STATE}
-        {MODULE} => getattr(model, "module", model)
+        {MODULE} => unwrapped(model)
             A whole model is pickled, which torch.load reads only with weights_only=False. | {STATE}
-        {MODULE} => {n: v for n, v in getattr(model, "module", model).named_parameters()}
+        {MODULE} => {n: v for n, v in unwrapped(model).named_parameters()}
             The buffers are missing from the file. | {STATE}
         {REPLACE} => path.write_bytes(partial.read_bytes()); os.remove(partial)
             {HALF} | {SWAP}

@@ -256,7 +256,11 @@ def with_data_of(out: str, identity: dict, regardless: bool) -> dict:
     if not isinstance(before, dict):
         return identity
     if regardless or before.get("data_sha256") == identity["data_sha256"]:
-        return without_data(identity) | {name: before[name] for name in DATA if name in before}
+        return {
+            name: before[name] if name in DATA else value
+            for name, value in identity.items()
+            if name not in DATA or name in before
+        }
     return identity
 
 

@@ -375,7 +375,7 @@ def test_bad_input_is_one_line_and_code_2(args, words):
         ('{"layrs": 3}', "no flag is called layrs"),
         ('{"layers": "many"}', "layers is 'many', not of type int"),
         ('{"tp": NaN}', "tp is nan, not of type int"),
-        ('{"memory_gb": 1e999}', "memory_gb is inf, not of type float"),
+        ('{"memory_gb": 1e999}', "memory_gb is inf, not of type int"),
     ],
 )
 def test_a_bad_file_is_refused_in_one_line(given, words):

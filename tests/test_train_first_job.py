@@ -121,10 +121,11 @@ def test_a_share_that_leaves_some_out_is_told_and_the_rest_can_be_done_later(tmp
     assert run(tmp_path / "run", 3) > 0.2
 
 
-def test_a_learner_s_own_fit_is_used(tmp_path, monkeypatch):
-    def fit_power_law(sizes, errors):
-        return 1.0, 0.25
+def fit_power_law(sizes, errors):
+    return 1.0, 0.25
 
+
+def test_a_learner_s_own_fit_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_MINE", str(tmp_path / "mine"))
     mine.write("first_job", {"fit_power_law": fit_power_law}, tmp_path / "mine")
     assert run(tmp_path / "run", 2, impl="mine", smallest=640, networks=1) == 0.25

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from manyhands.checks.engine import verdict
 from manyhands.ranks import forkserver, limits
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung
 from manyhands.ranks.lab import run_ranks, warm_up
@@ -481,34 +482,28 @@ def test_the_cap_ends_ranks_that_mostly_get_no_processor(monkeypatch):
     assert "usually" not in told
 
 
-def hung(fn, timeout_s):
-    with pytest.raises(RanksHung) as raised:
-        run_ranks(fn, 1, timeout_s=timeout_s)
-    return raised.value
-
-
-def test_ranks_that_get_no_processor_are_starved_and_one_that_polls_is_not(monkeypatch):
-    monkeypatch.setattr("manyhands.ranks.limits.CAP", 5)
+def test_a_rank_that_gets_no_processor_is_starved_and_one_that_polls_is_not():
     core = {min(os.sched_getaffinity(0))}
-
-    def compute_with_what_is_left():
-        os.sched_setaffinity(0, core)
-        os.nice(19)
-        while True:
-            pass
-
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(5)]
     try:
-        for other in others:
-            os.sched_setaffinity(other.pid, core)
-        assert hung(compute_with_what_is_left, 1.5).starved
+        for process in busy:
+            os.sched_setaffinity(process.pid, core)
+        clock = limits.Clock({0: busy[0].pid}, 0.5)
+        end_s = time.monotonic() + 3
+        while time.monotonic() < end_s:
+            clock.is_up([0])
+            time.sleep(0.05)
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    clock = limits.Clock({}, 6.0)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert clock.lost_s > clock.computed_s > 0
     clock.computed_s, clock.lost_s = 6.0, 5.4  # of one that polls a tenth of a minute
     assert not clock.is_starved
+    clock.computed_s, clock.lost_s = 3.0, 57.0
+    assert clock.is_starved
+    for starved in (True, False):
+        assert verdict.is_a_fault(RanksHung({0: []}, 1, [], 6.0, starved=starved)) == starved
 
 
 # ---- nothing outlives the call ---------------------------------------------------------------

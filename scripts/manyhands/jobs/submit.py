@@ -117,8 +117,9 @@ class Job:
         elif time.monotonic() - self.asked_s >= self._pause_s():
             self.state = _ask_slurm(self) or self.state
             self.asked_s = time.monotonic()
-        if self.state.word == "finished" and self.status().get("state") == "stopped":
-            self.state = replace(self.state, word="stopped")  # both end with exit code 0
+        # A run that was asked to stop ends with 0 here, and with 75 where Slurm would call 0 done.
+        if self.state.word in ("finished", "failed") and self.status().get("state") == "stopped":
+            self.state = replace(self.state, word="stopped")
         return self.state
 
     def _pause_s(self) -> float:

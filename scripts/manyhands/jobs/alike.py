@@ -62,7 +62,14 @@ def _parts(name: str, one: object, other: object, with_globals: bool) -> Parts |
 
 
 def _written(kind: type) -> dict[str, object]:
-    return {name: member for name, member in vars(kind).items() if name not in NOT_WRITTEN}
+    found = {name: member for name, member in vars(kind).items() if name not in NOT_WRITTEN}
+    for name, member in list(found.items()):
+        if getattr(member, "hooked", False):  # torch wraps an optimizer's step at its first use
+            found[name] = member.__wrapped__
+            bases = [inspect.unwrap(getattr(base, name, member)) for base in kind.__bases__]
+            if inspect.unwrap(member) in bases:
+                del found[name]
+    return found
 
 
 def _parts_of_maps(name: str, one: dict, other: dict) -> Parts | None:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
@@ -159,12 +160,10 @@ def clip_gradients(
 
     Call it after sum_tied, when all ranks that use a tied parameter hold the same gradient.
     """
+    copies = [param for param in model.parameters() if is_copy(param, tied, pipe)]
     mine = [param for param in model.parameters() if not is_copy(param, tied, pipe)]
     norm = clip_grad_norm(mine, max_norm, [pipe])
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for param in model.parameters():
-        if is_copy(param, tied, pipe) and param.grad is not None:
-            param.grad *= scale
+    clip_grads_with_norm_(copies, max_norm, norm, foreach=False)
     return norm
 
 

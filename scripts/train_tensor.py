@@ -202,7 +202,7 @@ def clip_gradients(
     """
     if not config.clip:
         return
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.grad is not None]
     if config.impl == "torch":
         for param in params:
             param.grad = added_up(param.grad)

@@ -313,8 +313,7 @@ from manyhands.fsdp.model import watch
 # The class `ShardedModel`, in `scripts/manyhands/fsdp/model.py`, makes the Flats of all units, calls `watch`
 # for each, and takes care of three special cases: frozen parameters, units that run again in backward because
 # of activation checkpointing (lesson 09), and a second loss whose own backward reaches only some parameters of
-# a unit. Your `FSDP` is a `ShardedModel` with four methods, in which
-# two rules matter:
+# a unit. Your `FSDP` is a `ShardedModel` with four methods, in which two rules matter:
 #
 # - **Prefetch.** While a unit computes, the next one should be on its way, which hides its gather behind the
 #   computation. The next one is, in the order of forward, the unit after it during forward, and the unit

@@ -871,11 +871,11 @@ for path in (HERE / "bare", *sorted((HERE / "bare").glob("*.distcp"))):
 # asks for the state as well, fills it, and hands it to `load_state_dict`, which can put every number where it
 # belongs. DCP looks for such objects in the outermost dict only, so your methods have to call those of the parts.
 #
-# Two functions do the difficult part. `get_state_dict(model, optimizer)` returns the states of both, under names
-# that do not depend on the wrapper. If the optimizer has no state yet, it makes one by a step with gradients of 0,
-# which AdamW counts: so save after the first step. It does so only while no parameter has a gradient, so load
-# before the first backward. `set_state_dict(model, optimizer,
-# model_state_dict=..., optim_state_dict=...)` gives both back.
+# Two functions do the difficult part. `get_state_dict(model, optimizer)` returns the states of both, under
+# names that do not depend on the wrapper. If the optimizer has no state yet, it makes one by a step with
+# gradients of 0, which AdamW counts: so save after the first step. It does so only while no parameter has a
+# gradient, so load before the first backward. `set_state_dict(model, optimizer, model_state_dict=...,
+# optim_state_dict=...)` gives both back.
 
 # %% exercise="AppState.state_dict AppState.load_state_dict" todo="11.8" minutes=10 difficulty=2 points=2
 from manyhands.checkpoint.dcp import AppState

@@ -31,9 +31,7 @@ IDLE_S = 15  # over which an idle class is watched
 VERDICTS = 5  # of each student
 THINK_S = 20  # a student's pause between two checks is up to so long
 SOON_S = 10  # a verdict that comes later is late
-JOB_MB = (
-    1300  # memory of a job of two ranks and its kernel; whether there is room for one a student
-)
+JOB_MB = 1300  # memory of a job of two ranks and its kernel: is there room for one a student?
 CLASS = 100  # students to extrapolate to
 NOTEBOOK = "manyhands/04_collectives.ipynb"
 FIRST_CELL = "from manyhands.checks import collectives as check\nfrom manyhands.jobs import watch"

@@ -15,9 +15,8 @@ from math import prod
 from manyhands.checkpoint.names import tensor_of
 from manyhands.checkpoint.pieces import Box, Piece
 
-WRAPPER = re.compile(
-    r"(?<![^./])(module|_orig_mod)\."
-)  # what DDP and torch.compile put before names
+# What DDP and torch.compile put before names.
+WRAPPER = re.compile(r"(?<![^./])(module|_orig_mod)\.")
 
 
 # ---- to save -------------------------------------------------------------------------------------

@@ -34,11 +34,9 @@ def flatten(state: object) -> tuple[dict[str, Piece], dict[str, object]]:
     def note(place: tuple, leaf: object) -> None:
         name = name_of(place)
         if name in places:
-            first, second = (
-                "".join(f"[{key!r}]" for key in keys) for keys in (places[name], place)
-            )
             raise ValueError(
-                f"{first} and {second} would both be called {name}: rename one of them"
+                f"{_in_words(places[name])} and {_in_words(place)} would both be called {name}: "
+                "rename one of them"
             )
         places[name] = place
         if isinstance(leaf, Parts):

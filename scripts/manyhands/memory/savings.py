@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def accumulate(model: nn.Module, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -124,14 +125,15 @@ class Uses(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # torch's own signature
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()) if not torch.is_grad_enabled() else ():
-            for part in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(part, Tensor) and part.requires_grad and id(part) not in self.known:
-                    raise ValueError(
-                        f"a checkpointed module uses a weight of shape {tuple(part.shape)} that is "
-                        "not among its own parameters, so the weight would get no gradient: "
-                        "register it in the module"
-                    )
+        if torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        for part in tree_leaves((args, kwargs)):
+            if isinstance(part, Tensor) and part.requires_grad and id(part) not in self.known:
+                raise ValueError(
+                    f"a checkpointed module uses a weight of shape {tuple(part.shape)} that is not "
+                    "among its own parameters, so the weight would get no gradient: register it in "
+                    "the module"
+                )
         return func(*args, **kwargs)
 
 

@@ -30,7 +30,7 @@ def mesh_norm(parts: Parts, group: Group = None) -> Tensor:
     """The norm of the whole gradient, of which each rank holds parts; the same on every rank.
 
     It is the root of the sum of the squares of all numbers, each counted once. Squares are added up
-    in float64, and one all-reduce sends one number.
+    in float64, without a copy of the gradient in it, and one all-reduce sends one number.
 
     Args:
         parts: of this rank, (gradient, holders): how many ranks of `group`, this one among them,
@@ -42,7 +42,7 @@ def mesh_norm(parts: Parts, group: Group = None) -> Tensor:
     device = parts[0][0].device if parts else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, holders in parts:
-        total += grad.double().square().sum() / holders
+        total += torch.linalg.vector_norm(grad, dtype=torch.float64).square() / holders
     dist.all_reduce(total, group=group)
     return total.sqrt()
 

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ from manyhands.ranks.limits import CAP, Clock
 GRACE_S = 0.5  # how long the other ranks may still report after one has failed or finished
 ANSWER_S = 10.0  # how long a rank that hangs may take to say where; a busy machine makes it late
 LAST_FRAME = (b" in <module>\n", b"  ...\n")  # faulthandler's outermost frame, or its hundredth
+INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib"))
 PRINTED_BYTES = 100_000  # of each rank's output; the rest is counted, not shown
 
 
@@ -171,12 +173,13 @@ def _interrupts_noted() -> Iterator[Interrupts]:
 
 
 def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
-    """The call as bytes; the module of `fn` travels along, unless it is the course's own."""
+    """The call as bytes; the module of `fn` travels along, unless it is installed."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     name = getattr(module, "__name__", "__main__")
     _send_modules_by_name()
     _list_functions_of_torch()
-    if name == "__main__" or name.split(".")[0] == "manyhands":
+    is_installed = str(getattr(module, "__file__", "")).startswith(INSTALLED)
+    if name == "__main__" or name.split(".")[0] == "manyhands" or is_installed:
         return cloudpickle.dumps((fn, args, kwargs))
     cloudpickle.register_pickle_by_value(module)
     try:

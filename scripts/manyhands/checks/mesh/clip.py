@@ -146,10 +146,10 @@ def tell_gradient(case: Gradient) -> str:
     return f"mesh_norm of {held}{size}{types}"
 
 
-SQUARES = "grad.double().square().sum()"
+SQUARES = "torch.linalg.vector_norm(grad, dtype=torch.float64).square()"
 DIVIDED = f"{SQUARES} / holders"
 ONCE = "Divide the sum of a part's squares by its holders, and add up over the ranks."
-WIDE = "Turn the gradient to float64 first, and square it then: grad.double().square().sum()."
+WIDE = f"Square and add up in float64: {SQUARES}, or grad.double().square().sum()."
 REDUCE = "dist.all_reduce(total, group=group)"
 ROOT = "First add up all squares over the ranks, and take the root last."
 mesh_norm = Spec(
@@ -200,14 +200,14 @@ mesh_norm = Spec(
             The squares are divided by the square of the holders. | {ONCE}
         {DIVIDED} => {SQUARES} // holders
             The squares are divided by // and lose their fraction. | {ONCE}
-        {DIVIDED} => grad.double().norm() / holders
+        {SQUARES} / => torch.linalg.vector_norm(grad, dtype=torch.float64) /
             Norms are added up, and not their squares. | {ROOT}
         {DIVIDED} => {SQUARES} if holders == 1 else 0
             Parts that several ranks hold are left out. | {ONCE}
-        grad.double().square() => grad.square()
+        {SQUARES} => grad.square().sum()
             The numbers are squared in their own type, which may have few digits, and in which
             large squares become infinite. | {WIDE}
-        grad.double().square().sum() => grad.float().square().sum()
+        {SQUARES} => grad.float().square().sum()
             The numbers are squared in float32, which has 7 digits, and in which large squares
             become infinite. | {WIDE}
         {REDUCE} => dist.all_reduce(total.sqrt_(), group=group); total.square_()

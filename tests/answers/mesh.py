@@ -290,7 +290,7 @@ WRONG = {
         (keeps_everything, "on a rank that is not in the group"),
     ],
     "14.3": [
-        (one_vector, "units of FSDP"),
+        (one_vector, "The units are list(part.blocks)"),
         (kept_whole, "not in shards"),
         (in_eval, "all modules are in train"),
     ],
@@ -403,7 +403,7 @@ def degree_that_divides_the_width(width, flops_per_byte, bytes_per_number=2):
 
 
 def degree_of_the_all_reduce(width, flops_per_byte, bytes_per_number=2):
-    """(n - 1) / n in place of n - 1: never too long, or always."""
+    """(n - 1) / n in place of n - 1: never too long, or always. In all cases one rank."""
     limit = bytes_per_number * flops_per_byte / (9 * width)
     return 1 if limit >= 1 else int(1 / (1 - limit))
 
@@ -536,7 +536,7 @@ WRONG |= {
     ],
     "14.8": [
         (degree_that_divides_the_width, "times as long as products with"),
-        (degree_of_the_all_reduce, "times as long as products with"),
+        (degree_of_the_all_reduce, "the same in every case"),
     ],
     "14.9": [
         (approach_by_gpus, "The state takes half the memory of"),

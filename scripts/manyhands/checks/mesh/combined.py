@@ -194,7 +194,7 @@ shard_and_cut = Spec(
             "A mesh may have no such axis.",
             'groups.get("replicate") is None then.',
         ),
-        "a sharded weight was used while it was freed": (
+        "a sharded weight was used while": (
             "A layer used a weight outside of the forward of its unit.",
             "The units are list(part.blocks), and all else belongs to the root.",
         ),

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 
-from manyhands.checks.engine import trial, verdict
+from manyhands.checks.engine import naming, trial, verdict
 from manyhands.checks.engine.answer import parts_of
+from manyhands.checks.engine.attempt import Faces, Trial, is_a_fault
 from manyhands.checks.engine.card import Verdict, Wrong
 from manyhands.checks.engine.exercise import Exercise, judge
 from manyhands.checks.engine.mistakes import TOGETHER, Mistake
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.verdict import Faces, Trial
+from manyhands.checks.engine.words import NO_CAUSE
 from manyhands.ranks.failures import RankFailed, RanksHung
 
 LIMIT_S = 180  # for naming; far more than in a verdict: a busy machine tries every mistake
@@ -71,7 +72,7 @@ class Audit:
         """
         for answer, with_slips in zip(self.answers, slips or repeat(True), strict=False):
             shown = self.shown.get(id(answer))
-            if shown is None or len(self.wanted) < len(self.steps) or verdict.is_a_fault(shown[1]):
+            if shown is None or len(self.wanted) < len(self.steps) or is_a_fault(shown[1]):
                 yield judge(self.exercise, answer)
                 continue
             tried = self._trial(answer, shown, with_slips)
@@ -79,7 +80,7 @@ class Audit:
 
     def is_of_slips(self, words: str) -> bool:
         """Can a verdict hold these words only after slips have been tried?"""
-        said = [verdict.NO_CAUSE, TOGETHER]
+        said = [NO_CAUSE, TOGETHER]
         said += [text for slip in self.faces.slips for text in (slip.why, slip.hint)]
         return bool(words) and any(words in text for text in said)
 
@@ -106,7 +107,7 @@ class Audit:
                 break
             own = rows[n * len(whole) :]
             # Those before had a part of the limit, or the last of them may have ended the ranks.
-            is_open = isinstance(failed, RanksHung) or verdict.is_a_fault(failed)
+            is_open = isinstance(failed, RanksHung) or is_a_fault(failed)
             again = (is_open or not (own or failed)) and not (again and not whole)
             if not again:
                 found.append((own, failed))
@@ -120,7 +121,7 @@ class Audit:
         answer = mistake.change.make(self.spec.truth)
         for _ in range(2):  # once more where the machine was at fault
             shown = self._look([answer], min(HANG_S, self.spec.limit_s))
-            if not verdict.is_a_fault(shown[1]):
+            if not is_a_fault(shown[1]):
                 break
         else:
             return f"{mistake.why!r} is not judged: {shown[1]}"
@@ -153,6 +154,6 @@ def _complaint(tried: Trial, mistake: Mistake, listed: list[Mistake], shown: lis
     named = [
         other.why
         for other, face in zip(listed, shown, strict=True)
-        if verdict.matches(tried, other, face, indexes)
+        if naming.matches(tried, other, face, indexes)
     ]
     return "" if named[:1] == [mistake.why] else f"is named {named[:1]}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from audit import Audit
-from manyhands.checks.engine import cases, mistakes, trial, verdict, words
+from manyhands.checks.engine import attempt, cases, mistakes, naming, trial, verdict, words
 from manyhands.checks.engine.card import NotJudged, Wrong
 from manyhands.checks.engine.exercise import judge
 from manyhands.checks.engine.lesson import Lesson
@@ -31,6 +31,7 @@ from manyhands.checks.engine.values import (
     same,
     whole,
 )
+from manyhands.checks.engine.words import NO_CAUSE, NO_TIME
 from manyhands.collectives import ring
 from manyhands.ranks.failures import Failure, MachineFault, RankFailed
 
@@ -127,7 +128,7 @@ LESSON.add(TOTAL)
 @pytest.fixture(autouse=True)
 def time_to_name(monkeypatch):
     """A busy machine tries every mistake, too."""
-    monkeypatch.setattr(verdict, "NAMING_S", 120.0)
+    monkeypatch.setattr(attempt, "NAMING_S", 120.0)
 
 
 def told(spec: Spec, answer: object) -> str:
@@ -206,7 +207,7 @@ def test_a_mistake_is_named_only_if_it_shows_the_same():
     assert "`skip` is ignored." in told(MEAN, mean_of_all)
     assert "Two mistakes together show this." in told(MEAN, two_mistakes)
     words = told(MEAN, median)
-    assert verdict.NO_CAUSE in words and "check.hint('90.1')" in words
+    assert NO_CAUSE in words and "check.hint('90.1')" in words
 
 
 def spoils_x(x, group=None):
@@ -257,21 +258,21 @@ def test_an_error_in_what_an_answer_calls_is_told_with_the_answer_s_own_line():
 
 
 def test_mistakes_that_there_was_no_time_for_are_not_denied():
-    tried = verdict.attempt(MEAN, median)
+    tried = attempt.attempt(MEAN, median)
     tried.faces.limit_s = 0.0
     with pytest.raises(Wrong) as caught:
         verdict.tell(tried)
-    assert caught.value.why == verdict.NO_TIME
+    assert caught.value.why == NO_TIME
 
 
 def test_a_match_ends_the_search_for_a_mistake(monkeypatch):
     """One at a time here; no slip is tried where a mistake of the exercise's own fits."""
     sizes = []
-    of = verdict.Faces.of
+    of = attempt.Faces.of
     monkeypatch.setattr(
-        verdict.Faces, "of", lambda faces, some, at: sizes.append(len(some)) or of(faces, some, at)
+        attempt.Faces, "of", lambda faces, some, at: sizes.append(len(some)) or of(faces, some, at)
     )
-    monkeypatch.setattr(verdict, "generic", lambda *given, **named: pytest.fail("slips are tried"))
+    monkeypatch.setattr(attempt, "generic", lambda *given, **named: pytest.fail("slips are tried"))
     assert "`skip` is ignored." in told(replace(MEAN, at_once=1), mean_of_all)
     assert max(sizes) == 1
 
@@ -449,17 +450,17 @@ def test_slips_that_any_function_can_have_are_named():
 
 def test_an_answer_that_is_always_the_same_is_no_slip_of_the_right_one():
     for value in (0, 1, 2.5):
-        assert verdict.CONSTANT.why in told(MEAN, lambda n, skip=0, v=value: v)
-    assert verdict.CONSTANT.why not in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
+        assert naming.CONSTANT.why in told(MEAN, lambda n, skip=0, v=value: v)
+    assert naming.CONSTANT.why not in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
 
 
 def test_an_audit_tries_slips_only_where_it_is_told_to():
     tried = audit(MEAN, lambda n, skip=0: 2 * mean(n, skip), two_mistakes)
     slip = "The result is twice the right one."
-    assert [one.why for one in tried.verdicts([False, False])] == [verdict.NO_CAUSE] * 2
+    assert [one.why for one in tried.verdicts([False, False])] == [NO_CAUSE] * 2
     once, both = [one.why for one in tried.verdicts()]
     assert once == slip and both.startswith(mistakes.TOGETHER)
-    assert all(map(tried.is_of_slips, (slip, "twice", verdict.NO_CAUSE, mistakes.TOGETHER)))
+    assert all(map(tried.is_of_slips, (slip, "twice", NO_CAUSE, mistakes.TOGETHER)))
     assert not any(map(tried.is_of_slips, ("", "`skip` is ignored.", "raised ValueError")))
 
 

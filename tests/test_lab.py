@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from manyhands.checks.engine import verdict
+from manyhands.checks.engine import attempt
 from manyhands.ranks import forkserver, limits
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung
 from manyhands.ranks.lab import run_ranks, warm_up
@@ -503,7 +503,7 @@ def test_a_rank_that_gets_no_processor_is_starved_and_one_that_polls_is_not():
     clock.computed_s, clock.lost_s = 3.0, 57.0
     assert clock.is_starved
     for starved in (True, False):
-        assert verdict.is_a_fault(RanksHung({0: []}, 1, [], 6.0, starved=starved)) == starved
+        assert attempt.is_a_fault(RanksHung({0: []}, 1, [], 6.0, starved=starved)) == starved
 
 
 # ---- nothing outlives the call ---------------------------------------------------------------

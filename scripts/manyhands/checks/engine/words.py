@@ -1,12 +1,20 @@
-"""Where an answer failed, in the learner's own lines, and what some errors are known to mean."""
+"""What a verdict says: what was seen, why, and what to try; where, in the learner's own lines."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.checks.engine.answer import lines_of
-from manyhands.ranks.failures import Failure, Frame, where
+from manyhands.checks.engine.attempt import Trial, judged
+from manyhands.checks.engine.naming import name, wrong_part
+from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.trial import UNWAITED, Sight
+from manyhands.checks.engine.values import show
+from manyhands.ranks.failures import Failure, Frame, RanksHung, is_echo, name_ranks, where
 
+Words = tuple[str, str, str]  # what was seen, why, what to try
+NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
+NO_TIME = "This is the first difference; the check did not have the time to try all it knows."
 PACKAGE = str(Path(__file__).parents[2])
 KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
     "incompatible function arguments": (
@@ -32,6 +40,147 @@ KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
     ),
     "BdbQuit": ("A debugger cannot ask you anything from inside a rank.", "Use print instead."),
 }
+
+# ---- of a difference --------------------------------------------------------------------------
+
+
+def _colon(said: str, seen: str) -> str:
+    """The call and what was seen; the words for a call may end in a comma."""
+    return f"{said.rstrip(',')}: {seen}"
+
+
+def words_of(trial: Trial, index: int, rank: int) -> Words:
+    """Seen, why and hint for the first rank that is wrong."""
+    spec = trial.spec
+    sight = trial.found[index][rank]
+    wanted = trial.wanted[index][rank]
+    said = trial.said(index, rank)
+    if sight.kind == "told":
+        seen, why, hint = sight.data
+        return f"{said} {seen}" if seen.startswith("gives") else _colon(said, seen), why, hint
+    if is_lost(sight):
+        at = place(sight.failure, trial.answer)
+        return _colon(said, f"a rank waited{at} for partners that had already left"), *PARTED
+    if sight.kind == "value" and wanted.kind == "value":
+        changed = set(sight.changed) - set(wanted.changed)
+        if UNWAITED in changed or _is_only_changed(trial, index, rank):
+            return _words_of_a_change(said, changed)
+    mistake = name(trial, index)
+    if mistake is None and sight.kind == "value" and set(sight.changed) - set(wanted.changed):
+        return _words_of_a_change(said, set(sight.changed) - set(wanted.changed))
+    cause = (mistake.why, mistake.hint) if mistake else None
+    if sight.kind == "raised":
+        return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)
+    if sight.kind == "lost":
+        hint = "Every send needs its recv: write down who sends to whom in each step."
+        return _colon(said, sight.data), *(cause or (_no_cause(trial), hint))
+    if wanted.kind == "raised":
+        return f"{said} raises nothing and gives {show(sight.data)}", *(cause or spec.refusal)
+    seen = f"{said} {spec.say(judged(sight.data), judged(wanted.data))}"
+    if cause is None:
+        fact = spec.facts(judged(sight.data), judged(wanted.data), trial.case(index, rank))
+        cause = fact or _no_cause(trial), _advice(spec, wrong_part(trial))
+    return seen, *cause
+
+
+PARTED = ("Not all ranks made the same calls.", "Look for a call that only some ranks reach.")
+
+
+def _no_cause(trial: Trial) -> str:
+    return NO_TIME if trial.faces.ran_out else NO_CAUSE
+
+
+def _advice(spec: Spec, part: str | None) -> str:
+    hint = f"check.hint('{spec.todo}') prints a hint."
+    return spec.advice.get(part or "", spec.advice.get("", hint))
+
+
+def is_lost(sight: Sight) -> bool:
+    """Did this rank wait for others who had left?"""
+    return sight.kind == "raised" and is_echo(sight.failure)
+
+
+def _is_only_changed(trial: Trial, index: int, rank: int) -> bool:
+    """Is the value right, and only something beside it has changed?"""
+    sight = trial.found[index][rank]
+    wanted = trial.wanted[index][rank]
+    case = trial.case(index, rank)
+    return trial.spec.same(judged(sight.data), judged(wanted.data), case)
+
+
+def _words_of_a_change(said: str, changed: set[str]) -> Words:
+    what = UNWAITED if UNWAITED in changed else sorted(changed)[0]
+    if what == UNWAITED:
+        seen = f"{said} returned while a message of its own was still on its way"
+        hint = "Call wait() on what a call with async_op=True, isend or irecv returns."
+        return seen, "Until wait() has returned, the tensor may still change.", hint
+    if what.startswith("`"):
+        seen = f"after {said} the caller's {what} has changed"
+        return seen, "The caller still needs it as it was.", "Work on a copy, or build a new one."
+    seen = f"{said} left {what} changed"
+    hint = "Use an object of your own, such as a Generator, or put back what was there before."
+    return seen, "Other parts of the program depend on it.", hint
+
+
+def _words_of_an_error(spec, said, sight, wanted, answer, cause) -> Words:
+    seen, *known = raised(said, sight.failure, answer, spec.reasons)
+    if wanted.kind == "raised":
+        right = wanted.data[0][0]
+        other = f"The docstring asks for a {right} here, and callers catch only that."
+        return seen, *(cause or (other, f"raise {right}(...)"))
+    return seen, *(cause or known)
+
+
+def words_of_an_end(trial: Trial) -> Words:
+    """A hang, a death, or an error of one rank that left the others waiting."""
+    failed = trial.failed
+    index = min(len(trial.found), len(trial.steps) - 1)
+    said = trial.said(index, failed.rank)
+    if isinstance(failed, RanksHung):
+        return _words_of_a_hang(said, failed, trial.answer, trial.spec.waits)
+    if failed.failure.error == "Wrong":
+        return _colon(said, failed.failure.message), "", _advice(trial.spec, None)
+    if is_echo(failed.failure):
+        at = place(failed.failure, trial.answer)
+        return _colon(said, f"rank {failed.rank} waited{at} for a partner that had left"), *PARTED
+    return raised(said, failed.failure, trial.answer, trial.spec.reasons)
+
+
+def _words_of_a_hang(
+    said: str, failed: RanksHung, answer: object, waits: Mapping[str, tuple[str, str]]
+) -> Words:
+    """Who waits and who computes, and where; a cause only where the exercise has one for a line."""
+    if len(failed.stacks) + len(failed.finished) == 1:
+        lines = [_line(stack, answer) for stack in failed.stacks.values() if stack]
+        at = f": it is still in{lines[0]}" if lines else ""
+        return f"{said} never ended{at}", "", "What ends the loop, or the wait, in that line?"
+    parts = []
+    away = list(failed.finished)
+    for rank, stack in failed.stacks.items():
+        if not stack:
+            away.append(rank)
+            continue
+        does = "computes" if rank in failed.computing else "waits"
+        parts.append(f"rank {rank} {does} in{_line(stack, answer)}")
+    if away:
+        have = "has" if len(away) == 1 else "have"
+        parts.append(f"{name_ranks(sorted(away))} {have} left the function")
+    seen = f"{said} never ended ({'; '.join(parts)})"
+    if any(rank in failed.computing for rank in failed.stacks):
+        return seen, "A rank still computes.", "What ends the loop in that line, on every rank?"
+    waiting = (
+        "All ranks that are left wait.",
+        "For each line: which rank has to come, or to send?",
+    )
+    return seen, *next((words for call, words in waits.items() if call in seen), waiting)
+
+
+def _line(stack: Sequence[Frame], answer: object) -> str:
+    """The line of the answer that a rank is in, and not that of a helper which it called."""
+    return where(own_frame(stack, answer) or stack[-1])[1:]
+
+
+# ---- of an error, and its place ---------------------------------------------------------------
 
 
 def place(failure: Failure, answer: object = None) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from audit import Audit
-from manyhands.checks.engine import attempt, cases, mistakes, naming, trial, verdict, words
+from manyhands.checks.engine import attempt, cases, mistakes, naming, tables, trial, verdict, words
 from manyhands.checks.engine.card import NotJudged, Wrong
 from manyhands.checks.engine.exercise import judge
 from manyhands.checks.engine.lesson import Lesson
@@ -62,17 +62,14 @@ MEAN = Spec(
     cases=some_numbers,
     form=number,
     hints=("Add them up.", "Divide."),
-    mistakes=mistakes.mistakes(
-        """
-        / len(kept) => / len(numbers)
+    mistakes="""
+        / len(kept) => / len(numbers) ::
             The skipped numbers are counted. | Divide by the number of those that are kept.
-        numbers[skip:] => numbers[: len(numbers) - skip]
+        numbers[skip:] => numbers[: len(numbers) - skip] ::
             The last numbers are skipped, not the first.
-        numbers[skip:] => numbers
-            `skip` is ignored.
-        """,
-        {},
-    ),
+        numbers[skip:] => numbers :: `skip` is ignored.
+    """,
+    module=globals(),
 )
 
 # ---- an exercise on ranks -------------------------------------------------------------------
@@ -105,19 +102,13 @@ TOTAL = Spec(
     layouts=cases.THREE,
     hints=("Use all_reduce.", "On a copy."),
     limit_s=3.0,
-    mistakes=[
-        *mistakes.mistakes(
-            """
-            x.clone() => x
-                x itself is summed, and the caller still needs it.
-            return result => return result / dist.get_world_size(group)
-                This is the mean.
-            return result => dist.all_reduce(result, group=group); return result
-                The sum is summed once more.
-            """,
-            {},
-        )
-    ],
+    mistakes="""
+        x.clone() => x :: x itself is summed, and the caller still needs it.
+        return result => return result / dist.get_world_size(group) :: This is the mean.
+        return result => dist.all_reduce(result, group=group); return result ::
+            The sum is summed once more.
+    """,
+    module=globals(),
 )
 
 LESSON = Lesson("demo")
@@ -142,6 +133,48 @@ def told(spec: Spec, answer: object) -> str:
 
 def audit(spec: Spec, *answers: object) -> Audit:
     return Audit(Lesson("demo").add(spec).exercise, answers)
+
+
+def test_a_table_of_mistakes_is_read_as_its_grammar_says():
+    names = {"HINT": "Look.", "OLD": "x", "both": mean}
+    one, two, three, four = tables.mistakes(
+        r"""
+        {OLD} => y :: One line. | {HINT}
+        a =>
+        b => c\n  d :: A sentence that
+            goes on.
+        instead both :: ! It ends. |
+        after lambda v: v + 1 :: The last.
+        """,
+        names,
+    )
+    assert one.change.patches == (("x", "y"),) and (one.why, one.hint) == ("One line.", "Look.")
+    assert two.change.patches == (("a", ""), ("b", "c\n  d"))
+    assert (two.why, two.hint) == ("A sentence that goes on.", "Look.")
+    assert three.ends and three.change.make(None) is mean and not three.hint
+    assert four.change.make(lambda: 1)() == 2
+    text = "not part of group :: It is no member. | {HINT}"
+    assert tables.reasons(text, names) == {"not part of group": ("It is no member.", "Look.")}
+
+
+@pytest.mark.parametrize(
+    "table",
+    (
+        "a => b",  # no sentence
+        "a => b ::",
+        "a -> b :: A sentence.",
+        "=> b :: A sentence.",
+        "a => b => c :: A sentence.",
+        "a => b :: A sentence. :: Another.",
+        "a => b :: A sentence. | A hint. | Another.",
+        "a => b :: A sentence.\n  | Indented by 2.",
+        "a => b :: A sentence.\n\nc => d :: Another.",
+        "instead 1 +",
+    ),
+)
+def test_what_is_not_of_the_grammar_is_refused(table):
+    with pytest.raises((ValueError, SyntaxError)):
+        tables.mistakes(table, {})
 
 
 @pytest.mark.parametrize("spec", (MEAN, TOTAL), ids=lambda spec: spec.todo)

@@ -5,7 +5,6 @@ import random
 from typing import NamedTuple
 
 from manyhands.batch_size import scaling
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import number, show
 
@@ -66,7 +65,9 @@ fewest_processors = Spec(
         f"batch={case.batch}, step_s={show(case.step_s)}, limit_s={show(case.limit_s, 8)})"
     ),
     advice={"": SOLVE},
-    reasons={"division by zero": ("The time of the least steps leaves nothing to spare.", NEVER)},
+    reasons="""
+        division by zero :: The time of the least steps leaves nothing to spare. | {NEVER}
+    """,
     hints=(
         "What is the global batch of n processors? How many steps does the formula give for it, "
         "and how long do they take?",
@@ -75,39 +76,30 @@ fewest_processors = Spec(
         f"{SPARE} is what is left when the least steps are paid for. Where it is 0 or less, no "
         "number is enough. Otherwise least * critical * step_s / (n * batch) must fit into it.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {RETURN} => return round(least * critical * step_s / (batch * spare_s))
-                The number is rounded to the nearest, so some trainings come too late. | Round up.
-            {RETURN} => return int(least * critical * step_s / (batch * spare_s))
-                The number is rounded down, so trainings come too late. | Round up.
-            {RETURN} => return int(least * critical * step_s / (batch * spare_s)) + 1
-                A training that takes exactly limit_s is refused. | Round up with math.ceil.
-            {RETURN} => return math.ceil(least * critical * step_s / spare_s)
-                This is the global batch. | Each processor takes `batch` samples of it.
-            {RETURN} => return batch * math.ceil(least * critical * step_s / (batch * spare_s))
-                This is the global batch, in whole processors. | Return their number.
-            {RETURN} => return math.ceil(critical * step_s / (batch * spare_s))
-                `least` is left out of the steps that noise costs. | {SOLVE}
-            {RETURN} => return math.ceil(least * critical / (batch * spare_s))
-                Steps are divided by seconds. | {SOLVE}
-            {RETURN} => return math.ceil(least * (1 + critical / batch) * step_s / limit_s)
-                This takes scaling to be perfect: n processors, a share of 1/n of the steps.
-                | {SOLVE}
-            {SPARE} => spare_s = limit_s
-                The least steps take time as well. | {SOLVE}
-            {SPARE} => spare_s = limit_s - least
-                Steps are subtracted from seconds. | The least steps take least * step_s seconds.
-            return None => return 0
-                0 processors are returned where no number is enough. | Return None there.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(in_powers_of_two),
-            "Only powers of two are taken.",
-            "Any whole number of processors can be taken.",
-        ),
-    ],
+    mistakes="""
+        {RETURN} => return round(least * critical * step_s / (batch * spare_s)) ::
+            The number is rounded to the nearest, so some trainings come too late. | Round up.
+        {RETURN} => return int(least * critical * step_s / (batch * spare_s)) ::
+            The number is rounded down, so trainings come too late.
+        {RETURN} => return int(least * critical * step_s / (batch * spare_s)) + 1 ::
+            A training that takes exactly limit_s is refused. | Round up with math.ceil.
+        {RETURN} => return math.ceil(least * critical * step_s / spare_s) ::
+            This is the global batch. | Each processor takes `batch` samples of it.
+        {RETURN} => return batch * math.ceil(least * critical * step_s / (batch * spare_s)) ::
+            This is the global batch, in whole processors. | Return their number.
+        {RETURN} => return math.ceil(critical * step_s / (batch * spare_s)) ::
+            `least` is left out of the steps that noise costs. | {SOLVE}
+        {RETURN} => return math.ceil(least * critical / (batch * spare_s)) ::
+            Steps are divided by seconds.
+        {RETURN} => return math.ceil(least * (1 + critical / batch) * step_s / limit_s) ::
+            This takes scaling to be perfect: n processors, a share of 1/n of the steps.
+        {SPARE} => spare_s = limit_s :: The least steps take time as well.
+        {SPARE} => spare_s = limit_s - least ::
+            Steps are subtracted from seconds. | The least steps take least * step_s seconds.
+        return None => return 0 ::
+            0 processors are returned where no number is enough. | Return None there.
+        instead in_powers_of_two ::
+            Only powers of two are taken. | Any whole number of processors can be taken.
+    """,
+    module=globals(),
 )

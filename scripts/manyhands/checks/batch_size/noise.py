@@ -9,7 +9,6 @@ from torch import Tensor
 
 from manyhands.batch_size import scaling
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, number, same, show, tensor
 
@@ -68,53 +67,47 @@ average_over_ranks = Spec(
         "the mean of the squared lengths": SQUARES,
         "`gradient` is unchanged": "Call all_reduce with a copy.",
     },
-    reasons={
-        "unsupported operand type(s) for /: 'NoneType'": (
-            "all_reduce works in place, and returns None.",
-            "Call it on a line of its own, and use the tensor afterwards.",
-        ),
-    },
+    reasons="""
+        unsupported operand type(s) for /: 'NoneType' :: all_reduce works in place, and returns
+            None. | Call it on a line of its own, and use the tensor afterwards.
+    """,
     hints=(
         "The large batch's gradient is the mean of the ranks' gradients. Each rank's squared "
         "length has to be computed before the gradients are averaged.",
         f"{BOTH} puts the squared length behind the gradient, so that one message carries both.",
         f"{SUM}, then {MEANS}; return both[:-1] and both[-1].item().",
     ),
-    mistakes=mistakes(
-        r"""
-        {MEANS} => pass
+    mistakes="""
+        {MEANS} => pass ::
             These are sums over the ranks. | Divide both by dist.get_world_size(group).
         {BOTH} => square = gradient.square().sum()[None]
         {SUM} => dist.all_reduce(gradient, group=group); dist.all_reduce(square, group=group)
-        {MEANS} => both = torch.cat([gradient, square]) / dist.get_world_size(group)
+        {MEANS} => both = torch.cat([gradient, square]) / dist.get_world_size(group) ::
             The given gradient is summed in place. | Call all_reduce with a copy.
-        both[-1].item() => both[:-1].square().sum().item()
+        both[-1].item() => both[:-1].square().sum().item() ::
             The square is that of the averaged gradient. | {SQUARES}
-        both[-1].item() => (both[:-1] * dist.get_world_size(group)).square().sum().item()
-            The square is that of the summed gradient. | {SQUARES}
-        both[-1].item() => gradient.square().sum().item()
-            The square is that of this rank's own gradient. | {SQUARES}
+        both[-1].item() => (both[:-1] * dist.get_world_size(group)).square().sum().item() ::
+            The square is that of the summed gradient.
+        both[-1].item() => gradient.square().sum().item() ::
+            The square is that of this rank's own gradient.
         {SUM} => pass
-        {MEANS} => pass
+        {MEANS} => pass ::
             Both results are of this rank's own gradient alone. | Call {SUM} on every rank.
-        {SUM} => pass
+        {SUM} => pass ::
             Both results are of this rank's own gradient, divided by the number of ranks.
-        gradient.square().sum()[None] => gradient.norm()[None]
+        gradient.square().sum()[None] => gradient.norm()[None] ::
             The lengths are not squared. | {SQUARES}
         gradient.square().sum()[None] => gradient.norm()[None]
-        both[-1].item() => both[-1].item() ** 2
-            The mean length is squared, and not each length. | {SQUARES}
-        both[-1].item() => both[-1].sqrt().item()
-            The root of the mean square is taken. | {SQUARES}
-        gradient.square().sum() => gradient.square().mean()
+        both[-1].item() => both[-1].item() ** 2 :: The mean length is squared, and not each length.
+        both[-1].item() => both[-1].sqrt().item() :: The root of the mean square is taken.
+        gradient.square().sum() => gradient.square().mean() ::
             The squares are divided by the number of entries. | A squared length is a sum.
-        gradient.square().sum() => gradient.sum().square()
+        gradient.square().sum() => gradient.sum().square() ::
             The entries are added and then squared. | A squared length is a sum of squares.
-        {SUM} => dist.reduce(both, group_dst=0, group=group)
+        {SUM} => dist.reduce(both, group_dst=0, group=group) ::
             Only the first rank of the group has the results. | Every rank needs them: all_reduce.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 3.6 ------------------------------------------------------------------------------------
@@ -187,47 +180,38 @@ noise_scale = Spec(
         "(large * large_square - small * small_square) / (large - small). The noise scale is V "
         "divided by it.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            small_square = {SMALL} => large_square = {SMALL}
-            large_square = {LARGE} => small_square = {LARGE}
-                The squares of the two batch sizes have changed places. | {SOLVE}
-            {VARIANCE} => (small_square - large_square) / (large - small)
-                V is computed as if the noise were V * batch. | The noise is V / batch.
-            {VARIANCE} => small_square - large_square
-                The difference of the squares is not divided by 1 / small - 1 / large. | {SOLVE}
-            {VARIANCE} => (small_square - large_square) * (1 / small - 1 / large)
-                The difference is multiplied by 1 / small - 1 / large. | {SOLVE}
-            {TRUE} => large_square
-                The square at the large batch is taken for the true one: noise is left in it.
-                | {SOLVE}
-            {TRUE} => small_square
-                The square at the small batch is taken for the true one: it is mostly noise.
-            {TRUE} => large * large_square - small * small_square
-                The true square is not divided by large - small. | {SOLVE}
-            {TRUE} => (large * small_square - small * large_square) / (large - small)
-                The squares have changed places in the true square. | {SOLVE}
-            return variance / true_square => return variance
-                This is V alone. | The noise scale is V / |true gradient|^2.
-            return variance / true_square => return true_square
-                This is the true square alone.
-            {SMALL} => median(small_squares)
-            {LARGE} => median(large_squares)
-                Medians are taken, and the squares are skewed. | The equations hold for means.
-            {SMALL} => small_squares[0]
-            {LARGE} => large_squares[0]
-                Only the first measurement of each list is used. | Take the means.
-            {SMALL} => sum(small_squares)
-            {LARGE} => sum(large_squares)
-                The squares are added up, and the lists need not be equally long. | Take the means.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(of_pairs),
-            "This is a mean of ratios: the true square of a single pair is mostly noise.",
-            "Take the mean of each list first.",
-        ),
-    ],
+    mistakes="""
+        small_square = {SMALL} => large_square = {SMALL}
+        large_square = {LARGE} => small_square = {LARGE} ::
+            The squares of the two batch sizes have changed places. | {SOLVE}
+        {VARIANCE} => (small_square - large_square) / (large - small) ::
+            V is computed as if the noise were V * batch. | The noise is V / batch.
+        {VARIANCE} => small_square - large_square ::
+            The difference of the squares is not divided by 1 / small - 1 / large. | {SOLVE}
+        {VARIANCE} => (small_square - large_square) * (1 / small - 1 / large) ::
+            The difference is multiplied by 1 / small - 1 / large.
+        {TRUE} => large_square ::
+            The square at the large batch is taken for the true one: noise is left in it.
+        {TRUE} => small_square ::
+            The square at the small batch is taken for the true one: it is mostly noise.
+        {TRUE} => large * large_square - small * small_square ::
+            The true square is not divided by large - small.
+        {TRUE} => (large * small_square - small * large_square) / (large - small) ::
+            The squares have changed places in the true square.
+        return variance / true_square => return variance ::
+            This is V alone. | The noise scale is V / |true gradient|^2.
+        return variance / true_square => return true_square :: This is the true square alone.
+        {SMALL} => median(small_squares)
+        {LARGE} => median(large_squares) ::
+            Medians are taken, and the squares are skewed. | The equations hold for means.
+        {SMALL} => small_squares[0]
+        {LARGE} => large_squares[0] ::
+            Only the first measurement of each list is used. | Take the means.
+        {SMALL} => sum(small_squares)
+        {LARGE} => sum(large_squares) ::
+            The squares are added up, and the lists need not be equally long.
+        instead of_pairs :: This is a mean of ratios: the true square of a single pair is mostly
+            noise. | Take the mean of each list first.
+    """,
+    module=globals(),
 )

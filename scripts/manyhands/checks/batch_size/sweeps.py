@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from manyhands.batch_size import scaling
-from manyhands.checks.engine.mistakes import Mistake, after, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, number, same, show, whole
 
@@ -210,50 +209,41 @@ throughput = Spec(
         "time.perf_counter() is the clock, and statistics.median(times) is the time in the middle. "
         "The result is batch * steps divided by it.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            range(warm_up) => range(0)
-                The warm-up is missing. | There are warm_up steps, and then the blocks.
-            range(warm_up) => range(0)
-            in range(blocks) => in range(warm_up + blocks)
-                The warm-up is counted in blocks and timed. | It is warm_up steps, before the clock.
-            {STEPS}        synchronize()\n => {STEPS}
-                The clock stops before the device has done the work. | {WAIT}
-            synchronize()\n        {START} => {START}
-                The clock starts while the device still works on earlier steps. | {WAIT}
-            synchronize()\n        {START} => {START}
-            {STEPS}        synchronize()\n => {STEPS}
-                `synchronize` is never called, so what is timed is the start of the work. | {WAIT}
-            {STEPS} => for _ in range(steps):\n            step()\n            synchronize()\n
-                Every step is waited for, so the processor cannot prepare the next one meanwhile.
-                | Call synchronize() only before and after a block.
-            median(times_s) => fmean(times_s)
-                This is the mean of the blocks, which one slow step moves. | {MEDIAN}
-            median(times_s) => min(times_s)
-                This is the rate of the fastest block. | {MEDIAN}
-            median(times_s) => max(times_s)
-                This is the rate of the slowest block. | {MEDIAN}
-            batch * steps / median(times_s) => batch / median(times_s)
-                The samples of one step are divided by the time of a block. | {RATE}
-            batch * steps / median(times_s) => median(times_s) / (batch * steps)
-                These are seconds per sample. | {RATE}
-            batch * steps / median(times_s) => steps / median(times_s)
-                These are steps per second: the batch is left out. | {RATE}
-            batch * steps / median(times_s) => batch * steps / sum(times_s)
-                The samples of one block are divided by the time of all blocks. | {RATE}
-            {START} => start_s = time.process_time()
-            {LOOK} => append(time.process_time() - start_s)
-                This clock counts the processor's work, and no waiting. | Use time.perf_counter().
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(of_all_blocks),
-            "All blocks are timed as one, so a single slow step moves the result.",
-            "Time each block by itself, and take the median.",
-        ),
-    ],
+    mistakes=r"""
+        range(warm_up) => range(0) ::
+            The warm-up is missing. | There are warm_up steps, and then the blocks.
+        range(warm_up) => range(0)
+        in range(blocks) => in range(warm_up + blocks) ::
+            The warm-up is counted in blocks and timed. | It is warm_up steps, before the clock.
+        {STEPS}        synchronize()\n => {STEPS} ::
+            The clock stops before the device has done the work. | {WAIT}
+        synchronize()\n        {START} => {START} ::
+            The clock starts while the device still works on earlier steps.
+        synchronize()\n        {START} => {START}
+        {STEPS}        synchronize()\n => {STEPS} ::
+            `synchronize` is never called, so what is timed is the start of the work.
+        {STEPS} => for _ in range(steps):\n            step()\n            synchronize()\n ::
+            Every step is waited for, so the processor cannot prepare the next one meanwhile. | Call
+            synchronize() only before and after a block.
+        median(times_s) => fmean(times_s) ::
+            This is the mean of the blocks, which one slow step moves. | {MEDIAN}
+        median(times_s) => min(times_s) :: This is the rate of the fastest block.
+        median(times_s) => max(times_s) :: This is the rate of the slowest block.
+        batch * steps / median(times_s) => batch / median(times_s) ::
+            The samples of one step are divided by the time of a block. | {RATE}
+        batch * steps / median(times_s) => median(times_s) / (batch * steps) ::
+            These are seconds per sample.
+        batch * steps / median(times_s) => steps / median(times_s) ::
+            These are steps per second: the batch is left out.
+        batch * steps / median(times_s) => batch * steps / sum(times_s) ::
+            The samples of one block are divided by the time of all blocks.
+        {START} => start_s = time.process_time()
+        {LOOK} => append(time.process_time() - start_s) ::
+            This clock counts the processor's work, and no waiting. | Use time.perf_counter().
+        instead of_all_blocks :: All blocks are timed as one, so a single slow step moves the
+            result. | Time each block by itself, and take the median.
+    """,
+    module=globals(),
 )
 
 # ---- 3.2 ------------------------------------------------------------------------------------
@@ -354,14 +344,12 @@ steps_to_target = Spec(
             "Evaluate after every `every` steps, and return as soon as the row is long enough."
         ),
     },
-    reasons={
-        "step was called": ("max_steps limits the number of steps.", "End the loop there."),
-        "evaluate was called": ("The model does not change between steps.", "Call step() first."),
-        "'>=' not supported between instances of 'function'": (
-            "evaluate is a function, and its value is needed.",
-            "Write evaluate(), with brackets.",
-        ),
-    },
+    reasons="""
+        step was called :: max_steps limits the number of steps. | End the loop there.
+        evaluate was called :: The model does not change between steps. | Call step() first.
+        '>=' not supported between instances of 'function' ::
+            evaluate is a function, and its value is needed. | Write evaluate(), with brackets.
+    """,
     hints=(
         "Count how many evaluations in a row were good. A miss sets the count back to 0.",
         "for num_steps in range(1, max_steps + 1): call step(), and where num_steps % every == 0 "
@@ -369,44 +357,39 @@ steps_to_target = Spec(
         f"When the count is `patience`, the first of the row was after {FIRST} steps. Behind the "
         "loop stands return None.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {ROW} => 1 if evaluate() >= target else 0
-            in_a_row == patience => in_a_row
-            return {FIRST} => return num_steps
-                A single good evaluation is taken for the target. | It has to stay reached.
-            evaluate() >= target => evaluate() > target
-                An accuracy equal to the target is not counted. | "At least" is >=.
-            return {FIRST} => return num_steps
-                This is the last evaluation of the row, and not the first. | {FIRST_OF_ROW}
-            return {FIRST} => return num_steps // every
-                This is a number of evaluations. | Count steps.
-            return {FIRST} => return num_steps - patience * every
-                This is one evaluation before the first of the row. | {FIRST_OF_ROW}
-            return {FIRST} => return num_steps - patience + 1
-                `every` is left out of the way back to the first of the row. | {FIRST_OF_ROW}
-            {ROW} => in_a_row + 1 if evaluate() >= target else in_a_row
-                A miss does not set the row back. | The evaluations have to be good in a row.
-            num_steps % every == 0 => True
-            return {FIRST} => return num_steps - (patience - 1)
-                The model is evaluated after each step, and `every` is not used. | num_steps % every
-            num_steps % every == 0 => num_steps % every == 0 or num_steps == max_steps
-                The model is also evaluated after max_steps. | Only every `every` steps.
-            range(1, max_steps + 1) => range(1, max_steps)
-                The last step that is allowed is not done. | range(1, max_steps + 1)
-            return None => return max_steps
-                max_steps is returned where the target was not reached. | Return None there.
-            return None => return num_steps - (in_a_row - 1) * every if in_a_row else None
-                A row that is shorter than `patience` counts at the end. | Return None there.
-            evaluate() >= target => round(evaluate(), 2) >= target
-                An accuracy just below the target counts, as it does after rounding.
-                | Compare it as it is.
-            """,
-            globals(),
-        ),
-        Mistake(instead(of_a_mean), "The mean of the row is compared, and not each accuracy."),
-    ],
+    mistakes="""
+        {ROW} => 1 if evaluate() >= target else 0
+        in_a_row == patience => in_a_row
+        return {FIRST} => return num_steps ::
+            A single good evaluation is taken for the target. | It has to stay reached.
+        evaluate() >= target => evaluate() > target ::
+            An accuracy equal to the target is not counted. | "At least" is >=.
+        return {FIRST} => return num_steps ::
+            This is the last evaluation of the row, and not the first. | {FIRST_OF_ROW}
+        return {FIRST} => return num_steps // every ::
+            This is a number of evaluations. | Count steps.
+        return {FIRST} => return num_steps - patience * every ::
+            This is one evaluation before the first of the row. | {FIRST_OF_ROW}
+        return {FIRST} => return num_steps - patience + 1 ::
+            `every` is left out of the way back to the first of the row.
+        {ROW} => in_a_row + 1 if evaluate() >= target else in_a_row ::
+            A miss does not set the row back. | The evaluations have to be good in a row.
+        num_steps % every == 0 => True
+        return {FIRST} => return num_steps - (patience - 1) ::
+            The model is evaluated after each step, and `every` is not used. | num_steps % every
+        num_steps % every == 0 => num_steps % every == 0 or num_steps == max_steps ::
+            The model is also evaluated after max_steps. | Only every `every` steps.
+        range(1, max_steps + 1) => range(1, max_steps) ::
+            The last step that is allowed is not done. | range(1, max_steps + 1)
+        return None => return max_steps ::
+            max_steps is returned where the target was not reached. | Return None there.
+        return None => return num_steps - (in_a_row - 1) * every if in_a_row else None ::
+            A row that is shorter than `patience` counts at the end.
+        evaluate() >= target => round(evaluate(), 2) >= target :: An accuracy just below the target
+            counts, as it does after rounding. | Compare it as it is.
+        instead of_a_mean :: The mean of the row is compared, and not each accuracy. |
+    """,
+    module=globals(),
 )
 
 # ---- 3.3 ------------------------------------------------------------------------------------
@@ -450,17 +433,13 @@ best_rate = Spec(
     cases=sweeps,
     form=rate_and_mean,
     advice={"": f"{ALL_HIT} Of those, take the one with the smallest mean."},
-    reasons={
-        "min() iterable argument is empty": (
-            "Where a seed missed the target with every rate, nothing is left to choose from.",
-            "Return None there; min takes default=None.",
-        ),
-        "min() arg is an empty sequence": (
-            "Where a seed missed the target with every rate, nothing is left to choose from.",
-            "Return None there; min takes default=None.",
-        ),
-        "NoneType": ("None, for a seed that missed the target, is among the numbers.", ALL_HIT),
-    },
+    reasons="""
+        min() iterable argument is empty :: Where a seed missed the target with every rate, nothing
+            is left to choose from. | Return None there; min takes default=None.
+        min() arg is an empty sequence ::
+            Where a seed missed the target with every rate, nothing is left to choose from.
+        NoneType :: None, for a seed that missed the target, is among the numbers. | {ALL_HIT}
+    """,
     hints=(
         "Leave out every rate with a None among its seeds.",
         "{rate: fmean(counts) for rate, counts in steps.items() if None not in counts} are the "
@@ -468,42 +447,35 @@ best_rate = Spec(
         "min(means.items(), key=lambda item: item[1], default=None) is the pair with the smallest "
         "mean, or None.",
     ),
-    mistakes=mistakes(
-        """
-        fmean(counts) for rate, counts in steps.items() if None not in counts => \
-fmean({HITS}) for rate, counts in steps.items() if {HITS}
+    mistakes="""
+        fmean(counts) for rate, counts in steps.items() if None not in counts => fmean({HITS}) for
+            rate, counts in steps.items() if {HITS} ::
             The seeds that missed are left out, and the rate still counts. | {ALL_HIT}
-        fmean(counts) for rate, counts in steps.items() if None not in counts => \
-fmean(n or 0 for n in counts) for rate, counts in steps.items()
-            A seed that missed counts as 0 steps. | {ALL_HIT}
-        if None not in counts => if all(counts)
+        fmean(counts) for rate, counts in steps.items() if None not in counts => fmean(n or 0 for n
+            in counts) for rate, counts in steps.items() :: A seed that missed counts as 0 steps.
+        if None not in counts => if all(counts) ::
             A rate with a seed of 0 steps is left out. | Only None is a miss.
-        if None not in counts => if counts[-1] is not None and counts[0] is not None
+        if None not in counts => if counts[-1] is not None and counts[0] is not None ::
             Only the first and the last seed are asked for a miss. | {ALL_HIT}
-        fmean(counts) => min(counts)
+        fmean(counts) => min(counts) ::
             Each rate is judged by its best seed. | Take the mean over the seeds.
-        fmean(counts) => max(counts)
-            Each rate is judged by its worst seed. | Take the mean over the seeds.
-        fmean(counts) => median(counts)
-            Each rate is judged by a median. | Take the mean over the seeds.
-        fmean(counts) => sum(counts)
-            The steps of all seeds are added up. | Take the mean over the seeds.
-        fmean(counts) => round(fmean(counts))
-            The means are rounded. | Return the mean as it is.
-        return min(means.items() => return max(means.items()
+        fmean(counts) => max(counts) :: Each rate is judged by its worst seed.
+        fmean(counts) => median(counts) :: Each rate is judged by a median.
+        fmean(counts) => sum(counts) :: The steps of all seeds are added up.
+        fmean(counts) => round(fmean(counts)) :: The means are rounded. | Return the mean as it is.
+        return min(means.items() => return max(means.items() ::
             This is the rate with the most steps. | Take the fewest.
-        return min(means.items(), key=lambda item: item[1], default=None) => \
-return min(means.items(), default=None)
+        return min(means.items(), key=lambda item: item[1], default=None) => return
+            min(means.items(), default=None) ::
             This is the smallest rate, and not that of the fewest steps. | min takes key=.
-        return min(means.items(), key=lambda item: item[1], default=None) => \
-return next(iter(means.items()), None)
+        return min(means.items(), key=lambda item: item[1], default=None) => return
+            next(iter(means.items()), None) ::
             This is the first rate that no seed missed. | Take the one with the fewest steps.
-        return min(means.items(), key=lambda item: item[1], default=None) => \
-return min(((m, r) for r, m in means.items()), default=None)
+        return min(means.items(), key=lambda item: item[1], default=None) => return min(((m, r) for
+            r, m in means.items()), default=None) ::
             The mean comes first, and the rate second. | Return (rate, mean).
-        """.replace("\\\n", ""),
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 3.4 ------------------------------------------------------------------------------------
@@ -564,12 +536,10 @@ fit_steps = Spec(
     same=lambda found, wanted, case: bool(torch.isclose(found, wanted, rtol=1e-3).all()),
     say=lambda found, wanted: f"gives {show(found.tolist(), 5)}, not {show(wanted.tolist(), 5)}",
     advice={"": RELATIVE},
-    reasons={
-        "unsupported operand type(s) for /: 'int' and 'list'": (
-            "A list cannot be divided like a vector.",
-            "Make tensors or arrays of the lists first.",
-        ),
-    },
+    reasons="""
+        unsupported operand type(s) for /: 'int' and 'list' ::
+            A list cannot be divided like a vector. | Make tensors or arrays of the lists first.
+    """,
     hints=(
         "steps = least + slope / batch is linear in two unknowns: least, and slope = least * "
         "critical. So least squares solves it without a search.",
@@ -577,42 +547,33 @@ fit_steps = Spec(
         "torch.linalg.lstsq(columns, ones).solution gives least and slope, where the columns are "
         "1 / n and 1 / (batch * n). The critical batch is slope / least.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {COLUMNS} => [torch.ones_like(counts), 1 / sizes]
-            columns, {ONES} => columns, counts
-                The errors are absolute, so the smallest batches decide. | {RELATIVE}
-            {COLUMNS} => [1 / counts**2, 1 / (sizes * counts**2)]
-            columns, {ONES} => columns, 1 / counts
-                The errors are divided by the steps twice. | {RELATIVE}
-            {COLUMNS} => [1 / counts**0.5, 1 / (sizes * counts**0.5)]
-            columns, {ONES} => columns, counts**0.5
-                The errors are divided by the root of the steps. | {RELATIVE}
-            return least, slope / least => return least, slope
-                The second number is least * critical. | {PAIR}
-            return least, slope / least => return least, least / slope
-                The second number is 1 divided by the critical batch. | {PAIR}
-            return least, slope / least => return slope / least, least
-                The two results have changed places. | {PAIR}
-            return least, slope / least => return slope, least / slope
-                The two unknowns have changed places. | {PAIR}
-            1 / (sizes * counts)] => sizes / counts]
-                The fit is a straight line over the batch. | The steps fall with 1 / batch.
-            list(batches) => list(batches[:: len(batches) - 1])
-            list(steps) => list(steps[:: len(steps) - 1])
-                Only the first and the last batch size are used. | Use all of them.
-            return least, slope / least => least = counts.min().item()\\n    \
-return least, (sizes * (counts / least - 1)).mean().item()
-                The fewest steps that were measured are taken for the least. | {RELATIVE}
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(straight_in_logs),
-            "This is a power law, a straight line through logarithms.",
-            "The law levels off at the least steps.",
-        ),
-        Mistake(after(lambda pair: tuple(map(round, pair))), "The results are rounded."),
-    ],
+    mistakes=r"""
+        {COLUMNS} => [torch.ones_like(counts), 1 / sizes]
+        columns, {ONES} => columns, counts ::
+            The errors are absolute, so the smallest batches decide. | {RELATIVE}
+        {COLUMNS} => [1 / counts**2, 1 / (sizes * counts**2)]
+        columns, {ONES} => columns, 1 / counts :: The errors are divided by the steps twice.
+        {COLUMNS} => [1 / counts**0.5, 1 / (sizes * counts**0.5)]
+        columns, {ONES} => columns, counts**0.5 :: The errors are divided by the root of the steps.
+        return least, slope / least => return least, slope ::
+            The second number is least * critical. | {PAIR}
+        return least, slope / least => return least, least / slope ::
+            The second number is 1 divided by the critical batch.
+        return least, slope / least => return slope / least, least ::
+            The two results have changed places.
+        return least, slope / least => return slope, least / slope ::
+            The two unknowns have changed places.
+        1 / (sizes * counts)] => sizes / counts] ::
+            The fit is a straight line over the batch. | The steps fall with 1 / batch.
+        list(batches) => list(batches[:: len(batches) - 1])
+        list(steps) => list(steps[:: len(steps) - 1]) ::
+            Only the first and the last batch size are used. | Use all of them.
+        return least, slope / least => least = counts.min().item()\n    return least, (sizes *
+            (counts / least - 1)).mean().item() ::
+            The fewest steps that were measured are taken for the least. | {RELATIVE}
+        instead straight_in_logs :: This is a power law, a straight line through logarithms. | The
+            law levels off at the least steps.
+        after lambda pair: tuple(map(round, pair)) :: The results are rounded. |
+    """,
+    module=globals(),
 )

@@ -16,7 +16,6 @@ from manyhands.checkpoint import asynchronous as course
 from manyhands.checkpoint.sharded import load_sharded
 from manyhands.checkpoint.store import Store
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
 LOOKS = 10  # at a trainer that stays in save(), until it is believed to wait for its thread there
@@ -224,29 +223,23 @@ async_saver = Spec(
         "An error in a thread is printed and then lost. write() keeps it in self.problem; wait() "
         f"joins the thread, and raises it. {ONCE}",
     ),
-    mistakes=mistakes(
-        """
-        self.wait()\\n        copied => copied
+    mistakes=r"""
+        self.wait()\n        copied => copied ::
             The next save starts while the one before is still being written. | {FIRST}
-        copied = self.copy(state) => copied = state
-            {LIVE} | {COPY}
-        self.buffers[name].copy_(tensor) => tensor
+        copied = self.copy(state) => copied = state :: {LIVE} | {COPY}
+        self.buffers[name].copy_(tensor) => tensor ::
             {LIVE} | Return the buffer with the numbers of `tensor`.
-        self.thread.start() => self.thread.run()
+        self.thread.start() => self.thread.run() ::
             run() writes in the training itself, which waits for the disk. | {THREAD}
-        self.thread.start() => self.thread.start(); self.thread.join()
-            The training waits for its thread. | {THREAD}
-        if problem is not None: => if False:
-            {DEAF} | {KEPT}
-        self.problem = problem => raise
-            {DEAF} | {KEPT}
-        except Exception as problem: => except ZeroDivisionError as problem:
-            {DEAF} | {KEPT}
-        problem, self.problem = self.problem, None => problem = self.problem
+        self.thread.start() => self.thread.start(); self.thread.join() ::
+            The training waits for its thread.
+        if problem is not None: => if False: :: {DEAF} | {KEPT}
+        self.problem = problem => raise :: {DEAF}
+        except Exception as problem: => except ZeroDivisionError as problem: :: {DEAF}
+        problem, self.problem = self.problem, None => problem = self.problem ::
             The error of one save comes out again and again. | {ONCE}
-        if name not in self.buffers: => if True:
+        if name not in self.buffers: => if True: ::
             Every save makes new buffers. | Keep each under its name in self.buffers.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -11,7 +11,6 @@ from unittest import mock
 
 from manyhands.checkpoint import store as course
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
 OLD = b"the old file"
@@ -217,9 +216,9 @@ write_whole = Spec(
         "what takes the name comes from the same folder": ELSEWHERE,
         "": "Go through the docstring, one sentence after the other.",
     },
-    reasons={
-        "Is a directory": ("A folder is opened like a file.", "Use sync_folder for the folder."),
-    },
+    reasons="""
+        Is a directory :: A folder is opened like a file. | Use sync_folder for the folder.
+    """,
     hints=(
         "A reader sees a file by its name. So the bytes come first, under another name, and the "
         "name last.",
@@ -228,36 +227,31 @@ write_whole = Spec(
         "Put it into try, and in `except BaseException:` remove the partial file, then `raise`. "
         "Return what fill(file) returned.",
     ),
-    mistakes=mistakes(
-        """
-        partial = f"{path}{PARTIAL}" => partial = path
+    mistakes="""
+        partial = f"{path}{PARTIAL}" => partial = path ::
             The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
-        partial = f"{path}{PARTIAL}" => partial = Path(path).with_suffix(PARTIAL)
+        partial = f"{path}{PARTIAL}" => partial = Path(path).with_suffix(PARTIAL) ::
             weights.pt and weights.json are written under the same other name. | {APPENDED}
         partial = f"{path}{PARTIAL}" => partial = Path(path).resolve().parents[1] / f"one{PARTIAL}"
-            The file is written in another folder, and moved from there. | {ELSEWHERE}
-        {FSYNC} => pass
-            {UNSAFE} | {SYNC}
-        file.flush() => pass
-            {UNSAFE} | {SYNC}
-        {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial)
-            {UNSAFE} | {SYNC}
-        sync_folder(os.path.dirname(path)) => pass
+            :: The file is written in another folder, and moved from there. | {ELSEWHERE}
+        {FSYNC} => pass :: {UNSAFE} | {SYNC}
+        file.flush() => pass :: {UNSAFE}
+        {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial) ::
+            {UNSAFE}
+        sync_folder(os.path.dirname(path)) => pass ::
             The bytes are on the disk, and the new name may not be. | {FOLDER}
-        {REPLACE} => Path(path).unlink(missing_ok=True); {REPLACE}
-            Between the two calls there is neither the old file nor the new one.
-            | os.replace takes the place of the old file in a single operation.
-        open(partial, "wb") => open(partial, "ab")
+        {REPLACE} => Path(path).unlink(missing_ok=True); {REPLACE} ::
+            Between the two calls there is neither the old file nor the new one. | os.replace takes
+            the place of the old file in a single operation.
+        open(partial, "wb") => open(partial, "ab") ::
             What a killed process has left stays at the beginning of the file. | Open it with "wb".
-        except BaseException: => except OSError:
+        except BaseException: => except OSError: ::
             Half a file stays where `fill` raises another error, or is stopped. | {CLEAN}
-        {UNLINK} => pass
-            Half a file stays on the disk that is full. | {CLEAN}
-        {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True)
-            When `fill` fails, the old file is removed with the new one. | {CLEAN}
-        return result => return None
+        {UNLINK} => pass :: Half a file stays on the disk that is full.
+        {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True) ::
+            When `fill` fails, the old file is removed with the new one.
+        return result => return None ::
             What `fill` returned is lost. | Keep it, and return it at the end.
-        """,
-        globals() | {"PARTIAL": "{PARTIAL}"},
-    ),
+    """,
+    module=globals() | {"PARTIAL": "{PARTIAL}"},
 )

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from manyhands.checkpoint import pieces
 from manyhands.checkpoint.pieces import Box
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import kind
 
@@ -66,33 +65,28 @@ overlap = Spec(
         "The size is end - start in each dimension. If any side is 0 or less, return None. A "
         "scalar has no side at all, so two boxes of it have Box((), ()) in common.",
     ),
-    mistakes=mistakes(
-        """
-        max(offset, other) => min(offset, other)
+    mistakes="""
+        max(offset, other) => min(offset, other) ::
             The part begins at the smaller offset, where only one of the boxes is. | {STARTS}
-        max(offset, other) => offset
-            The part begins where the first box does.
-        max(offset, other) => other
-            The part begins where the second box does.
-        min(offset + size, other + length) => max(offset + size, other + length)
+        max(offset, other) => offset :: The part begins where the first box does.
+        max(offset, other) => other :: The part begins where the second box does.
+        min(offset + size, other + length) => max(offset + size, other + length) ::
             The part ends at the larger end, where only one of the boxes is. | {ENDS}
-        min(offset + size, other + length) => min(size, length)
-            The sizes are taken for ends. | {ENDS}
-        min(offset + size, other + length) => offset + size
-            The part ends where the first box does. | {ENDS}
-        Box(starts, size) => Box(starts, ends)
+        min(offset + size, other + length) => min(size, length) :: The sizes are taken for ends.
+        min(offset + size, other + length) => offset + size ::
+            The part ends where the first box does.
+        Box(starts, size) => Box(starts, ends) ::
             The box is given its end in the place of its size. | The size is end - start.
-        Box(starts, size) => Box(tuple(s - o for s, o in zip(starts, first.offset)), size)
+        Box(starts, size) => Box(tuple(s - o for s, o in zip(starts, first.offset)), size) ::
             The offset counts from the first box, and not from the whole tensor. | {STARTS}
-        length <= 0 for => length < 0 for
+        length <= 0 for => length < 0 for ::
             A box without any number in it is returned where two boxes touch. | {NONE}
-        any(length <= 0 => all(length <= 0
-            Boxes that miss each other in one dimension are said to share something. | {NONE}
-        None if any(length <= 0 for length in size) else Box(starts, size) => Box(starts, size)
-            Boxes that share no number give a box and not None. | {NONE}
-        return None if any( => return None if not size or any(
+        any(length <= 0 => all(length <= 0 ::
+            Boxes that miss each other in one dimension are said to share something.
+        None if any(length <= 0 for length in size) else Box(starts, size) => Box(starts, size) ::
+            Boxes that share no number give a box and not None.
+        return None if any( => return None if not size or any( ::
             Two boxes of a scalar are said to share nothing. | A scalar has no side that is 0.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from manyhands.checkpoint import dcp as course
 from manyhands.checkpoint.state import Position
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.fsdp.fully_shard import torch_fsdp
@@ -244,61 +243,44 @@ app_state = Spec(
         "": "Which of the three was not saved, or not given back?",
         "names in its model": BOTH,
     },
-    reasons={
-        "has no attribute 'module'": ("Only DDP has a `module`; fully_shard wraps nothing.", BOTH),
-        "object is not subscriptable": (
-            "dcp.save asks only the objects in its outermost dict for their state.",
-            "self.progress.state_dict()",
-        ),
-        "Missing key in checkpoint": (
-            "A name in the state to be loaded is not in the checkpoint.",
-            BOTH,
-        ),
-    },
+    reasons="""
+        has no attribute 'module' :: Only DDP has a `module`; fully_shard wraps nothing. | {BOTH}
+        object is not subscriptable :: dcp.save asks only the objects in its outermost dict for
+            their state. | self.progress.state_dict()
+        Missing key in checkpoint ::
+            A name in the state to be loaded is not in the checkpoint. | {BOTH}
+    """,
     hints=(
         f"{KEYS} {BOTH}",
         f"{BACK} dcp.load has filled the tensors in place, but numbers, such as the learning rate, "
         "stand in the dict only.",
         f"{PROGRESS} goes last.",
     ),
-    mistakes=mistakes(
-        """
+    mistakes="""
         {GET} => {OWN_MODEL}
-        {SET} => {LOAD_MODEL}; {SET_OPTIMIZER}
-            {PREFIX} | {BOTH}
+        {SET} => {LOAD_MODEL}; {SET_OPTIMIZER} :: {PREFIX} | {BOTH}
+        {GET} => {OWN_MODEL} :: {PREFIX}
         {GET} => {OWN_MODEL}
-            {PREFIX}
-        {GET} => {OWN_MODEL}
-        {SET} => {LOOSE}; {SET_OPTIMIZER}
-            With strict=False no name has to match, and with "module." on one side none does: the
-            weights are those of the new model. | {BOTH}
+        {SET} => {LOOSE}; {SET_OPTIMIZER} :: With strict=False no name has to match, and with
+            "module." on one side none does: the weights are those of the new model.
         {GET} => {OWN_OPTIMIZER}
-        {SET} => {SET_MODEL}; {LOAD_OWN}
-            {LAZY} | {BOTH}
+        {SET} => {SET_MODEL}; {LOAD_OWN} :: {LAZY}
         {GET} => {BARE}
-        {SET} => {LOAD_MODEL}; {LOAD_OWN}
-            {PREFIX} {LAZY} | {BOTH}
+        {SET} => {LOAD_MODEL}; {LOAD_OWN} :: {PREFIX} {LAZY}
         {GET} => {GET_MODEL}; optimizer = None
-        {SET} => {SET_MODEL}
-            The optimizer is not saved, so its moments begin anew. | {BOTH}
-        {SET} => {SET_MODEL}
-            The optimizer is not given back: dcp.load fills its moments in place, which hides it,
-            but no number, such as the learning rate. | {BACK}
-        {SET} => {SET_OPTIMIZER}
-            The model is not given back: {IN_PLACE} | {BACK}
-        {SET} => pass
-            Neither model nor optimizer is given back: {IN_PLACE} | {BACK}
-        {PROGRESS} => pass
-            The place in the data is not given back: dcp.load puts the stored numbers into the dict
-            that state_dict() made, and not into the object. | {PROGRESS}
+        {SET} => {SET_MODEL} :: The optimizer is not saved, so its moments begin anew.
+        {SET} => {SET_MODEL} :: The optimizer is not given back: dcp.load fills its moments in
+            place, which hides it, but no number, such as the learning rate. | {BACK}
+        {SET} => {SET_OPTIMIZER} :: The model is not given back: {IN_PLACE}
+        {SET} => pass :: Neither model nor optimizer is given back: {IN_PLACE}
+        {PROGRESS} => pass :: The place in the data is not given back: dcp.load puts the stored
+            numbers into the dict that state_dict() made, and not into the object. | {PROGRESS}
         self.progress.state_dict()} => self.progress.position}
-        {PROGRESS} => self.progress.position = state["progress"]
+        {PROGRESS} => self.progress.position = state["progress"] ::
             Only one number of the progress is kept. | self.progress.state_dict() has all of them.
         {GET} => {GET_WHOLE}
-        {SET} => {SET_WHOLE}
-            Every rank gathers the whole state, for which it may not have the memory.
-            | Leave out full_state_dict=True: each rank saves its own parts.
-        """,
-        globals(),
-    ),
+        {SET} => {SET_WHOLE} :: Every rank gathers the whole state, for which it may not have the
+            memory. | Leave out full_state_dict=True: each rank saves its own parts.
+    """,
+    module=globals(),
 )

@@ -4,7 +4,6 @@ import random
 from typing import NamedTuple
 
 from manyhands.checkpoint import elastic
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 
 
@@ -55,41 +54,35 @@ samples_of_step = Spec(
         "Shuffle with torch.randperm(num_samples, generator=...), cut the step's `batch` numbers "
         "out, and take every world_size-th of these: shared[rank::world_size].tolist().",
     ),
-    mistakes=mistakes(
-        """
-        divmod(step, num_samples // batch) => divmod(step, -(-num_samples // batch))
-            The epoch has one step too many: its last samples fill no batch.
-            | Leave the tail out: num_samples // batch steps.
-        divmod(step, num_samples // batch) => (0, step % (num_samples // batch))
+    mistakes="""
+        divmod(step, num_samples // batch) => divmod(step, -(-num_samples // batch)) ::
+            The epoch has one step too many: its last samples fill no batch. | Leave the tail out:
+            num_samples // batch steps.
+        divmod(step, num_samples // batch) => (0, step % (num_samples // batch)) ::
             Every epoch has the order of the first one. | {OF_EPOCH}
-        {MANUAL} => generator = torch.Generator().manual_seed(seed)
+        {MANUAL} => generator = torch.Generator().manual_seed(seed) ::
             Every epoch has the order of the first one. | Seed with seed + epoch.
-        {MANUAL} => generator = torch.Generator().manual_seed(epoch)
-            The seed that is given is not used. | Seed with seed + epoch.
-        {MANUAL} => generator = torch.Generator().manual_seed(seed + step)
+        {MANUAL} => generator = torch.Generator().manual_seed(epoch) ::
+            The seed that is given is not used.
+        {MANUAL} => generator = torch.Generator().manual_seed(seed + step) ::
             Every step shuffles anew, so two steps of an epoch may have the same sample.
-            | Seed with seed + epoch.
-        {MANUAL} => generator = torch.Generator().manual_seed(seed + epoch + rank)
-            Every rank has an order of its own, so two ranks may have the same sample.
-            | Seed all ranks alike.
-        {ORDER} => order = torch.arange(num_samples)
+        {MANUAL} => generator = torch.Generator().manual_seed(seed + epoch + rank) :: Every rank has
+            an order of its own, so two ranks may have the same sample. | Seed all ranks alike.
+        {ORDER} => order = torch.arange(num_samples) ::
             The samples are not shuffled. | torch.randperm
-        {SHARED} => shared = order[step * batch : (step + 1) * batch]
-            The step is not counted from the epoch's beginning, so a later epoch has no samples.
-            | {OF_EPOCH}
-        shared[rank::world_size] => shared
+        {SHARED} => shared = order[step * batch : (step + 1) * batch] :: The step is not counted
+            from the epoch's beginning, so a later epoch has no samples. | {OF_EPOCH}
+        shared[rank::world_size] => shared ::
             Every rank takes the whole batch. | Take every world_size-th: [rank::world_size].
-        shared[rank::world_size] => {NEIGHBOURS}
+        shared[rank::world_size] => {NEIGHBOURS} ::
             The rank takes neighbours instead of every n-th; where the ranks do not divide the
             batch, samples are left out. | shared[rank::world_size]
         {SHARED} => {FIRST_SHARED}
-        shared[rank::world_size] => shared
-            The samples are divided among the ranks before the step is cut out. Where the ranks do
-            not divide the batch, the steps then depend on their number.
-            | Cut the step out first, then this rank's share.
-        shared[rank::world_size].tolist() => shared[rank::world_size]
+        shared[rank::world_size] => shared :: The samples are divided among the ranks before the
+            step is cut out. Where the ranks do not divide the batch, the steps then depend on their
+            number. | Cut the step out first, then this rank's share.
+        shared[rank::world_size].tolist() => shared[rank::world_size] ::
             A tensor is returned, and a list of numbers is asked for. | .tolist()
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from manyhands.checkpoint import interval as truth
 from manyhands.checkpoint.interval import Event, Spent
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import number, record, whole
 
@@ -92,48 +91,37 @@ best_interval = Spec(
         "The seconds between two saves divided by step_s are steps. Round them to the nearest "
         "whole number, and take 1 where that would be 0.",
     ),
-    mistakes=mistakes(
-        """
-        {SERIES} => 1
-            This is Young's estimate without Daly's correction.
-            | Multiply by 1 + x/3 + x^2/9, and subtract save_s.
-        {SERIES} => (1 + x / 3 + x**2 / 9)
-            The time of the save is not subtracted, so this is from one save's beginning to the
-            next one's. | The interval is the work between two saves: subtract save_s.
-        {ROOT} => math.sqrt(save_s * mtbf_s)
+    mistakes="""
+        {SERIES} => 1 :: This is Young's estimate without Daly's correction. | Multiply by 1 + x/3 +
+            x^2/9, and subtract save_s.
+        {SERIES} => (1 + x / 3 + x**2 / 9) ::
+            The time of the save is not subtracted, so this is from one save's beginning to the next
+            one's. | The interval is the work between two saves: subtract save_s.
+        {ROOT} => math.sqrt(save_s * mtbf_s) ::
             The 2 under the square root is missing. | It is sqrt(2 save_s mtbf_s).
-        {ROOT} => 2 * save_s * mtbf_s
-            The square root is missing.
-        if save_s >= 2 * mtbf_s: => if False:
-            The series is used where a save takes 2 mtbf_s or longer, where it does not hold.
-            | Return mtbf_s there.
-        if save_s >= 2 * mtbf_s: => if save_s >= mtbf_s:
-            mtbf_s is returned too early: the series holds as long as a save takes less than twice
-            that time.
-        math.sqrt(save_s / (2 * mtbf_s)) => math.sqrt(save_s / 2 * mtbf_s)
-            x is the root of save_s / 2 times mtbf_s: / and * are taken from left to right.
-            | x = sqrt(save_s / (2 mtbf_s))
-        math.sqrt(save_s / (2 * mtbf_s)) => save_s / (2 * mtbf_s)
-            x lacks its square root. | x = sqrt(save_s / (2 mtbf_s))
-        node_mtbf_s / num_nodes) => node_mtbf_s)
-            The number of nodes is not used. | {JOB}
-        node_mtbf_s / num_nodes) => node_mtbf_s * num_nodes)
-            More nodes make failures rarer here. | {JOB}
-        young_daly(save_s, => young_daly(save_s / num_nodes,
-            The save is divided by the number of nodes, but save_s is already the time for which
-            the whole job stands still. | {JOB}
-        max(1, round(interval_s / step_s)) => round(interval_s / step_s)
-            Where a step takes longer than the interval there are 0 steps between two saves.
-            | {NEAREST}
-        round(interval_s / step_s) => round(interval_s)
+        {ROOT} => 2 * save_s * mtbf_s :: The square root is missing.
+        if save_s >= 2 * mtbf_s: => if False: :: The series is used where a save takes 2 mtbf_s or
+            longer, where it does not hold. | Return mtbf_s there.
+        if save_s >= 2 * mtbf_s: => if save_s >= mtbf_s: :: mtbf_s is returned too early: the series
+            holds as long as a save takes less than twice that time.
+        math.sqrt(save_s / (2 * mtbf_s)) => math.sqrt(save_s / 2 * mtbf_s) ::
+            x is the root of save_s / 2 times mtbf_s: / and * are taken from left to right. | x =
+            sqrt(save_s / (2 mtbf_s))
+        math.sqrt(save_s / (2 * mtbf_s)) => save_s / (2 * mtbf_s) :: x lacks its square root.
+        node_mtbf_s / num_nodes) => node_mtbf_s) :: The number of nodes is not used. | {JOB}
+        node_mtbf_s / num_nodes) => node_mtbf_s * num_nodes) :: More nodes make failures rarer here.
+        young_daly(save_s, => young_daly(save_s / num_nodes, :: The save is divided by the number of
+            nodes, but save_s is already the time for which the whole job stands still.
+        max(1, round(interval_s / step_s)) => round(interval_s / step_s) :: Where a step takes
+            longer than the interval there are 0 steps between two saves. | {NEAREST}
+        round(interval_s / step_s) => round(interval_s) ::
             These are seconds, and steps are asked for. | Divide by step_s.
-        round(interval_s / step_s) => int(interval_s / step_s)
+        round(interval_s / step_s) => int(interval_s / step_s) ::
             The fraction of a step is cut off. | {NEAREST}
-        round(interval_s / step_s) => math.ceil(interval_s / step_s)
-            The fraction of a step is always rounded up. | {NEAREST}
-        """,
-        globals(),
-    ),
+        round(interval_s / step_s) => math.ceil(interval_s / step_s) ::
+            The fraction of a step is always rounded up.
+    """,
+    module=globals(),
 )
 
 # ---- 11.10 -----------------------------------------------------------------------------------
@@ -248,51 +236,34 @@ account = Spec(
         "A killed that follows a killed is a restart that failed: its seconds belong to "
         "`restarting`. Every other killed has cut a step or a save short: `again`.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {MOVED} => pass
-                The steps that were lost are taken from the useful ones and charged to nothing.
-                | {LOST}
-            {KEPT} => pass
-                The steps that were lost are charged, but they count as useful as well. | {LOST}
-            {MOVED} => pass
-            {KEPT} => pass
-                Steps that were lost count as useful. | {LOST}
-            {LATER} => step >= event.step
-            {EARLIER} => step < event.step
-                The step that the checkpoint holds counts as lost, but it is part of the weights.
-                | Only steps after event.step are lost.
-            {EITHER} => event.kind == "resumed"
-                A kill in the midst of a restart is charged to `again`. | Until the ranks have
-                resumed, all time belongs to `restarting`.
-            {EITHER} => before.kind == "killed"
-                A restart that follows no kill, such as one at a time limit, is charged to `again`.
-                | All time before a resumed belongs to `restarting`.
-            else:\n            again += seconds => else:\n            pass
-                What a kill cuts short is in no account. | It belongs to `again`.
-            else:\n            again += seconds => else:\n            restarting += seconds
-                What a kill cuts short is charged to the restart. | Until the kill, ranks worked:
-                it belongs to `again`.
-            saving += seconds => kept.append((event.step, seconds))
-                Saves count as useful steps. | The seconds before a saved belong to `saving`.
-            event.time_s - before.time_s => event.time_s
-                These are times on the clock. | {BELONGS} Subtract.
-            return Spent(sum(s for _, s in kept), => return Spent(len(kept),
-                Steps are counted, and seconds are asked for. | Add up the seconds of the steps.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(by_last_save),
-            "Steps are taken for lost after the last save, but the run resumed from an older one.",
-            "The resumed event says from which step.",
-        ),
-        Mistake(
-            instead(second_times),
-            "A step that is done a second time is charged, but the second one is part of the "
-            "weights, and the first one was lost.",
-            LOST,
-        ),
-    ],
+    mistakes=r"""
+        {MOVED} => pass ::
+            The steps that were lost are taken from the useful ones and charged to nothing. | {LOST}
+        {KEPT} => pass :: The steps that were lost are charged, but they count as useful as well.
+        {MOVED} => pass
+        {KEPT} => pass :: Steps that were lost count as useful.
+        {LATER} => step >= event.step
+        {EARLIER} => step < event.step :: The step that the checkpoint holds counts as lost, but it
+            is part of the weights. | Only steps after event.step are lost.
+        {EITHER} => event.kind == "resumed" :: A kill in the midst of a restart is charged to
+            `again`. | Until the ranks have resumed, all time belongs to `restarting`.
+        {EITHER} => before.kind == "killed" :: A restart that follows no kill, such as one at a time
+            limit, is charged to `again`. | All time before a resumed belongs to `restarting`.
+        else:\n            again += seconds => else:\n            pass ::
+            What a kill cuts short is in no account. | It belongs to `again`.
+        else:\n            again += seconds => else:\n            restarting += seconds ::
+            What a kill cuts short is charged to the restart. | Until the kill, ranks worked: it
+            belongs to `again`.
+        saving += seconds => kept.append((event.step, seconds)) ::
+            Saves count as useful steps. | The seconds before a saved belong to `saving`.
+        event.time_s - before.time_s => event.time_s ::
+            These are times on the clock. | {BELONGS} Subtract.
+        return Spent(sum(s for _, s in kept), => return Spent(len(kept), ::
+            Steps are counted, and seconds are asked for. | Add up the seconds of the steps.
+        instead by_last_save :: Steps are taken for lost after the last save, but the run resumed
+            from an older one. | The resumed event says from which step.
+        instead second_times :: A step that is done a second time is charged, but the second one is
+            part of the weights, and the first one was lost. | {LOST}
+    """,
+    module=globals(),
 )

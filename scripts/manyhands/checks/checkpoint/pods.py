@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from manyhands.checkpoint import pods
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
 
@@ -283,35 +282,26 @@ mended_job = Spec(
         'its pods have subdomain: "ddp" and restartPolicy: "Never". GPUs need limits. '
         f"NODE_RANK comes from {INDEX_FIELD}.",
     ),
-    mistakes=mistakes(
-        r"""
-        service["spec"]["clusterIP"] = "None" => ...
+    mistakes="""
+        service["spec"]["clusterIP"] = "None" => ... ::
             The Service has one virtual address for all its pods.
-        service["spec"]["selector"] = {"app": "trainer"} => ...
-            The Service leads to no pod.
-        ["selector"] = {"app": "trainer"} => ["selector"] = {}
+        service["spec"]["selector"] = {"app": "trainer"} => ... :: The Service leads to no pod.
+        ["selector"] = {"app": "trainer"} => ["selector"] = {} ::
             A Service that selects nothing leads nowhere.
-        job["spec"]["completionMode"] = "Indexed" => ...
-            The pods have no numbers.
-        "Indexed" => "indexed"
-            Kubernetes knows no such mode.
-        job["spec"]["parallelism"] = 2 => ...
-            The pods run one after the other.
-        pod["restartPolicy"] = "Never" => ...
-            A Job refuses to start its pods for ever.
-        pod["restartPolicy"] = "Never" => pod["restartPolicy"] = "OnFailure"
+        job["spec"]["completionMode"] = "Indexed" => ... :: The pods have no numbers.
+        "Indexed" => "indexed" :: Kubernetes knows no such mode.
+        job["spec"]["parallelism"] = 2 => ... :: The pods run one after the other.
+        pod["restartPolicy"] = "Never" => ... :: A Job refuses to start its pods for ever.
+        pod["restartPolicy"] = "Never" => pod["restartPolicy"] = "OnFailure" ::
             The failed pod stays where it is.
-        pod["subdomain"] = "ddp" => ...
-            The pod does not say which Service lists it.
-        pod["subdomain"] = "ddp" => job["spec"]["subdomain"] = "ddp"
+        pod["subdomain"] = "ddp" => ... :: The pod does not say which Service lists it.
+        pod["subdomain"] = "ddp" => job["spec"]["subdomain"] = "ddp" ::
             A Job has no such field: its pods have it.
-        container["resources"]["limits"] = {"nvidia.com/gpu": 4} => ...
+        container["resources"]["limits"] = {"nvidia.com/gpu": 4} => ... ::
             GPUs are requested without a limit.
-        {"nvidia.com/gpu": 4} => {"nvidia.com/gpu": 8}
-            The limit is not what is requested.
-        annotations['batch.kubernetes.io/job-completion-index'] => uid
+        {"nvidia.com/gpu": 4} => {"nvidia.com/gpu": 8} :: The limit is not what is requested.
+        annotations['batch.kubernetes.io/job-completion-index'] => uid ::
             The pod's identity is no number.
-        """,
-        {},
-    ),
+    """,
+    module=globals(),
 )

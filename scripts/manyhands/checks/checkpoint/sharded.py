@@ -11,7 +11,6 @@ import torch
 from manyhands.checkpoint import sharded
 from manyhands.checkpoint.pieces import Box, Piece
 from manyhands.checks.checkpoint.boxes import box
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import kind
 
@@ -77,10 +76,10 @@ plan = Spec(
     tell=lambda case: f"plan of {len(case.every_box)} ranks that hold {_held(case)}",
     independent=True,
     advice={"": FEWEST, "names that are written": IN_ORDER, "boxes in order": IN_ORDER},
-    reasons={
-        "unhashable": ("A list is no key.", "(name, box) is one: a Box is a tuple."),
-        "arg is an empty sequence": ("A box that no rank holds was asked for.", ONCE),
-    },
+    reasons="""
+        unhashable :: A list is no key. | (name, box) is one: a Box is a tuple.
+        arg is an empty sequence :: A box that no rank holds was asked for. | {ONCE}
+    """,
     hints=(
         "Three steps: find the holders of each box, go through the boxes in order, and choose a "
         "writer for each.",
@@ -88,36 +87,31 @@ plan = Spec(
         "Keep a list `load` with a number for each rank. min(ranks, key=lambda rank: load[rank]) "
         f"is the first of those with the least. {COUNT}",
     ),
-    mistakes=mistakes(
-        """
-        min(ranks, key=lambda rank: load[rank]) => ranks[0]
-            {ALWAYS_FIRST} | {FEWEST}
-        load[writer] += prod(box.size) => pass
-            {ALWAYS_FIRST} | {FEWEST}
-        min(ranks, key=lambda rank: load[rank]) => ranks[-1]
-            The last holder writes every box that several hold. | {FEWEST}
-        min(ranks, key= => min(range(len(load)), key=
-            A rank is told to write a box that it does not hold. | {FEWEST}
-        min(ranks, key=lambda rank: load[rank]) => min(ranks[::-1], key=lambda rank: load[rank])
+    mistakes="""
+        min(ranks, key=lambda rank: load[rank]) => ranks[0] :: {ALWAYS_FIRST} | {FEWEST}
+        load[writer] += prod(box.size) => pass :: {ALWAYS_FIRST}
+        min(ranks, key=lambda rank: load[rank]) => ranks[-1] ::
+            The last holder writes every box that several hold.
+        min(ranks, key= => min(range(len(load)), key= ::
+            A rank is told to write a box that it does not hold.
+        min(ranks, key=lambda rank: load[rank]) => min(ranks[::-1], key=lambda rank: load[rank]) ::
             Of ranks with equally little to write the last is taken. | The docstring says the first.
-        min(ranks, key=lambda rank: load[rank]) => ranks[len(writers) % len(ranks)]
+        min(ranks, key=lambda rank: load[rank]) => ranks[len(writers) % len(ranks)] ::
             The holders take turns, whatever the size of what they write. | {FEWEST}
-        load[writer] += prod(box.size) => load[writer] += sum(box.size)
+        load[writer] += prod(box.size) => load[writer] += sum(box.size) ::
             The sides of a box are added, and not multiplied. | {COUNT}
-        load[writer] += prod(box.size) => load[writer] += 1
-            Boxes are counted, and not the numbers in them. | {COUNT}
-        if prod(box.size) > 0: => if True:
+        load[writer] += prod(box.size) => load[writer] += 1 ::
+            Boxes are counted, and not the numbers in them.
+        if prod(box.size) > 0: => if True: ::
             Boxes without numbers are written. | Leave out boxes of which prod(box.size) is 0.
-        sorted(holders.items()) => holders.items()
+        sorted(holders.items()) => holders.items() ::
             The boxes come in the order in which the ranks name them. | sorted(holders.items())
-        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][1])
-            The boxes come in the order of boxes first. | sorted(holders.items())
-        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][0])
+        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][1]) ::
+            The boxes come in the order of boxes first.
+        sorted(holders.items()) => sorted(holders.items(), key=lambda one: one[0][0]) ::
             Boxes of one name come in the order of the ranks that hold them.
-            | sorted(holders.items())
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 
@@ -209,44 +203,38 @@ parts_to_copy = Spec(
     observe=copies_seen,
     tell=tell_reshard,
     advice={"": f"Ask overlap(piece.box, stored box) for each pair. {TRIPLE}"},
-    reasons={
-        "KeyError": (
-            "A name or a file is asked for that is not there.",
-            "A piece may have a name that the index does not have: leave it out.",
-        ),
-    },
+    reasons="""
+        KeyError :: A name or a file is asked for that is not there. | A piece may have a name that
+            the index does not have: leave it out.
+    """,
     hints=(
         "Compare each of this rank's pieces with every stored box of the same name.",
         f"{LISTS} overlap(piece.box, box) is what there is to copy, or None.",
         f"Collect in defaultdict(list), under the stored box's file. {TRIPLE}",
     ),
-    mistakes=mistakes(
-        """
-        overlap(piece.box, box) => box
-            Whole stored boxes are copied, also those that this rank has no part of.
-            | Ask overlap(piece.box, box).
-        overlap(piece.box, box) => overlap(piece.box, box) and piece.box
+    mistakes=r"""
+        overlap(piece.box, box) => box :: Whole stored boxes are copied, also those that this rank
+            has no part of. | Ask overlap(piece.box, box).
+        overlap(piece.box, box) => overlap(piece.box, box) and piece.box ::
             This rank's whole box is copied from every file. | overlap(...) says what is in common.
-        (name, box.offset, common) => (name, piece.offset, common)
-            The entry has the offset of this rank's piece, and no stored box has that name.
-            | {TRIPLE}
-        (name, box.offset, common) => (name, common.offset, common)
-            The entry has the offset of the common part, and not that of the stored box. | {TRIPLE}
-        {APPEND} => wanted[stored["file"]].clear(); {APPEND}
+        (name, box.offset, common) => (name, piece.offset, common) :: The entry has the offset of
+            this rank's piece, and no stored box has that name. | {TRIPLE}
+        (name, box.offset, common) => (name, common.offset, common) ::
+            The entry has the offset of the common part, and not that of the stored box.
+        {APPEND} => wanted[stored["file"]].clear(); {APPEND} ::
             Only the last part from each file is kept. | A file may hold several parts: append.
-        {APPEND} => wanted[name].append(
+        {APPEND} => wanted[name].append( ::
             The parts are collected by name, and not by file. | wanted[stored["file"]]
-        {IF_COMMON} => {COMMON}\\n            if True:
+        {IF_COMMON} => {COMMON}\n            if True: ::
             Boxes that share nothing with this rank's are in the list. | overlap returns None there.
-        {IF_COMMON} => wanted[stored["file"]]; {COMMON}\\n            if common:
+        {IF_COMMON} => wanted[stored["file"]]; {COMMON}\n            if common: ::
             Files that hold nothing for this rank are read, too. | Make a list only where needed.
-        box = Box(tuple(stored["offset"]), tuple(stored["size"])) => box = Box({SWAPPED})
+        box = Box(tuple(stored["offset"]), tuple(stored["size"])) => box = Box({SWAPPED}) ::
             Offset and size have changed places. | Box(offset, size)
-        if name in tensors else [] => if name in tensors else [][0]
+        if name in tensors else [] => if name in tensors else [][0] ::
             A name that the checkpoint does not have raises an error. | Leave it out.
-        tensors[name]["pieces"] if => tensors[name]["pieces"][:1] if
+        tensors[name]["pieces"] if => tensors[name]["pieces"][:1] if ::
             Only the first stored box of a tensor is looked at. | Go through all of them.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

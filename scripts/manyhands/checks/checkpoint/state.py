@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from manyhands.checkpoint import state as course
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, same
 
@@ -195,13 +194,11 @@ training_state = Spec(
         STAY: 'Load random numbers only where self.rank is in state["ranks"].',
         "": "Compare the names in the docstring with what each of your two methods handles.",
     },
-    reasons={
-        "has no attribute 'state_dict'": (
-            "Not every item has a state_dict() of its own.",
-            "run.timestamp, run.train_metrics and run.eval_metrics are plain dicts, run.patience "
-            "has the numbers best and waits, run.name is a text.",
-        ),
-    },
+    reasons="""
+        has no attribute 'state_dict' :: Not every item has a state_dict() of its own. |
+            run.timestamp, run.train_metrics and run.eval_metrics are plain dicts, run.patience has
+            the numbers best and waits, run.name is a text.
+    """,
     hints=(
         "Model, optimizer, scheduler, average, scaler and position have state_dict() and "
         "load_state_dict(). Of run.patience keep best and waits, and the seed is "
@@ -211,46 +208,36 @@ training_state = Spec(
         'Last come the random numbers: "ranks": {self.rank: {"random": torch.get_rng_state()}}, '
         "and torch.set_rng_state on a rank whose name is in it.",
     ),
-    mistakes=mistakes(
-        r"""
-        {MODEL} => pass
-            The weights are not restored (item 1). | {MODEL}
-        {OPTIMIZER} => pass
+    mistakes="""
+        {MODEL} => pass :: The weights are not restored (item 1). | {MODEL}
+        {OPTIMIZER} => pass ::
             The optimizer is not restored (item 2): its moments belong to another run. | {OPTIMIZER}
-        {SCHEDULE} => pass
+        {SCHEDULE} => pass ::
             The schedule is not restored (item 3), so the learning rate jumps. | {SCHEDULE}
-        {AVERAGE} => pass
-            The average of the weights is not restored (item 4). | {AVERAGE}
-        {WAITS} => pass
-            Early stopping counts anew (item 5), so it stops too late. | {WAITS}
-        run.scaler.load_state_dict(state["scaler"]) => pass
+        {AVERAGE} => pass :: The average of the weights is not restored (item 4). | {AVERAGE}
+        {WAITS} => pass :: Early stopping counts anew (item 5), so it stops too late. | {WAITS}
+        run.scaler.load_state_dict(state["scaler"]) => pass ::
             The loss scale starts anew (item 6). | Restore run.scaler.
-        run.timestamp = state["timestamp"] => pass
-            The timestamp is not restored (item 7): the next evaluation comes at another step.
-            | Restore run.timestamp.
-        run.position.seed = state["rank_zero_seed"] => pass
-            The seed is not restored (item 8), so the samples come in another order.
-            | Restore run.position.seed.
-        run.train_metrics = state["train_metrics"] => pass
+        run.timestamp = state["timestamp"] => pass :: The timestamp is not restored (item 7): the
+            next evaluation comes at another step. | Restore run.timestamp.
+        run.position.seed = state["rank_zero_seed"] => pass :: The seed is not restored (item 8), so
+            the samples come in another order. | Restore run.position.seed.
+        run.train_metrics = state["train_metrics"] => pass ::
             The mean loss of this epoch starts anew (item 9). | Restore run.train_metrics.
-        run.eval_metrics = state["eval_metrics"] => pass
+        run.eval_metrics = state["eval_metrics"] => pass ::
             The best accuracy so far is forgotten (item 10). | Restore run.eval_metrics.
-        run.name = state["run_name"] => pass
+        run.name = state["run_name"] => pass ::
             The run goes on under another name (item 11). | Restore run.name.
-        run.position.load_state_dict(state["dataset_state"]) => pass
-            The place in the data is not restored (item 12): samples come twice or never.
-            | Restore run.position.
-        {RANDOM} => if False:
+        run.position.load_state_dict(state["dataset_state"]) => pass :: The place in the data is not
+            restored (item 12): samples come twice or never. | Restore run.position.
+        {RANDOM} => if False: ::
             The random numbers are not restored, so dropout drops others. | torch.set_rng_state(...)
-        return copy.deepcopy(live) => return live
-            The state refers to the tensors that the training changes, so this checkpoint changes
-            with them. | return copy.deepcopy(...)
-        state = copy.deepcopy(state) => pass
-            The optimizer trains on in the tensors of `state`, so the checkpoint in memory changes.
-            | Load copy.deepcopy(state).
-        """,
-        globals(),
-    ),
+        return copy.deepcopy(live) => return live :: The state refers to the tensors that the
+            training changes, so this checkpoint changes with them. | return copy.deepcopy(...)
+        state = copy.deepcopy(state) => pass :: The optimizer trains on in the tensors of `state`,
+            so the checkpoint in memory changes. | Load copy.deepcopy(state).
+    """,
+    module=globals(),
 )
 
 # ---- 11.1 -----------------------------------------------------------------------------------
@@ -330,37 +317,30 @@ position = Spec(
         "advance adds to self.position. When all samples of the epoch are behind it, the place is "
         "position 0 of the next epoch, so that the state is never at the end of one.",
     ),
-    mistakes=mistakes(
-        r"""
-        {LEFT} => return iter(self.order())
+    mistakes=r"""
+        {LEFT} => return iter(self.order()) ::
             The epoch begins anew, whatever the position is. | self.order()[self.position :]
-        {LEFT} => return iter(self.order()[: self.position])
+        {LEFT} => return iter(self.order()[: self.position]) ::
             These samples are behind the training; the others are left.
-        {LEFT} => return iter(range(self.position, self.num_samples))
+        {LEFT} => return iter(range(self.position, self.num_samples)) ::
             The samples come without the epoch's order. | Take them from self.order().
-        {LEFT} => return iter(torch.randperm(self.num_samples).tolist()[self.position :])
+        {LEFT} => return iter(torch.randperm(self.num_samples).tolist()[self.position :]) ::
             The order depends on torch's random numbers, so nobody finds it again. | self.order()
-        {LEFT} => {COUNTED}
-            Samples count when they are drawn, and a loader draws ahead of the training.
-            | Only advance() moves self.position.
-        self.position += num_samples => self.position += 1
+        {LEFT} => {COUNTED} :: Samples count when they are drawn, and a loader draws ahead of the
+            training. | Only advance() moves self.position.
+        self.position += num_samples => self.position += 1 ::
             Steps are counted, not samples. | self.position += num_samples
-        {ENDS} => if self.position > self.num_samples:
-            At the end of an epoch the place stays there, with nothing left.
-            | position == num_samples is position 0 of the next epoch.
-        {ENDS} => if False:
-            No epoch ever ends.
-        self.epoch += 1 => pass
+        {ENDS} => if self.position > self.num_samples: :: At the end of an epoch the place stays
+            there, with nothing left. | position == num_samples is position 0 of the next epoch.
+        {ENDS} => if False: :: No epoch ever ends.
+        self.epoch += 1 => pass ::
             The epoch is not counted, so each has the same order. | self.epoch += 1
-        self.epoch += 1\n            self.position = 0 => self.epoch += 1
+        self.epoch += 1\n            self.position = 0 => self.epoch += 1 ::
             The position does not begin at 0 in a new epoch. | self.position = 0
-        self.epoch = state["epoch"] => pass
-            The epoch is not restored, so the samples come in another epoch's order.
-            | self.epoch = state["epoch"]
-        self.position = state["position"] => pass
-            The position is not restored, so the place is where this object stood before.
-            | self.position = state["position"]
-        """,
-        globals(),
-    ),
+        self.epoch = state["epoch"] => pass :: The epoch is not restored, so the samples come in
+            another epoch's order. | self.epoch = state["epoch"]
+        self.position = state["position"] => pass :: The position is not restored, so the place is
+            where this object stood before. | self.position = state["position"]
+    """,
+    module=globals(),
 )

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import listing, number, show
 from manyhands.collectives import alpha_beta
@@ -95,50 +94,42 @@ fit_alpha_beta = Spec(
         "right-hand side.",
         "torch.linalg.lstsq(columns, ones).solution, where columns is (messages, 2) in float64.",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes="""
         {ONES} => times
-        {COLUMNS} => torch.stack([torch.ones_like(times), sizes], dim=1)
+        {COLUMNS} => torch.stack([torch.ones_like(times), sizes], dim=1) ::
             The errors are counted in seconds, so the largest message decides alone. | {DIVIDE}
         {ONES} => 1 / times
-        {COLUMNS} => torch.stack([1 / times, sizes / times], dim=1) / times[:, None]
-            Each error is divided by the square of the time.
-            | The error itself is divided by the time, so its square is divided by time ** 2.
+        {COLUMNS} => torch.stack([1 / times, sizes / times], dim=1) / times[:, None] ::
+            Each error is divided by the square of the time. | The error itself is divided by the
+            time, so its square is divided by time ** 2.
         {ONES} => times**0.5
-        {COLUMNS} => torch.stack([1 / times, sizes / times], dim=1) * times[:, None] ** 0.5
+        {COLUMNS} => torch.stack([1 / times, sizes / times], dim=1) * times[:, None] ** 0.5 ::
             Each error is divided by the square root of the time.
-        {RESULT} => return beta_s_per_byte, alpha_s
+        {RESULT} => return beta_s_per_byte, alpha_s ::
             alpha and beta have changed places. | alpha, the time of an empty message, comes first.
-        {RESULT} => return alpha_s, 1 / beta_s_per_byte
+        {RESULT} => return alpha_s, 1 / beta_s_per_byte ::
             The second number is the bandwidth in bytes per second. | beta is seconds per byte.
-        {RESULT} => return 1e3 * alpha_s, 1e3 * beta_s_per_byte
+        {RESULT} => return 1e3 * alpha_s, 1e3 * beta_s_per_byte ::
             Both numbers are in milliseconds. | {SECONDS}
-        {RESULT} => return 1e6 * alpha_s, 1e6 * beta_s_per_byte
-            Both numbers are in microseconds. | {SECONDS}
-        {RESULT} => return 1e6 * alpha_s, beta_s_per_byte
-            alpha is in microseconds. | {SECONDS}
-        {RESULT} => return (f := (times[-1] - times[0]) / (sizes[-1] - sizes[0])) and {ENDS}, f
-            This is the line through the first and the last message.
-            | Use all messages, each with its own line of the least squares.
-        {RESULT} => return times.min(), beta_s_per_byte
+        {RESULT} => return 1e6 * alpha_s, 1e6 * beta_s_per_byte :: Both numbers are in microseconds.
+        {RESULT} => return 1e6 * alpha_s, beta_s_per_byte :: alpha is in microseconds.
+        {RESULT} => return (f := (times[-1] - times[0]) / (sizes[-1] - sizes[0])) and {ENDS}, f ::
+            This is the line through the first and the last message. | Use all messages, each with
+            its own line of the least squares.
+        {RESULT} => return times.min(), beta_s_per_byte ::
             alpha is the smallest measured time. | alpha is the time at size 0, not a measured one.
-        {SIZES} => {SIZES}torch.tensor({KEPT} if p[0]], dtype=torch.float64).T #
+        {SIZES} => {SIZES}torch.tensor({KEPT} if p[0]], dtype=torch.float64).T # ::
             The message of 0 bytes is left out. | An empty message is the best sign of alpha.
-        {SIZES} => {SIZES}torch.tensor({KEPT}][1:], dtype=torch.float64).T #
+        {SIZES} => {SIZES}torch.tensor({KEPT}][1:], dtype=torch.float64).T # ::
             The first message is left out. | Use all messages.
-        """,
-        globals(),
-    ),
-    reasons={
-        "LinAlgError": (
-            "The equations have no solution, as where a number is infinite.",
-            "The first size is 0, so no logarithm of it can be taken, and nothing divided by it.",
-        ),
-        "for /: 'int' and 'list'": (
-            "A list cannot be divided.",
-            "times = torch.tensor(times_s, dtype=torch.float64)",
-        ),
-    },
+    """,
+    reasons="""
+        LinAlgError :: The equations have no solution, as where a number is infinite. | The first
+            size is 0, so no logarithm of it can be taken, and nothing divided by it.
+        for /: 'int' and 'list' ::
+            A list cannot be divided. | times = torch.tensor(times_s, dtype=torch.float64)
+    """,
+    module=globals(),
 )
 
 # ---- 4.12 -----------------------------------------------------------------------------------
@@ -219,38 +210,31 @@ rounds_and_message = Spec(
         "n-1 for names that end in naive, ring or gather, else math.ceil(math.log2(n)); times 2 "
         "where the name starts with all_reduce; nbytes / n for ring and gather, else nbytes.",
     ),
-    mistakes=mistakes(
-        """
-        {CEIL} => math.log2(n)
+    mistakes="""
+        {CEIL} => math.log2(n) ::
             log2(n) is not always whole, and a round is. | Round up: math.ceil(math.log2(n)).
-        {CEIL} => int(math.log2(n))
+        {CEIL} => int(math.log2(n)) ::
             log2(n) is rounded down, so the ranks that are left over have no round. | {TREE}
-        {CEIL} => n.bit_length()
-            n.bit_length() is one more than log2(n) where n is a power of 2.
+        {CEIL} => n.bit_length() :: n.bit_length() is one more than log2(n) where n is a power of 2.
             | (n - 1).bit_length(), or math.ceil(math.log2(n)).
-        {CEIL} => n - 1
+        {CEIL} => n - 1 ::
             In a tree many ranks send at the same time. | Count rounds, not messages. {TREE}
-        {HALVES} => 1
-            Only one half of the all-reduce is counted.
-            | An all-reduce gathers the sum and gives it out again.
-        base = n - 1 => base = n
+        {HALVES} => 1 :: Only one half of the all-reduce is counted. | An all-reduce gathers the sum
+            and gives it out again.
+        base = n - 1 => base = n ::
             Nobody sends to itself, so it takes n-1 messages. | n-1 messages, not n.
-        base = n - 1 => base = n * (n > 1)
-            Nobody sends to itself, so it takes n-1 messages.
-        {RINGS} => name.endswith(("naive", "ring"))
+        base = n - 1 => base = n * (n > 1) :: Nobody sends to itself, so it takes n-1 messages.
+        {RINGS} => name.endswith(("naive", "ring")) ::
             The rounds of a gather are those of a tree. | Here the root takes one after the other.
-        {BYTES} => nbytes
-            A ring, and a gather, send chunks, not the whole tensor. | {CHUNK}
-        {BYTES} => nbytes / n
-            Every message is counted as a chunk. | {CHUNK}
-        {BYTES} => halves * base * (nbytes / n if in_chunks else nbytes)
+        {BYTES} => nbytes :: A ring, and a gather, send chunks, not the whole tensor. | {CHUNK}
+        {BYTES} => nbytes / n :: Every message is counted as a chunk.
+        {BYTES} => halves * base * (nbytes / n if in_chunks else nbytes) ::
             These are the bytes of all rounds together. | Give those of one message.
-        {BYTES} => nbytes // n if in_chunks else nbytes
+        {BYTES} => nbytes // n if in_chunks else nbytes ::
             The rest of the division is lost. | Divide with /, since a mean may have a fraction.
-        """,
-        globals(),
-    ),
-    reasons={
-        "KeyError": ("The function knows no such name.", "The docstring lists all nine names."),
-    },
+    """,
+    reasons="""
+        KeyError :: The function knows no such name. | The docstring lists all nine names.
+    """,
+    module=globals(),
 )

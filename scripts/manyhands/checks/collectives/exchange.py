@@ -19,7 +19,6 @@ from manyhands.checks.collectives.calls import (
 from manyhands.checks.collectives.tape import Tape
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.collectives import ring, trees
@@ -155,23 +154,19 @@ start_exchange = Spec(
         "dist.batch_isend_irecv takes a list of dist.P2POp(dist.isend, outgoing, group=group, "
         "group_peer=to) and the like, and returns the list of works.",
     ),
-    mistakes=mistakes(
-        r"""
-        {STARTED} => {STARTED}[1:]
-            The list lacks the work of the send. | Return both works.
-        {STARTED} => {STARTED}[:1]
-            The list lacks the work of the receive. | Return both works.
-        dist.irecv, incoming => dist.irecv, torch.empty_like(incoming)
+    mistakes="""
+        {STARTED} => {STARTED}[1:] :: The list lacks the work of the send. | Return both works.
+        {STARTED} => {STARTED}[:1] :: The list lacks the work of the receive.
+        dist.irecv, incoming => dist.irecv, torch.empty_like(incoming) ::
             What comes in is received into another tensor. | Receive into `incoming` itself.
-        dist.isend, outgoing => dist.isend, torch.zeros_like(outgoing)
+        dist.isend, outgoing => dist.isend, torch.zeros_like(outgoing) ::
             Something else than `outgoing` is sent. | Send `outgoing` itself.
-        return {STARTED} => {STARTED}; return []
+        return {STARTED} => {STARTED}; return [] ::
             Both messages are started, and no work is returned. | Return both works.
-        outgoing, group=group, group_peer=to => outgoing, group=group, group_peer=source
+        outgoing, group=group, group_peer=to => outgoing, group=group, group_peer=source ::
             ! It sends to `source`. | Send to `to`.
-        """,
-        vars(calls) | globals(),
-    ),
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.8 ------------------------------------------------------------------------------------
@@ -313,39 +308,29 @@ exchange_in_pieces = Spec(
         "part of `total`, and go on. The later ones travel meanwhile. At the end wait for the "
         "sends.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {ARRIVED} => arrived = sums
-            {TAKE} => ...
-                It is received straight into `total`, whose own numbers are lost. | {OWN_MEMORY}
-            {ARRIVED} => arrived = sums
-                It is received straight into `total`, and then combined with itself. | {OWN_MEMORY}
-            {SIZE} => max(1, leaving.numel(), sums.numel())
-                Everything travels in one piece. | {NUMBER}
-            {SIZE} => max(1, piece_bytes)
-                piece_bytes is taken for a number of elements. | {NUMBER}
-            {SIZE} => max(1, -(-piece_bytes // sums.element_size()))
-                The size of a piece is rounded up, so that it is larger than piece_bytes. | {NUMBER}
-            {SIZE} => max(1, piece_bytes // 2 // sums.element_size())
-                The pieces are half as large as they may be. | {NUMBER}
-            {STARTS} => {STARTS}; works = iter([work.wait() for work in works][:0])
-                All pieces are waited for before the first is combined. | {TURNS}
-            {PAIRED} => list({PAIRED})[:1]
-                Only the first piece is combined. | Go through all pieces.
-            {TAKE} => combine(part, other, "sum")
-                `op` is not looked at: everything is added. | Pass `op` on.
-            {TAKE} => {TAKE}; part.div_(2) if op == "avg" else None
-                "avg" is divided here already. | Only add: whoever has the sum of all ranks divides.
-            {TAKE} => part.copy_(other)
-                What comes in overwrites `total`. | {TAKE}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(
-            instead(one_by_one),
-            "A piece is started only when the one before it has been combined.",
-            TURNS,
-        ),
-    ],
+    mistakes="""
+        {ARRIVED} => arrived = sums
+        {TAKE} => ... ::
+            It is received straight into `total`, whose own numbers are lost. | {OWN_MEMORY}
+        {ARRIVED} => arrived = sums ::
+            It is received straight into `total`, and then combined with itself.
+        {SIZE} => max(1, leaving.numel(), sums.numel()) ::
+            Everything travels in one piece. | {NUMBER}
+        {SIZE} => max(1, piece_bytes) :: piece_bytes is taken for a number of elements.
+        {SIZE} => max(1, -(-piece_bytes // sums.element_size())) ::
+            The size of a piece is rounded up, so that it is larger than piece_bytes.
+        {SIZE} => max(1, piece_bytes // 2 // sums.element_size()) ::
+            The pieces are half as large as they may be.
+        {STARTS} => {STARTS}; works = iter([work.wait() for work in works][:0]) ::
+            All pieces are waited for before the first is combined. | {TURNS}
+        {PAIRED} => list({PAIRED})[:1] :: Only the first piece is combined. | Go through all pieces.
+        {TAKE} => combine(part, other, "sum") ::
+            `op` is not looked at: everything is added. | Pass `op` on.
+        {TAKE} => {TAKE}; part.div_(2) if op == "avg" else None ::
+            "avg" is divided here already. | Only add: whoever has the sum of all ranks divides.
+        {TAKE} => part.copy_(other) :: What comes in overwrites `total`. | {TAKE}
+        instead one_by_one ::
+            A piece is started only when the one before it has been combined. | {TURNS}
+    """,
+    module=vars(calls) | globals(),
 )

@@ -26,8 +26,9 @@ from manyhands.checks.collectives.calls import (
     tell_tensor,
 )
 from manyhands.checks.collectives.tape import Tape
-from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes
+from manyhands.checks.engine.mistakes import Mistake, instead
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.collectives import ring, trees
 
 # ---- what all right rings share -------------------------------------------------------------
@@ -165,45 +166,33 @@ all_gather_ring = Spec(
         "for step in range(n - 1): exchange(chunks[(rank - step) % n], (rank + 1) % n, "
         "chunks[...], (rank - 1) % n, group)",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {NEWEST}, {COMING} => chunks[rank], chunks[(rank - 1) % n]
-                Every step sends the rank's own chunk again.
-                | In every later step, send on the chunk that came last.
-            {COMING} => chunks[(rank + step + 1) % n]
-                What comes in is written to chunk r + k + 1, and its sender sends chunk r - k - 1.
-                | {BOTH_SIDES}
-            {NEWEST}, {COMING} => chunks[(rank + step) % n], chunks[(rank + step + 1) % n]
-                The indices grow, as if the chunks came from rank r + 1. | {BOTH_SIDES}
-            {NEWEST}, {COMING} => chunks[(rank - step - 1) % n], chunks[(rank - step) % n]
-                The two indices have changed places: a rank sends the chunk that it should receive.
-                | In step 0 a rank sends its own chunk.
-            range(n - 1) => range(n if n > 1 else 0)
-                There is one step too many. | After n-1 steps every chunk has been everywhere.
-            range(n - 1) => range(n - 2)
-                There is one step too few. | {ONE_CHUNK}
-            range(n - 1) => range(1, n - 1)
-                The first step is missing, in which a rank sends its own chunk. | {ONE_CHUNK}
-            {GATHERED} => {INTO_LIST}
-                The list gets a new tensor, and the memory of the old one stays as it was.
-                | {ON_SAME_LIST}
-            {GATHERED} => {BY_COPY}
-                {IN_A_COPY} | `exchange` takes a tensor in any form: give it the chunk itself.
-            (rank + 1) % n => rank + 1
-            (rank - 1) % n => rank - 1
-                ! After the last rank comes rank 0 again. | {NEXT}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(instead(to_everybody), "Every rank sends its own chunk to all others.", NEXT),
-        Mistake(instead(everything_round), "Every message has all chunks.", ONE_CHUNK),
-        Mistake(
-            instead(waits_at_the_end),
-            "All exchanges are started at once, so a rank sends chunks that have not come yet.",
-            WAITED,
-        ),
-    ],
+    mistakes="""
+        {NEWEST}, {COMING} => chunks[rank], chunks[(rank - 1) % n] :: Every step sends the rank's
+            own chunk again. | In every later step, send on the chunk that came last.
+        {COMING} => chunks[(rank + step + 1) % n] :: What comes in is written to chunk r + k + 1,
+            and its sender sends chunk r - k - 1. | {BOTH_SIDES}
+        {NEWEST}, {COMING} => chunks[(rank + step) % n], chunks[(rank + step + 1) % n] ::
+            The indices grow, as if the chunks came from rank r + 1.
+        {NEWEST}, {COMING} => chunks[(rank - step - 1) % n], chunks[(rank - step) % n] ::
+            The two indices have changed places: a rank sends the chunk that it should receive. | In
+            step 0 a rank sends its own chunk.
+        range(n - 1) => range(n if n > 1 else 0) ::
+            There is one step too many. | After n-1 steps every chunk has been everywhere.
+        range(n - 1) => range(n - 2) :: There is one step too few. | {ONE_CHUNK}
+        range(n - 1) => range(1, n - 1) ::
+            The first step is missing, in which a rank sends its own chunk.
+        {GATHERED} => {INTO_LIST} :: The list gets a new tensor, and the memory of the old one stays
+            as it was. | {ON_SAME_LIST}
+        {GATHERED} => {BY_COPY} ::
+            {IN_A_COPY} | `exchange` takes a tensor in any form: give it the chunk itself.
+        (rank + 1) % n => rank + 1
+        (rank - 1) % n => rank - 1 :: ! After the last rank comes rank 0 again. | {NEXT}
+        instead to_everybody :: Every rank sends its own chunk to all others.
+        instead everything_round :: Every message has all chunks. | {ONE_CHUNK}
+        instead waits_at_the_end :: All exchanges are started at once, so a rank sends chunks that
+            have not come yet. | {WAITED}
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.9 ------------------------------------------------------------------------------------
@@ -261,44 +250,35 @@ reduce_scatter_ring = Spec(
         "for step in range(n - 1): exchange_and_combine(chunks[(rank - step - 1) % n], "
         '(rank + 1) % n, chunks[...], (rank - 1) % n, op, group). Then, for "avg", divide.',
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {SENT} => (rank - step) % n
-            {TAKEN} => (rank - step - 1) % n
-            chunks[rank].div_ => chunks[(rank + 1) % n].div_
-                {OFF} | {LAST}
-            {SENT} => (rank - step) % n
-            {TAKEN} => (rank - step - 1) % n
-                {OFF}
-            {STEP} => exchange(newest, (rank + 1) % n, coming, (rank - 1) % n, group)
-                What comes in overwrites what was there.
-                | Combine it with what this rank holds: exchange_and_combine does both.
-            {STEP} => {STEP}\n        coming /= n if op == "avg" else 1
-                The sum is divided at every hop, and once more at the end. | {AT_THE_END}
-            {STEP} => {STEP}\n        coming /= n if op == "avg" else 1
-            {DIVIDED} => ...
-                The sum is divided at every hop. | {AT_THE_END}
-            {DIVIDED} => chunks[rank].div_(max(1, n - 1))
-                The sum is divided by n-1. | The rank's own part counts as well: divide by n.
-            {DIVIDED} => chunks[rank].copy_(chunks[rank] // n)
-                The average is rounded down. | Divide with /, not with //.
-            {DIVIDED} => ...
-                The average is not divided. | {AT_THE_END}
-            range(n - 1) => range(n if n > 1 else 0)
-                There is one step too many. | After n-1 steps every sum is complete.
-            range(n - 1) => range(n - 2)
-                There is one step too few. | {ONE_CHUNK}
-            (rank - 1) % n, op => (rank - 1) % n, "sum"
-                `op` is not looked at: everything is added. | Pass `op` on.
-            chunks[{TAKEN}] => chunks[rank]
-                What comes in is always combined into the rank's own chunk. | {LAST}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(instead(straight_to_the_owner), "Every rank sends straight to the owners.", NEXT),
-        Mistake(instead(sends_everything), "Every message has all chunks.", ONE_CHUNK),
-    ],
+    mistakes=r"""
+        {SENT} => (rank - step) % n
+        {TAKEN} => (rank - step - 1) % n
+        chunks[rank].div_ => chunks[(rank + 1) % n].div_ :: {OFF} | {LAST}
+        {SENT} => (rank - step) % n
+        {TAKEN} => (rank - step - 1) % n :: {OFF}
+        {STEP} => exchange(newest, (rank + 1) % n, coming, (rank - 1) % n, group) ::
+            What comes in overwrites what was there. | Combine it with what this rank holds:
+            exchange_and_combine does both.
+        {STEP} => {STEP}\n        coming /= n if op == "avg" else 1 ::
+            The sum is divided at every hop, and once more at the end. | {AT_THE_END}
+        {STEP} => {STEP}\n        coming /= n if op == "avg" else 1
+        {DIVIDED} => ... :: The sum is divided at every hop.
+        {DIVIDED} => chunks[rank].div_(max(1, n - 1)) ::
+            The sum is divided by n-1. | The rank's own part counts as well: divide by n.
+        {DIVIDED} => chunks[rank].copy_(chunks[rank] // n) ::
+            The average is rounded down. | Divide with /, not with //.
+        {DIVIDED} => ... :: The average is not divided. | {AT_THE_END}
+        range(n - 1) => range(n if n > 1 else 0) ::
+            There is one step too many. | After n-1 steps every sum is complete.
+        range(n - 1) => range(n - 2) :: There is one step too few. | {ONE_CHUNK}
+        (rank - 1) % n, op => (rank - 1) % n, "sum" ::
+            `op` is not looked at: everything is added. | Pass `op` on.
+        chunks[{TAKEN}] => chunks[rank] ::
+            What comes in is always combined into the rank's own chunk. | {LAST}
+        instead straight_to_the_owner :: Every rank sends straight to the owners. | {NEXT}
+        instead sends_everything :: Every message has all chunks. | {ONE_CHUNK}
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.10 -----------------------------------------------------------------------------------
@@ -394,33 +374,29 @@ all_reduce_ring = Spec(
     mistakes=[
         *mistakes(
             r"""
-            {GATHER} => ...
-                This is a reduce-scatter: the finished chunks have not gone round. | {FIRST}
-            {SCATTER} => reduce_scatter_ring(chunks[1:] + chunks[:1], op, group)
-                Chunks that are not finished go round.
-                | The all-gather starts with the chunk that the reduce-scatter has finished.
-            {SCATTER}\n        {GATHER} => {GATHER}\n        {SCATTER}
-                The all-gather comes first, and then the ranks add up what is the same on all.
-                | {FIRST}
-            vector.tensor_split => vector.chunk
-                ! chunk(n) may give fewer than n chunks. | {SPLIT}
-            vector.tensor_split => vector.split
-                ! split(n) makes pieces of n elements, not n pieces. | {SPLIT}
-            {WITH} => vector = tensor.view(-1)\n    if True:
-                ! {COLUMN} | {FLAT}
-            {WITH} => vector = tensor.flatten()\n    if True:
-                {IN_A_COPY} | {FLAT}
-            {GATHER} => {GATHER}\n        vector /= len(chunks) if op == "avg" else 1
-                The average is divided twice. | reduce_scatter_ring has divided already.
-            {SCATTER} => reduce_scatter_ring(chunks, group=group)
-                `op` is not passed on, so everything is added. | {SCATTER}
-            {SCATTER} => reduce_scatter_ring(chunks, "avg" if op == "avg" else "sum", group)
-                "min" and "max" add. | {SCATTER}
+                {GATHER} => ... ::
+                    This is a reduce-scatter: the finished chunks have not gone round. | {FIRST}
+                {SCATTER} => reduce_scatter_ring(chunks[1:] + chunks[:1], op, group) ::
+                    Chunks that are not finished go round. | The all-gather starts with the chunk
+                    that the reduce-scatter has finished.
+                {SCATTER}\n        {GATHER} => {GATHER}\n        {SCATTER} :: The all-gather comes
+                    first, and then the ranks add up what is the same on all. | {FIRST}
+                vector.tensor_split => vector.chunk ::
+                    ! chunk(n) may give fewer than n chunks. | {SPLIT}
+                vector.tensor_split => vector.split ::
+                    ! split(n) makes pieces of n elements, not n pieces.
+                {WITH} => vector = tensor.view(-1)\n    if True: :: ! {COLUMN} | {FLAT}
+                {WITH} => vector = tensor.flatten()\n    if True: :: {IN_A_COPY}
+                {GATHER} => {GATHER}\n        vector /= len(chunks) if op == "avg" else 1 ::
+                    The average is divided twice. | reduce_scatter_ring has divided already.
+                {SCATTER} => reduce_scatter_ring(chunks, group=group) ::
+                    `op` is not passed on, so everything is added. | {SCATTER}
+                {SCATTER} => reduce_scatter_ring(chunks, "avg" if op == "avg" else "sum", group) ::
+                    "min" and "max" add.
+                instead trees.all_reduce_naive ::
+                    All ranks send to rank 0, and it sends back. | {NEXT}
             """,
             vars(calls) | globals(),
-        ),
-        Mistake(
-            instead(trees.all_reduce_naive), "All ranks send to rank 0, and it sends back.", NEXT
         ),
         Mistake(whole_tensors(False, 1), "Whole tensors go round the ring.", CHUNKS),
         Mistake(whole_tensors(False, 2), "Whole tensors go round the ring, and twice.", CHUNKS),
@@ -429,6 +405,11 @@ all_reduce_ring = Spec(
             "Every rank sends the sum so far, so parts of it are added more than once.",
             "Pass on what came last, or a chunk of the sum that only this rank completes.",
         ),
-        Mistake(around(in_float64), "Everything is sent in float64.", "Send the type of `tensor`."),
+        *mistakes(
+            """
+                around in_float64 :: Everything is sent in float64. | Send the type of `tensor`.
+            """,
+            vars(calls) | globals(),
+        ),
     ],
 )

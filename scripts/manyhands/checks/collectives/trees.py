@@ -32,8 +32,9 @@ from manyhands.checks.collectives.calls import (
     tensor_seen,
 )
 from manyhands.checks.collectives.tape import Tape
-from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes
+from manyhands.checks.engine.mistakes import Mistake, instead
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.collectives import ring, trees
 
 # ---- 4.2 ------------------------------------------------------------------------------------
@@ -77,22 +78,23 @@ broadcast_naive = Spec(
     mistakes=[
         *mistakes(
             r"""
-            {WITH} => root = 0\n    {WITH}
-                {ROOT_0}
-            {WITH} => {COPY}
-                {IN_A_COPY} | {FLAT}
-            {WITH} => {BARE}
-                ! {COLUMN} | {FLAT}
-            vector, group=group, group_dst => vector.double(), group=group, group_dst
-                ! The root sends another type than the tensor has. | Send `vector` itself.
-            if other != root => if other > root
-                ! The ranks before the root are left out. | {ROOT_SENDS}
+                {WITH} => root = 0\n    {WITH} :: {ROOT_0}
+                {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
+                {WITH} => {BARE} :: ! {COLUMN}
+                vector, group=group, group_dst => vector.double(), group=group, group_dst ::
+                    ! The root sends another type than the tensor has. | Send `vector` itself.
+                if other != root => if other > root ::
+                    ! The ranks before the root are left out. | {ROOT_SENDS}
             """,
             vars(calls) | globals(),
         ),
         Mistake(CHAIN.change, CHAIN.why, ROOT_SENDS),
-        Mistake(
-            instead(trees.broadcast_tree), "This is the tree of the next exercise.", ROOT_SENDS
+        *mistakes(
+            """
+                instead trees.broadcast_tree ::
+                    This is the tree of the next exercise. | {ROOT_SENDS}
+            """,
+            vars(calls) | globals(),
         ),
     ],
 )
@@ -152,33 +154,30 @@ broadcast_tree = Spec(
     mistakes=[
         *mistakes(
             r"""
-            {WITH} => root = 0; place = rank\n    {WITH}
-                {ROOT_0}
-            {WITH} => {COPY}
-                {IN_A_COPY} | {FLAT}
-            while step < n => while 2 * step <= n
-                The last round is missing: on 5 ranks there are three. | {STEPS}
-            and place + step < n =>
-                ! A rank sends to a place that does not exist. | Send only where place + step < n.
-            (rank + step) % n => (place + step) % n
-            (rank - step) % n => (place - step) % n
-                ! A place is taken for a rank. | Place p is rank (p + root) % n.
+                {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
+                {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
+                while step < n => while 2 * step <= n ::
+                    The last round is missing: on 5 ranks there are three. | {STEPS}
+                and place + step < n => :: ! A rank sends to a place that does not exist. | Send
+                    only where place + step < n.
+                (rank + step) % n => (place + step) % n
+                (rank - step) % n => (place - step) % n ::
+                    ! A place is taken for a rank. | Place p is rank (p + root) % n.
             """,
             vars(calls) | globals(),
         ),
         Mistake(CHAIN.change, CHAIN.why, DOUBLE),
-        Mistake(
-            instead(trees.broadcast_naive), "The root sends to every other rank itself.", DOUBLE
-        ),
-        Mistake(
-            instead(small_branches_first),
-            "A rank that has many others behind it gets the tensor late, so it takes more rounds.",
-            "First send to the place that is farthest away: it has the most others behind it.",
-        ),
-        Mistake(
-            instead(heap),
-            "Place p gets the tensor from place (p - 1) // 2, so a rank is idle after two sends.",
-            DOUBLE,
+        *mistakes(
+            """
+                instead trees.broadcast_naive ::
+                    The root sends to every other rank itself. | {DOUBLE}
+                instead small_branches_first :: A rank that has many others behind it gets the
+                    tensor late, so it takes more rounds. | First send to the place that is farthest
+                    away: it has the most others behind it.
+                instead heap :: Place p gets the tensor from place (p - 1) // 2, so a rank is idle
+                    after two sends. | {DOUBLE}
+            """,
+            vars(calls) | globals(),
         ),
     ],
 )
@@ -254,43 +253,31 @@ reduce_tree = Spec(
         "step <= place < 2 * step sends, place < step receives where place + step < n. After the "
         'rounds divide once, for "avg".',
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {WITH} => root = 0; place = rank\n    {WITH}
-                {ROOT_0}
-            {WITH} => {COPY}
-                {IN_A_COPY} | {FLAT}
-            {AVG} => if False
-                The average is not divided. | {ONCE}
-            vector /= n => vector /= max(1, n - 1)
-                The sum is divided by n-1. | The root's own tensor counts as well: divide by n.
-            vector /= n => vector //= n
-                The average is rounded down. | Divide with /, not with //.
-            {TAKE} => {TAKE}; vector.div_(2) if op == "avg" else None
-            vector /= n => ...
-                At every hop the result is divided by 2. | {ONCE}
-            {WITH} => tensor /= n if op == "avg" else 1\n    {WITH}
-                The average is divided twice. | {ONCE}
-            {TAKE} => vector.copy_(other)
-                What comes in overwrites what was there. | Use combine(vector, other, op).
-            {TAKE} => vector += other
-                `op` is not looked at: everything is added. | {TAKE}
-            {TAKE} => ...
-                Nothing is combined: a rank that has received something goes on with its own part.
-                | {TAKE}
-            while step := step // 2 => for step in [1 << k for k in range((n - 1).bit_length())]
-                The small steps come first, so a rank passes its part on before it has the others'.
-                | Begin with the largest step.
-            {START} => 1 << (n.bit_length() - 1)
-                Where n is no power of 2, the largest step is missing. | Begin below {START}.
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(instead(all_to_the_root), "The root receives from every other rank itself.", HALF),
-        Mistake(instead(chain_up), "This is a chain: the sum goes from rank to rank.", HALF),
-        Mistake(around(down_again), "The result is also sent back to all ranks.", HALF),
-    ],
+    mistakes=r"""
+        {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
+        {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
+        {AVG} => if False :: The average is not divided. | {ONCE}
+        vector /= n => vector /= max(1, n - 1) ::
+            The sum is divided by n-1. | The root's own tensor counts as well: divide by n.
+        vector /= n => vector //= n :: The average is rounded down. | Divide with /, not with //.
+        {TAKE} => {TAKE}; vector.div_(2) if op == "avg" else None
+        vector /= n => ... :: At every hop the result is divided by 2. | {ONCE}
+        {WITH} => tensor /= n if op == "avg" else 1\n    {WITH} :: The average is divided twice.
+        {TAKE} => vector.copy_(other) ::
+            What comes in overwrites what was there. | Use combine(vector, other, op).
+        {TAKE} => vector += other :: `op` is not looked at: everything is added. | {TAKE}
+        {TAKE} => ... ::
+            Nothing is combined: a rank that has received something goes on with its own part.
+        while step := step // 2 => for step in [1 << k for k in range((n - 1).bit_length())] ::
+            The small steps come first, so a rank passes its part on before it has the others'. |
+            Begin with the largest step.
+        {START} => 1 << (n.bit_length() - 1) ::
+            Where n is no power of 2, the largest step is missing. | Begin below {START}.
+        instead all_to_the_root :: The root receives from every other rank itself. | {HALF}
+        instead chain_up :: This is a chain: the sum goes from rank to rank.
+        around down_again :: The result is also sent back to all ranks.
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.5 ------------------------------------------------------------------------------------
@@ -384,32 +371,21 @@ gather = Spec(
         "dist.recv(chunk, group=group, group_src=source). Others: "
         "dist.send(chunks[rank], group=group, group_dst=root).",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            rank = dist.get_rank(group) => rank = dist.get_rank(group); root = 0
-                {ROOT_0}
-            {CHUNK_WITH} => {CHUNK_COPY}
-                {IN_A_COPY} | {CHUNK_FLAT}
-            {CHUNK_WITH} => {CHUNK_BARE}
-                ! {COLUMN} | {CHUNK_FLAT}
-            {RECV} => chunks[source] = torch.empty_like(vector); {RECV_NEW}
-                The list gets a new tensor, and the memory of the old one stays as it was.
-                | Receive into chunks[source] itself, or copy_() into it.
-            {SEND} => {SEND_ROOTS}
-                Every rank sends chunks[root] instead of its own chunk. | {GIVES}
-            {SEND} => dist.recv(vector, group=group, group_src=root)
-            {RECV} => dist.send(vector, group=group, group_dst=source)
-                The roles have changed places: the root sends, and the others receive. | {ROLES}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(instead(all_gather), "Every rank gets all chunks, not only the root.", ROLES),
-        Mistake(instead(sends_everything), "Every message holds all chunks of its sender.", GIVES),
-        Mistake(
-            instead(waits_outside_of_flat),
-            "A message is waited for after the block of `flat` has ended.",
-            CHUNK_FLAT,
-        ),
-    ],
+    mistakes="""
+        rank = dist.get_rank(group) => rank = dist.get_rank(group); root = 0 :: {ROOT_0}
+        {CHUNK_WITH} => {CHUNK_COPY} :: {IN_A_COPY} | {CHUNK_FLAT}
+        {CHUNK_WITH} => {CHUNK_BARE} :: ! {COLUMN}
+        {RECV} => chunks[source] = torch.empty_like(vector); {RECV_NEW} ::
+            The list gets a new tensor, and the memory of the old one stays as it was. | Receive
+            into chunks[source] itself, or copy_() into it.
+        {SEND} => {SEND_ROOTS} :: Every rank sends chunks[root] instead of its own chunk. | {GIVES}
+        {SEND} => dist.recv(vector, group=group, group_src=root)
+        {RECV} => dist.send(vector, group=group, group_dst=source) ::
+            The roles have changed places: the root sends, and the others receive. | {ROLES}
+        instead all_gather :: Every rank gets all chunks, not only the root.
+        instead sends_everything :: Every message holds all chunks of its sender. | {GIVES}
+        instead waits_outside_of_flat ::
+            A message is waited for after the block of `flat` has ended. | {CHUNK_FLAT}
+    """,
+    module=vars(calls) | globals(),
 )

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
 from manyhands.data_parallel import replicas
@@ -100,58 +99,45 @@ make_buckets = Spec(
         "If it does not, append a new bucket, []. In either case put the parameter into the last "
         "bucket.",
     ),
-    mistakes=mistakes(
-        """
-        reversed({TRAINED}) => {TRAINED}
-            The buckets are filled from the first layer on, and backward reaches the last one first.
-            | {LAST}
-        {TRAINED} => [*params]
-            Frozen parameters are packed as well, and no gradient ever comes for them.
-            | Keep only those with requires_grad.
-        <= bucket_bytes => < bucket_bytes
+    mistakes="""
+        reversed({TRAINED}) => {TRAINED} :: The buckets are filled from the first layer on, and
+            backward reaches the last one first. | {LAST}
+        {TRAINED} => [*params] :: Frozen parameters are packed as well, and no gradient ever comes
+            for them. | Keep only those with requires_grad.
+        <= bucket_bytes => < bucket_bytes ::
             A bucket that would be full to the last byte is refused. | "At most" is <=.
-        + param.nbytes <= bucket_bytes => <= bucket_bytes
+        + param.nbytes <= bucket_bytes => <= bucket_bytes ::
             A bucket takes parameters until it is too large: the new one's own bytes are not
             counted. | Add param.nbytes before you compare.
         {FITS} => fits = buckets and sum(p.numel() for p in [*buckets[-1], param]) <= bucket_bytes
-            Numbers are counted, not bytes. | param.nbytes
-        {FITS} => fits = buckets and {FOURS} <= bucket_bytes
-            Every number is taken to have 4 bytes, and not every type has. | param.nbytes
-        {OPENS} => if not fits:
-            Parameters of different types share a bucket, and one vector has one type.
-            | Compare param.dtype with that of the bucket.
+            :: Numbers are counted, not bytes. | param.nbytes
+        {FITS} => fits = buckets and {FOURS} <= bucket_bytes ::
+            Every number is taken to have 4 bytes, and not every type has.
+        {OPENS} => if not fits: :: Parameters of different types share a bucket, and one vector has
+            one type. | Compare param.dtype with that of the bucket.
         {FITS} => {ROOM}
         {OPENS} => if not room:
-        {PUTS} => (room[0] if room else buckets[-1]).append(param)
+        {PUTS} => (room[0] if room else buckets[-1]).append(param) ::
             A parameter goes into an earlier bucket that still has room, so that bucket has to wait
             for a gradient that comes later. | {LAST}
-        return buckets => return buckets[::-1]
-            The buckets are returned in reverse, the one with the first layer at the front.
-            | Bucket 0 holds the last layer: it is ready first.
-        return buckets => return [bucket[::-1] for bucket in buckets]
+        return buckets => return buckets[::-1] :: The buckets are returned in reverse, the one with
+            the first layer at the front. | Bucket 0 holds the last layer: it is ready first.
+        return buckets => return [bucket[::-1] for bucket in buckets] ::
             Inside a bucket the parameters stand in the model's order. | Append each at the end.
-        {OPENS} => if True:
-            Every parameter has a bucket of its own. | {LAST}
-        {PUTS} => {PUTS} if param.nbytes <= bucket_bytes else buckets.pop()
-            A parameter that is larger than a bucket is left out, so it would never be averaged.
-            | It gets a bucket of its own.
-        """,
-        globals(),
-    ),
-    reasons={
-        "argument to reversed() must be a sequence": (
-            "The parameters may come from a generator, and that has no end to start from.",
-            "Make a list first: reversed([...]).",
-        ),
-        "'generator' object is not": (
-            "The parameters may come from a generator, which can only be gone through once.",
-            "Make a list first: list(params).",
-        ),
-        "list index out of range": (
-            "There is no bucket yet when the first parameter comes.",
-            "Open a bucket where there is none: `if not buckets or ...`.",
-        ),
-    },
+        {OPENS} => if True: :: Every parameter has a bucket of its own. | {LAST}
+        {PUTS} => {PUTS} if param.nbytes <= bucket_bytes else buckets.pop() ::
+            A parameter that is larger than a bucket is left out, so it would never be averaged. |
+            It gets a bucket of its own.
+    """,
+    reasons="""
+        argument to reversed() must be a sequence :: The parameters may come from a generator, and
+            that has no end to start from. | Make a list first: reversed([...]).
+        'generator' object is not :: The parameters may come from a generator, which can only be
+            gone through once. | Make a list first: list(params).
+        list index out of range :: There is no bucket yet when the first parameter comes. | Open a
+            bucket where there is none: `if not buckets or ...`.
+    """,
+    module=globals(),
 )
 
 # ---- 5.9 ------------------------------------------------------------------------------------
@@ -240,47 +226,37 @@ watch_arrivals = Spec(
         "parameter's name, so make one function for each name.",
         "lambda _, name=name: arrived.append(name) keeps the name of its own turn of the loop.",
     ),
-    mistakes=mistakes(
-        """
-        {HOOK} => lambda _: arrived.append(name)
-            All hooks append the same name, that of the loop's last turn: a function looks `name`
-            up when it is called, and by then the loop is over. | {FIXED}
-        register_post_accumulate_grad_hook => register_hook
-            The name is there before the gradient: register_hook calls its hook before .grad is
-            written. | {WRITTEN}
-        {HOOK} => lambda _, name=name: arrived.insert(0, name)
+    mistakes="""
+        {HOOK} => lambda _: arrived.append(name) ::
+            All hooks append the same name, that of the loop's last turn: a function looks `name` up
+            when it is called, and by then the loop is over. | {FIXED}
+        register_post_accumulate_grad_hook => register_hook :: The name is there before the
+            gradient: register_hook calls its hook before .grad is written. | {WRITTEN}
+        {HOOK} => lambda _, name=name: arrived.insert(0, name) ::
             The last one to arrive stands first. | Append at the end.
-        {EACH} => module.named_parameters(remove_duplicate=False)
+        {EACH} => module.named_parameters(remove_duplicate=False) ::
             A tied parameter has two hooks, and arrives twice. | {EACH} names each parameter once.
-        {SKIPS} => if True:
+        {SKIPS} => if True: ::
             torch refuses a hook on a frozen parameter, which never gets a gradient. | {SKIPS}
-        {SKIPS} => if param.requires_grad and param.dim() > 1:
-            Only matrices are watched, and vectors such as biases have gradients as well. | {SKIPS}
-        {HOOK} => lambda _, name=name: None if name in arrived else arrived.append(name)
+        {SKIPS} => if param.requires_grad and param.dim() > 1: ::
+            Only matrices are watched, and vectors such as biases have gradients as well.
+        {HOOK} => lambda _, name=name: None if name in arrived else arrived.append(name) ::
             Only the first backward is recorded. | Append each time.
-        return arrived => return list(arrived)
-            The list that comes back is a copy, and the hooks append to another one.
-            | Return the list itself.
-        return arrived => return [name for name, param in {EACH} if param.requires_grad]
-            The list holds the names in the model's order, before any gradient is there.
-            | Append each name inside a hook.
-        {HOOK} => lambda param: arrived.append(param)
+        return arrived => return list(arrived) :: The list that comes back is a copy, and the hooks
+            append to another one. | Return the list itself.
+        return arrived => return [name for name, param in {EACH} if param.requires_grad] ::
+            The list holds the names in the model's order, before any gradient is there. | Append
+            each name inside a hook.
+        {HOOK} => lambda param: arrived.append(param) ::
             The list holds parameters, and names were asked for. | {FIXED}
-        """,
-        globals(),
-    ),
-    reasons={
-        "cannot register a hook on a tensor that doesn't require gradient": (
-            "A frozen parameter never gets a gradient, so torch refuses a hook on it.",
-            SKIPS,
-        ),
-        "post accumulate grad hooks cannot be registered on non-leaf tensors": (
-            "A hook of this kind is for parameters.",
-            "Go through module.named_parameters().",
-        ),
-        "positional argument": (
-            "A hook is called with one argument, the parameter.",
-            "lambda _, name=name: ...",
-        ),
-    },
+    """,
+    reasons="""
+        cannot register a hook on a tensor that doesn't require gradient ::
+            A frozen parameter never gets a gradient, so torch refuses a hook on it. | {SKIPS}
+        post accumulate grad hooks cannot be registered on non-leaf tensors ::
+            A hook of this kind is for parameters. | Go through module.named_parameters().
+        positional argument ::
+            A hook is called with one argument, the parameter. | lambda _, name=name: ...
+    """,
+    module=globals(),
 )

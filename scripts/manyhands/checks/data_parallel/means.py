@@ -8,26 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import reasons
 from manyhands.data_parallel import replicas
 from manyhands.instruments.ledger import Ledger
 
-REASONS = {
-    "two ranks called the same collective with tensors of different": (
-        "Two ranks send tensors of different size in the same call, so they do not go through the "
-        "same tensors in the same order.",
-        "Go through one list, in the same order on every rank. A set has no order.",
-    ),
-    "requires grad is being used in an in-place": (
-        "Autograd does not let a parameter be changed in place while it records.",
-        "Write into param.detach(), or inside `with torch.no_grad():`.",
-    ),
-    "can't be cast to the desired output type": (
-        "pack puts tensors of one type into a vector, and here are several types.",
-        "Use one message for each tensor, or one vector for each type.",
-    ),
-}
+REASONS = reasons(
+    """
+    two ranks called the same collective with tensors of different :: Two ranks send tensors of
+        different size in the same call, so they do not go through the same tensors in the same
+        order. | Go through one list, in the same order on every rank. A set has no order.
+    requires grad is being used in an in-place :: Autograd does not let a parameter be changed in
+        place while it records. | Write into param.detach(), or inside `with torch.no_grad():`.
+    can't be cast to the desired output type :: pack puts tensors of one type into a vector, and
+        here are several types. | Use one message for each tensor, or one vector for each type.
+""",
+    globals(),
+)
 
 
 ONE_PIECE = (
@@ -181,45 +178,36 @@ broadcast_state = Spec(
         "Autograd watches a parameter, and a message must not go past it: broadcast "
         "tensor.detach(), which shares the parameter's memory.",
     ),
-    mistakes=mistakes(
-        """
-        {LIST} => [*module.parameters()]
+    mistakes="""
+        {LIST} => [*module.parameters()] ::
             The buffers stay different, such as the running statistics of batch norm. | {ALL}
-        {LIST} => [*module.buffers()]
-            The parameters stay different. | {ALL}
-        {LIST} => [*(p for p in module.parameters() if p.requires_grad), *module.buffers()]
+        {LIST} => [*module.buffers()] :: The parameters stay different.
+        {LIST} => [*(p for p in module.parameters() if p.requires_grad), *module.buffers()] ::
             The frozen parameters stay different. They need no gradient, but they are part of the
             model. | Do not filter by requires_grad.
-        {LIST} => module.state_dict().values()
-            Buffers that were registered with persistent=False stay different, and state_dict()
-            leaves those out. | {ALL}
-        {LIST} => [tensor for tensor in {LIST} if tensor.is_floating_point()]
-            Only tensors of floating-point numbers are sent. | {ALL}
-        {COPY} => pass
-            A tensor whose elements do not lie side by side keeps its own values: the message went
-            into a copy. | Copy the result back: {COPY}.
-        whole = tensor.detach().contiguous() => whole = tensor.detach()
+        {LIST} => module.state_dict().values() :: Buffers that were registered with persistent=False
+            stay different, and state_dict() leaves those out. | {ALL}
+        {LIST} => [tensor for tensor in {LIST} if tensor.is_floating_point()] ::
+            Only tensors of floating-point numbers are sent.
+        {COPY} => pass :: A tensor whose elements do not lie side by side keeps its own values: the
+            message went into a copy. | Copy the result back: {COPY}.
+        whole = tensor.detach().contiguous() => whole = tensor.detach() ::
             {ONE_PIECE} | whole = tensor.detach().contiguous(), and copy the result back.
         whole = tensor.detach().contiguous() => whole = tensor.detach().clone()
-        {COPY} => pass
-            Every rank still has its own values: the message went into a copy.
-            | Copy the result back: {COPY}.
-        whole = tensor.detach().contiguous() => whole = tensor.contiguous()
+        {COPY} => pass :: Every rank still has its own values: the message went into a copy. | Copy
+            the result back: {COPY}.
+        whole = tensor.detach().contiguous() => whole = tensor.contiguous() ::
             Autograd watches the tensor that is sent, and torch warns of that later. | {DETACHED}
-        {COPY} => tensor.data = whole
-            The tensors are in another memory than before, and what shared the old one is cut off.
-            | Overwrite in place, with copy_().
-        {SEND} => dist.all_reduce(whole, group=group)
-            The ranks' values are added up, and rank 0's were asked for.
-            | dist.broadcast sends them.
-        group_src=0 => group_src=dist.get_world_size(group) - 1
+        {COPY} => tensor.data = whole :: The tensors are in another memory than before, and what
+            shared the old one is cut off. | Overwrite in place, with copy_().
+        {SEND} => dist.all_reduce(whole, group=group) :: The ranks' values are added up, and rank
+            0's were asked for. | dist.broadcast sends them.
+        group_src=0 => group_src=dist.get_world_size(group) - 1 ::
             The values are those of the last rank. | group_src=0 names the first rank of the group.
-        group_src=0 => src=0
+        group_src=0 => src=0 ::
             The root is counted over the whole job, and that rank need not be in the group.
-            | group_src=0 names the first rank of the group.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 5.6 ------------------------------------------------------------------------------------
@@ -293,37 +281,30 @@ average_gradients = Spec(
         "Frozen and unused parameters have .grad None: skip those. A gradient whose elements do "
         "not lie side by side is sent as param.grad.contiguous(), and the mean is copied back.",
     ),
-    mistakes=mistakes(
-        """
-        {MEAN} => whole
-            The gradients are sums over the ranks, not means. | {DIVIDE}
-        {MEAN} => {MEAN} ** 2
-            The sum is divided by the number of ranks twice. | {DIVIDE}
-        {MEAN} => whole // dist.get_world_size(group)
+    mistakes=r"""
+        {MEAN} => whole :: The gradients are sums over the ranks, not means. | {DIVIDE}
+        {MEAN} => {MEAN} ** 2 :: The sum is divided by the number of ranks twice.
+        {MEAN} => whole // dist.get_world_size(group) ::
             The means are rounded down to whole numbers. | Divide with /.
-        {MEAN} => {MEAN} if dist.get_rank(group) == 0 else whole
+        {MEAN} => {MEAN} if dist.get_rank(group) == 0 else whole ::
             Rank 0 holds the mean, and the others hold the sum. | {DIVIDE}
-        {WHOLE} => whole = param.grad
+        {WHOLE} => whole = param.grad ::
             {ONE_PIECE} | {WHOLE}, and copy the mean back: param.grad.copy_(...).
-        {SUMS} => dist.reduce(whole, group=group, group_dst=0)
-            Rank 0 holds the mean, and the others do not: dist.reduce gives the sum to one rank.
-            | all_reduce gives it to all.
-        {PUT} => pass
-            The mean is not written to param.grad. It holds the sum, or what it held before where
-            its elements do not lie side by side. | {IN_PLACE}
-        {SUMS} => dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+        {SUMS} => dist.reduce(whole, group=group, group_dst=0) :: Rank 0 holds the mean, and the
+            others do not: dist.reduce gives the sum to one rank. | all_reduce gives it to all.
+        {PUT} => pass :: The mean is not written to param.grad. It holds the sum, or what it held
+            before where its elements do not lie side by side. | {IN_PLACE}
+        {SUMS} => dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group) ::
             The largest of the gradients is taken, not the sum. | The default operation is SUM.
-        {SUMS} => dist.all_reduce(param.detach(), group=group)
+        {SUMS} => dist.all_reduce(param.detach(), group=group) ::
             The weights are summed up, not the gradients. | all_reduce param.grad.
-        {SKIPS} => if param.requires_grad:
-            A parameter that is frozen, or that was not used, has no gradient: its .grad is None.
-            | {SKIPS}
-        module.parameters() => [p for _, p in module.named_parameters(remove_duplicate=False)]
+        {SKIPS} => if param.requires_grad: :: A parameter that is frozen, or that was not used, has
+            no gradient: its .grad is None. | {SKIPS}
+        module.parameters() => [p for _, p in module.named_parameters(remove_duplicate=False)] ::
             The gradient of a tied parameter is averaged twice, which costs a message. | {ONCE}
-        {SKIPS} => param.grad = {ZEROS} if param.grad is None else param.grad\\n        if True:
+        {SKIPS} => param.grad = {ZEROS} if param.grad is None else param.grad\n        if True: ::
             Parameters that had no gradient have one now. | {SKIPS}
-        """,
-        globals(),
-    ),
+    """,
     reasons=REASONS,
+    module=globals(),
 )

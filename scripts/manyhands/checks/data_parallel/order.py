@@ -1,6 +1,6 @@
 """Exercises 5.1 and 5.2: letters for the steps of training. Wrong ones are told by looking."""
 
-from manyhands.checks.engine.mistakes import Mistake, mistakes, patch
+from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.data_parallel import loops
@@ -154,19 +154,14 @@ steps_that_change = Spec(
         "Samples are first touched by G; weights are first used by forward; gradients are first "
         "used by the optimizer; the loss is used where it is printed.",
     ),
-    mistakes=mistakes(
-        f"""
-        "share": "G" => "share": "F"
-            {LURES["share"]["F"]} | {GO_THROUGH}
-        "equal": "A" => "equal": "D"
-            {LURES["equal"]["D"]}
-        "mean": "C" => "mean": "H"
-            {LURES["mean"]["HE"]}
-        "mean": "C" => "mean": "A"
-            {LURES["mean"]["DGFA"]}
-        "once": "B" => "once": "A"
-            {LURES["once"]["A"]}
-        """,
-        {},
-    ),
+    mistakes=[
+        Mistake(patch(*change), why, GO_THROUGH)
+        for change, why in {
+            ('"share": "G"', '"share": "F"'): LURES["share"]["F"],
+            ('"equal": "A"', '"equal": "D"'): LURES["equal"]["D"],
+            ('"mean": "C"', '"mean": "H"'): LURES["mean"]["HE"],
+            ('"mean": "C"', '"mean": "A"'): LURES["mean"]["DGFA"],
+            ('"once": "B"', '"once": "A"'): LURES["once"]["A"],
+        }.items()
+    ],
 )

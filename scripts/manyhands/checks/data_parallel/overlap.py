@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from manyhands.checks.data_parallel.buckets import Crossed
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import reasons
 from manyhands.checks.engine.values import first_difference, malformed
 from manyhands.data_parallel import replicas
 from manyhands.instruments.ledger import Ledger
@@ -248,32 +248,24 @@ LATER = "Keep the work in self.in_flight, and leave the waiting to _finish."
 COUNTS = "Return from _on_grad_ready before anything is counted when self.sync is False."
 IN_ORDER = "Each time, start buckets in order as long as the next one is full."
 ONCE = "Call self._finish() after the loop that starts buckets."
-REASONS = {
-    "'NoneType' object has no attribute 'wait'": (
-        "Without async_op=True a collective returns None, since it has waited itself.",
-        "Pass async_op=True where you keep the work.",
-    ),
-    "zip() argument": (
-        "What is zipped has different lengths, as where a bucket has no work yet.",
-        "Call _finish when len(self.in_flight) == len(self.buckets).",
-    ),
-    "'NoneType' object has no attribute 'detach'": (
-        "A gradient that is packed is not there yet: its .grad is None.",
-        "Start a bucket when num_ready[index] == len(buckets[index]).",
-    ),
-    "Boolean value of Tensor": (
-        "`in` compares the numbers in tensors.",
-        "self.bucket_of[param] is the number of its bucket.",
-    ),
-    "converted to an index": (
-        "num_ready counts by bucket, not by parameter.",
-        "self.num_ready[self.bucket_of[param]]",
-    ),
-    "the last backward gave no gradient to": (
-        "Counts still stand after a backward, as if gradients were missing.",
-        "While self.sync is False nothing is counted, and _finish sets the counts to 0.",
-    ),
-}
+REASONS = reasons(
+    """
+    'NoneType' object has no attribute 'wait' :: Without async_op=True a collective returns None,
+        since it has waited itself. | Pass async_op=True where you keep the work.
+    zip() argument :: What is zipped has different lengths, as where a bucket has no work yet. |
+        Call _finish when len(self.in_flight) == len(self.buckets).
+    'NoneType' object has no attribute 'detach' :: A gradient that is packed is not there yet: its
+        .grad is None. | Start a bucket when num_ready[index] == len(buckets[index]).
+    Boolean value of Tensor ::
+        `in` compares the numbers in tensors. | self.bucket_of[param] is the number of its bucket.
+    converted to an index ::
+        num_ready counts by bucket, not by parameter. | self.num_ready[self.bucket_of[param]]
+    the last backward gave no gradient to ::
+        Counts still stand after a backward, as if gradients were missing. | While self.sync is
+        False nothing is counted, and _finish sets the counts to 0.
+""",
+    globals(),
+)
 
 
 def say_backwards(case: Backwards) -> str:
@@ -301,43 +293,36 @@ bucket_sender = Spec(
         "_start: pack(the bucket's gradients, out=self.flats[index]), then all-reduce that with "
         "async_op=True, and append the work to self.in_flight.",
     ),
-    mistakes=mistakes(
-        """
-        {SYNC} => pass
-            Gradients are counted and sent while self.sync is False. | {COUNTS}
-        {SYNC} => if not self.sync:\\n            {COUNT}\\n            return
-            Gradients are counted while self.sync is False. | {COUNTS}
-        {SENT} => {SENT}\\n        self.in_flight[-1].wait()
-            Each bucket is waited for at once, so nothing is hidden behind the computation.
-            | {LATER}
-        {SENT} => {SYNCED}
-            Each bucket is waited for at once, so nothing is hidden behind the computation.
-            | Pass async_op=True. {LATER}
-        out=self.flats[index] => out=max(self.flats, key=len)[: len(self.flats[index])]
+    mistakes=r"""
+        {SYNC} => pass :: Gradients are counted and sent while self.sync is False. | {COUNTS}
+        {SYNC} => if not self.sync:\n            {COUNT}\n            return ::
+            Gradients are counted while self.sync is False.
+        {SENT} => {SENT}\n        self.in_flight[-1].wait() :: Each bucket is waited for at once, so
+            nothing is hidden behind the computation. | {LATER}
+        {SENT} => {SYNCED} :: Each bucket is waited for at once, so nothing is hidden behind the
+            computation. | Pass async_op=True. {LATER}
+        out=self.flats[index] => out=max(self.flats, key=len)[: len(self.flats[index])] ::
             All buckets are packed into one flat, which is overwritten while its message is on its
             way. | Each bucket has a flat of its own: self.flats[index].
-        {PACKED} => flat = pack(self.buckets[index], out=self.flats[index])
+        {PACKED} => flat = pack(self.buckets[index], out=self.flats[index]) ::
             The weights are packed, not the gradients. | {PACKED}
-        out=self.flats[index] => out=None
-            A bucket is packed into a new tensor, and _finish looks for the sums in self.flats.
-            | Pack into the flat that is there: pack(gradients, out=self.flats[index]).
-        {BOUND} => {ALL_AT_ONCE}\\n        {BOUND}
+        out=self.flats[index] => out=None ::
+            A bucket is packed into a new tensor, and _finish looks for the sums in self.flats. |
+            Pack into the flat that is there: pack(gradients, out=self.flats[index]).
+        {BOUND} => {ALL_AT_ONCE}\n        {BOUND} ::
             The first bucket is sent after the last gradient is ready, so no message travels while
             backward still computes. | Start a bucket as soon as its own last gradient is ready.
-        {BOUND} => {WHEN_FULL}\\n        {BOUND}
-            The buckets are started in the order in which they are full, which is not 0, 1, 2, ...
-            | {IN_ORDER}
-        self._finish() => pass
+        {BOUND} => {WHEN_FULL}\n        {BOUND} :: The buckets are started in the order in which
+            they are full, which is not 0, 1, 2, ... | {IN_ORDER}
+        self._finish() => pass ::
             _finish is never called, so nobody would wait for the messages. | {ONCE}
-        self._start(index) => self._start(index)\\n            self._finish()
-            _finish is called after every bucket, and it has to wait for all of them. | {ONCE}
-        {BOUND} => if len(self.in_flight) < len(self.buckets):
-            At most one bucket is started for each gradient, so one that was full too early is left
-            behind. | {IN_ORDER}
-        """,
-        globals(),
-    ),
+        self._start(index) => self._start(index)\n            self._finish() ::
+            _finish is called after every bucket, and it has to wait for all of them.
+        {BOUND} => if len(self.in_flight) < len(self.buckets): :: At most one bucket is started for
+            each gradient, so one that was full too early is left behind. | {IN_ORDER}
+    """,
     reasons=REASONS,
+    module=globals(),
 )
 
 WAITS = "work.wait()"
@@ -367,39 +352,33 @@ bucketed_ddp = Spec(
         "divides as well.",
         "At the end self.in_flight.clear(), and self.num_ready = [0] * len(self.buckets).",
     ),
-    mistakes=mistakes(
-        """
+    mistakes=r"""
+        {WAITS} => pass :: A message is not waited for before its flat is read. | {WAIT}
+        {WAITS} => work.wait() if work is self.in_flight[-1] else None ::
+            Only the last message is waited for.
+        {WAITS} => work.wait() if work is self.in_flight[0] else None ::
+            Only the first message is waited for.
         {WAITS} => pass
-            A message is not waited for before its flat is read. | {WAIT}
-        {WAITS} => work.wait() if work is self.in_flight[-1] else None
-            Only the last message is waited for. | {WAIT}
-        {WAITS} => work.wait() if work is self.in_flight[0] else None
-            Only the first message is waited for. | {WAIT}
-        {WAITS} => pass
-        {BACK} => {BACK}\\n            {WAITS}
-            The flat is read first, and its message is waited for after that. | {WAIT}
-        {BACK} => unpack(flat, [param.grad for param in bucket])
+        {BACK} => {BACK}\n            {WAITS} ::
+            The flat is read first, and its message is waited for after that.
+        {BACK} => unpack(flat, [param.grad for param in bucket]) ::
             The gradients are sums over the ranks, not means. | {DIVIDE}
-        {BACK} => unpack(flat, [param.grad for param in bucket], len(self.buckets))
-            The sums are divided by the number of buckets. | {DIVIDE}
-        {BACK} => unpack(flat, [param.grad for param in bucket], world_size**2)
-            The sums are divided by the number of ranks twice. | {DIVIDE}
-        dist.get_world_size(self.group) => dist.get_world_size()
-            The sums are divided by the size of the whole job, not by that of the group.
-            | dist.get_world_size(self.group)
-        {BACK} => pass
-            The means never reach the gradients. | unpack(flat, gradients, world_size)
-        {BACK} => unpack(flat, bucket, world_size)
+        {BACK} => unpack(flat, [param.grad for param in bucket], len(self.buckets)) ::
+            The sums are divided by the number of buckets.
+        {BACK} => unpack(flat, [param.grad for param in bucket], world_size**2) ::
+            The sums are divided by the number of ranks twice.
+        dist.get_world_size(self.group) => dist.get_world_size() :: The sums are divided by the size
+            of the whole job, not by that of the group. | dist.get_world_size(self.group)
+        {BACK} => pass :: The means never reach the gradients. | unpack(flat, gradients, world_size)
+        {BACK} => unpack(flat, bucket, world_size) ::
             The means are written into the weights. | unpack into [param.grad for param in bucket].
-        {BACK} => {VIEWS}
+        {BACK} => {VIEWS} ::
             A gradient is a view of the flat, and the next backward adds to it in there: what is
             sent then is packed onto itself. | Copy the means into the gradients that are there.
-        {CLEARS} => pass
-            The works of the last backward are still in in_flight. | {AGAIN}
-        self.num_ready = [0] * len(self.buckets) => pass
-            The counts of the last backward still stand. | {AGAIN}
-        """,
-        globals(),
-    ),
+        {CLEARS} => pass :: The works of the last backward are still in in_flight. | {AGAIN}
+        self.num_ready = [0] * len(self.buckets) => pass ::
+            The counts of the last backward still stand.
+    """,
     reasons=REASONS,
+    module=globals(),
 )

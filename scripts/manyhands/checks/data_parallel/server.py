@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.tables import reasons
 from manyhands.data_parallel import loops
 
 BY_GROUP = "Use group_dst= and group_src=: they count inside the group."
@@ -266,25 +266,19 @@ def _set_gradients(model: nn.Module, vector: Tensor) -> None:
         param.grad = part.view(param.shape).clone()
 
 
-REASONS = {
-    "expected a non-empty list of Tensors": (
-        "There is nothing to pack. A generator, for example, can be gone through only once.",
-        "Keep the parameters in a list: [... for param in ...].",
-    ),
-    "requires grad is being used in an in-place": (
-        "Autograd does not let a parameter be changed in place while it records.",
-        "Write into param.detach(), or inside `with torch.no_grad():`.",
-    ),
-    "Tensors must be contiguous": (
-        "A message is sent from one piece of memory, and the elements of this tensor do not lie "
-        "side by side.",
-        "Send pack(...) of the tensors.",
-    ),
-    "is not registered": (
-        "A group of None stands for the whole job, and torch cannot look its ranks up.",
-        "Use group_dst=server and group_src=server, which need no such number.",
-    ),
-}
+REASONS = reasons(
+    """
+    expected a non-empty list of Tensors :: There is nothing to pack. A generator, for example, can
+        be gone through only once. | Keep the parameters in a list: [... for param in ...].
+    requires grad is being used in an in-place :: Autograd does not let a parameter be changed in
+        place while it records. | Write into param.detach(), or inside `with torch.no_grad():`.
+    Tensors must be contiguous :: A message is sent from one piece of memory, and the elements of
+        this tensor do not lie side by side. | Send pack(...) of the tensors.
+    is not registered :: A group of None stands for the whole job, and torch cannot look its ranks
+        up. | Use group_dst=server and group_src=server, which need no such number.
+""",
+    globals(),
+)
 
 worker_step = Spec(
     todo="5.3",
@@ -303,37 +297,33 @@ worker_step = Spec(
         "Inside a group ranks count from 0: dist.send(..., group=group, group_dst=server). "
         "unpack(weights, params) copies what came into the model.",
     ),
-    mistakes=mistakes(
-        """
-        {PACKS} => pack(params)
-            The weights are sent, not the gradients. | Send {PACKS}.
-        {PACKS} => pack([param.grad for param in params[::-1]])
+    mistakes="""
+        {PACKS} => pack(params) :: The weights are sent, not the gradients. | Send {PACKS}.
+        {PACKS} => pack([param.grad for param in params[::-1]]) ::
             The gradients are packed in another order than that of module.parameters(). | {PARAMS}
-        {PACKS} => pack([param.grad for param in params]) / (dist.get_world_size(group) - 1)
-            The worker divides by the number of workers, and the mean is the server's to take.
-            | Send the gradients as they are.
-        {PARAMS} => list(module.parameters())
+        {PACKS} => pack([param.grad for param in params]) / (dist.get_world_size(group) - 1) ::
+            The worker divides by the number of workers, and the mean is the server's to take. |
+            Send the gradients as they are.
+        {PARAMS} => list(module.parameters()) ::
             Frozen parameters are not left out, and their .grad is None. | {PARAMS}
-        {UNPACKS} => [part.clone() for part in params]
+        {UNPACKS} => [part.clone() for part in params] ::
             The new weights never reach the model. | Copy them into it: {UNPACKS}.
-        {UNPACKS} => unpack(weights, params[::-1])
+        {UNPACKS} => unpack(weights, params[::-1]) ::
             The new weights are unpacked in another order than that of module.parameters().
         {SENDS} => first = lambda: {SENDS}
-        {TAKES} => {TAKES}; first()
+        {TAKES} => {TAKES}; first() ::
             The worker waits for weights while the server still waits for its gradients. | {TURN}
-        dist.send( => dist.isend(
-            A message is not waited for. | {LATER}
-        {TAKES} => dist.irecv(weights, group=group, group_src=server)
-            A message is not waited for. | {LATER}
+        dist.send( => dist.isend( :: A message is not waited for. | {LATER}
+        {TAKES} => dist.irecv(weights, group=group, group_src=server) ::
+            A message is not waited for.
         group_dst=server => dst=server
-        group_src=server => src=server
+        group_src=server => src=server ::
             The server is counted over the whole job, not inside the group. | {BY_GROUP}
         group_dst=server => group_dst=0
-        group_src=server => group_src=0
-            The partner is rank 0 of the group, which need not be the server. | {BY_GROUP}
-        """,
-        globals(),
-    ),
+        group_src=server => group_src=0 ::
+            The partner is rank 0 of the group, which need not be the server.
+    """,
+    module=globals(),
 )
 
 # ---- 5.4 ------------------------------------------------------------------------------------
@@ -419,49 +409,40 @@ server_step = Spec(
         "Give each param a .grad of its own, torch.empty_like(param), and unpack(total, gradients, "
         "len(workers)) writes the mean into them.",
     ),
-    mistakes=mistakes(
-        """
-        {MEAN} => unpack(total, [param.grad for param in params])
+    mistakes=r"""
+        {MEAN} => unpack(total, [param.grad for param in params]) ::
             The gradients are the sum over the workers, not their mean. | {ONE_MEAN}
-        len(workers)) => world_size)
-            The sum is divided by the size of the group, and the server is no worker. | {ONE_MEAN}
-        {TOTAL} => total.copy_(arrived)
-            The gradients are those of the last worker alone, divided.
-            | Add up what arrives, because a recv overwrites its tensor.
-        {START} => pack(params)
+        len(workers)) => world_size) ::
+            The sum is divided by the size of the group, and the server is no worker.
+        {TOTAL} => total.copy_(arrived) :: The gradients are those of the last worker alone,
+            divided. | Add up what arrives, because a recv overwrites its tensor.
+        {START} => pack(params) ::
             The sum starts from the weights, not from zeros. | Start from torch.zeros_like.
         {EMPTY} => param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        {MEAN} => {LEFT}; {MEAN}
+        {MEAN} => {LEFT}; {MEAN} ::
             What was in the gradients before is still in them. | Overwrite .grad in each step.
-        optimizer.step() => optimizer.zero_grad(); optimizer.step()
+        optimizer.step() => optimizer.zero_grad(); optimizer.step() ::
             The gradients are cleared again before the step. | {CLEAR}
-        optimizer.step() => pass
-            The optimizer that was given does not step, and it has the moments of all steps before.
-            | Call optimizer.step() once all gradients are in.
+        optimizer.step() => pass :: The optimizer that was given does not step, and it has the
+            moments of all steps before. | Call optimizer.step() once all gradients are in.
         {TOTAL} => {TOTAL}; optimizer.step()
-        \\n    optimizer.step() =>
+        \n    optimizer.step() => ::
             The optimizer steps once for each worker, and one batch is one step. | {WAITS}
         {GIVES} => pass
-        {TOTAL} => {TOTAL}; {GIVES}
-            Weights are sent before the step. | {WAITS}
-        {MEAN} => {MEAN}\\n    early = pack(params)
-        pack(params), group=group, group_dst => early, group=group, group_dst
-            The workers are sent the weights from before the step: pack copies.
-            | Pack after the step.
-        dist.send(pack(params) => dist.send(pack([param.grad for param in params])
-            The workers are sent the gradients, and they have no optimizer to use them.
-            | Send pack(params).
+        {TOTAL} => {TOTAL}; {GIVES} :: Weights are sent before the step.
+        {MEAN} => {MEAN}\n    early = pack(params)
+        pack(params), group=group, group_dst => early, group=group, group_dst :: The workers are
+            sent the weights from before the step: pack copies. | Pack after the step.
+        dist.send(pack(params) => dist.send(pack([param.grad for param in params]) :: The workers
+            are sent the gradients, and they have no optimizer to use them. | Send pack(params).
         group_src=worker => src=worker
-        group_dst=worker => dst=worker
+        group_dst=worker => dst=worker ::
             The workers are counted over the whole job, not inside the group. | {BY_GROUP}
-        {OTHERS} => list(range(world_size))
+        {OTHERS} => list(range(world_size)) ::
             The server is counted among the workers. | Leave out dist.get_rank(group).
-        {OTHERS} => list(range(1, world_size))
+        {OTHERS} => list(range(1, world_size)) ::
             The workers are taken to be ranks 1 and up, and the server need not be rank 0.
-            | Leave out dist.get_rank(group).
-        """,
-        globals(),
-    ),
+    """,
     reasons={
         **REASONS,
         "'NoneType' object has no attribute": (
@@ -469,4 +450,5 @@ server_step = Spec(
             "Write param.grad = torch.empty_like(param), for those that are not frozen.",
         ),
     },
+    module=globals(),
 )

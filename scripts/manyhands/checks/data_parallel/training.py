@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, kind
 from manyhands.data_parallel import loops
@@ -171,42 +170,35 @@ train_replicas = Spec(
         "At the end rank 0 returns model.state_dict(), each tensor on the CPU, and the others "
         "return {}.",
     ),
-    mistakes=mistakes(
-        """
-        broadcast_state(model, group) => pass
+    mistakes=r"""
+        broadcast_state(model, group) => pass ::
             The replicas do not start with rank 0's weights. | {START}
-        {AVERAGE} => pass
-            The gradients are not averaged before the step. | {LOOP}
-        {AVERAGED} => {STEP}\\n        {AVERAGE}
-            The gradients are averaged after the step. | {LOOP}
-        {CLEAR} => pass
-            The gradients of the steps before are still in there: backward adds to .grad. | {LOOP}
-        {AVERAGE} => {AVERAGE}; {CLEAR}
-            The gradients are cleared again before the step. | {LOOP}
-        {CLEARED} => {BACK}\\n        {CLEAR} if len(optimizer.state) % 2 else None
-            The gradients of the steps before are still in there: backward adds to .grad. | {LOOP}
+        {AVERAGE} => pass :: The gradients are not averaged before the step. | {LOOP}
+        {AVERAGED} => {STEP}\n        {AVERAGE} :: The gradients are averaged after the step.
+        {CLEAR} => pass ::
+            The gradients of the steps before are still in there: backward adds to .grad.
+        {AVERAGE} => {AVERAGE}; {CLEAR} :: The gradients are cleared again before the step.
+        {CLEARED} => {BACK}\n        {CLEAR} if len(optimizer.state) % 2 else None ::
+            The gradients of the steps before are still in there: backward adds to .grad.
         inputs[rank::world_size] => inputs
-        targets[rank::world_size] => targets
+        targets[rank::world_size] => targets ::
             Every rank computes the whole batch, so no work is shared. | {SHARE}
-        targets[rank::world_size] => targets[rank * len(outputs) :][: len(outputs)]
-            Inputs and targets are cut differently. | {SHARE}
-        {LOSS}) => {LOSS}, reduction="sum")
+        targets[rank::world_size] => targets[rank * len(outputs) :][: len(outputs)] ::
+            Inputs and targets are cut differently.
+        {LOSS}) => {LOSS}, reduction="sum") ::
             The loss is a sum, and the mean was asked for. | Leave the reduction as it is.
-        {AVERAGE} => {AVERAGE}; [p.grad.mul_(world_size) for p in model.parameters()]
+        {AVERAGE} => {AVERAGE}; [p.grad.mul_(world_size) for p in model.parameters()] ::
             The gradients are sums over the ranks, not means. | average_gradients takes the mean.
-        {MADE} => torch.optim.AdamW(model.parameters())
+        {MADE} => torch.optim.AdamW(model.parameters()) ::
             The learning rate is AdamW's own default. | {OPTIMIZER}
-        {MADE} => torch.optim.AdamW(model.parameters(), learning_rate * world_size)
+        {MADE} => torch.optim.AdamW(model.parameters(), learning_rate * world_size) ::
             The learning rate is multiplied by the number of ranks, and the batch is the same as
-            that of one process. | {OPTIMIZER}
-        {MADE} => torch.optim.SGD(model.parameters(), learning_rate)
-            The optimizer is not AdamW. | {OPTIMIZER}
-        {STATE} if rank == 0 else {} => {STATE}
+            that of one process.
+        {MADE} => torch.optim.SGD(model.parameters(), learning_rate) :: The optimizer is not AdamW.
+        {STATE} if rank == 0 else {} => {STATE} ::
             Every rank returns the weights, and one copy is enough for a file. | {END}
-        {STATE} if rank == 0 => {PARAMETERS} if rank == 0
-            Parameters alone are no state: the buffers are missing.
-            | Take the tensors from model.state_dict().
-        """,
-        globals(),
-    ),
+        {STATE} if rank == 0 => {PARAMETERS} if rank == 0 :: Parameters alone are no state: the
+            buffers are missing. | Take the tensors from model.state_dict().
+    """,
+    module=globals(),
 )

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.instruments.ledger import Ledger
@@ -113,50 +112,42 @@ place = Spec(
         "The device is torch.device(f'cuda:{local_rank}') when num_gpus >= LOCAL_WORLD_SIZE, and "
         "torch.device('cpu') otherwise.",
     ),
-    mistakes=mistakes(
-        """
-        environ.get("RANK", 0) => 0
+    mistakes=r"""
+        environ.get("RANK", 0) => 0 ::
             The rank is 0 also where RANK says otherwise. | Look at the spelling of RANK.
-        environ.get("RANK", 0) => environ.get("LOCAL_RANK", 0)
+        environ.get("RANK", 0) => environ.get("LOCAL_RANK", 0) ::
             The rank is the number on this node. | {RANK}
-        environ.get("LOCAL_RANK", 0) => environ.get("RANK", 0)
-            The local rank is the number in the whole job. | {RANK}
-        {LOCAL} => int(environ.get("RANK", 0)) % int(environ.get("LOCAL_WORLD_SIZE", 1))
+        environ.get("LOCAL_RANK", 0) => environ.get("RANK", 0) ::
+            The local rank is the number in the whole job.
+        {LOCAL} => int(environ.get("RANK", 0)) % int(environ.get("LOCAL_WORLD_SIZE", 1)) ::
             The local rank is the rank modulo LOCAL_WORLD_SIZE, which is right only where all nodes
             start equally many processes. | Read LOCAL_RANK.
-        environ.get("WORLD_SIZE", 1) => environ.get("LOCAL_WORLD_SIZE", 1)
+        environ.get("WORLD_SIZE", 1) => environ.get("LOCAL_WORLD_SIZE", 1) ::
             The world size is the number of processes on this node. | Read WORLD_SIZE.
-        local_rank = int( => environ = os.environ\\n    local_rank = int(
-            The numbers are those of os.environ, not those of `environ`.
-            | Read every variable from the argument.
-        cuda:{local_rank} => cuda:{environ.get('RANK', 0)}
-            The GPU has the number of the rank in the whole job, and GPUs are counted on each node.
-            | {DEVICE}
-        cuda:{local_rank} => cuda:{int(environ.get('RANK', 0)) % max(num_gpus, 1)}
-            The GPU has the number rank modulo num_gpus, which need not be free. | {DEVICE}
-        cuda:{local_rank} => cuda
-            The device names no GPU, so all processes of the node would share one. | {DEVICE}
-        if num_gpus >= local_world_size => if num_gpus
-            The device is a GPU although the node has fewer GPUs than processes. | {DEVICE}
-        if num_gpus >= local_world_size => if local_rank < num_gpus
-            Some processes of one node are on GPUs and others on the CPU, and these cannot send to
-            each other. | {DEVICE}
-        if num_gpus >= local_world_size => if num_gpus >= int(environ.get("WORLD_SIZE", 1))
+        local_rank = int( => environ = os.environ\n    local_rank = int( :: The numbers are those of
+            os.environ, not those of `environ`. | Read every variable from the argument.
+        cuda:{local_rank} => cuda:{environ.get('RANK', 0)} :: The GPU has the number of the rank in
+            the whole job, and GPUs are counted on each node. | {DEVICE}
+        cuda:{local_rank} => cuda:{int(environ.get('RANK', 0)) % max(num_gpus, 1)} ::
+            The GPU has the number rank modulo num_gpus, which need not be free.
+        cuda:{local_rank} => cuda ::
+            The device names no GPU, so all processes of the node would share one.
+        if num_gpus >= local_world_size => if num_gpus ::
+            The device is a GPU although the node has fewer GPUs than processes.
+        if num_gpus >= local_world_size => if local_rank < num_gpus :: Some processes of one node
+            are on GPUs and others on the CPU, and these cannot send to each other.
+        if num_gpus >= local_world_size => if num_gpus >= int(environ.get("WORLD_SIZE", 1)) ::
             The device is the CPU although this node has a GPU for each of its own processes.
-            | {DEVICE}
-        if num_gpus >= local_world_size => if num_gpus > local_world_size * bool(environ)
-            The device is the CPU where num_gpus is just enough. | {DEVICE}
-        if num_gpus >= local_world_size => if False
-            The device is always the CPU. | {DEVICE}
-        if num_gpus >= local_world_size => if True
-            The device is a GPU on a node without GPUs. | {DEVICE}
-        """,
-        globals(),
-    ),
+        if num_gpus >= local_world_size => if num_gpus > local_world_size * bool(environ) ::
+            The device is the CPU where num_gpus is just enough.
+        if num_gpus >= local_world_size => if False :: The device is always the CPU.
+        if num_gpus >= local_world_size => if True :: The device is a GPU on a node without GPUs.
+    """,
     reasons={
         f"KeyError: '{name}'": ALONE
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     },
+    module=globals(),
 )
 
 # ---- 6.2 ------------------------------------------------------------------------------------
@@ -311,43 +302,32 @@ process_group = Spec(
         "The backend is 'nccl' if world.device.type == 'cuda' else 'gloo', and the timeout is a "
         "timedelta(seconds=timeout_s).",
     ),
-    mistakes=mistakes(
-        """
-        {BACKEND} => "gloo"
-            The backend is gloo also for a GPU, and gloo moves GPU data through the CPU.
-            | The backend is {BACKEND}.
-        {BACKEND} => "nccl"
-            The backend is NCCL also for a CPU, and NCCL joins only GPUs.
-        rank=world.rank => rank=world.local_rank
-            The process joins with its number on the node, and that is not unique in the job.
-            | {NAMED}
-        {LIMIT}, =>
-            No limit is passed on, so a lost partner is noticed only after torch's 10 or 30 minutes.
-            | Pass {LIMIT}.
-        {LIMIT} => timeout=timedelta(minutes=timeout_s)
-            The limit is counted in minutes. | Pass {LIMIT}.
-        {LIMIT} => timeout=timedelta(seconds=int(timeout_s))
-            A part of a second is cut off from the limit. | Pass {LIMIT}.
-        {FINALLY} => {FINALLY}\\n        return
+    mistakes=r"""
+        {BACKEND} => "gloo" :: The backend is gloo also for a GPU, and gloo moves GPU data through
+            the CPU. | The backend is {BACKEND}.
+        {BACKEND} => "nccl" :: The backend is NCCL also for a CPU, and NCCL joins only GPUs.
+        rank=world.rank => rank=world.local_rank :: The process joins with its number on the node,
+            and that is not unique in the job. | {NAMED}
+        {LIMIT}, => :: No limit is passed on, so a lost partner is noticed only after torch's 10 or
+            30 minutes. | Pass {LIMIT}.
+        {LIMIT} => timeout=timedelta(minutes=timeout_s) :: The limit is counted in minutes.
+        {LIMIT} => timeout=timedelta(seconds=int(timeout_s)) ::
+            A part of a second is cut off from the limit.
+        {FINALLY} => {FINALLY}\n        return ::
             {SWALLOWED} | Use try ... finally, with no except and no return.
-        {FINALLY} => except Exception:\\n        pass\\n    {FINALLY}
-            {SWALLOWED}
-        {WHOLE} => yield\\n    dist.destroy_process_group()
+        {FINALLY} => except Exception:\n        pass\n    {FINALLY} :: {SWALLOWED}
+        {WHOLE} => yield\n    dist.destroy_process_group() ::
             When the block raises, the process stays in the group. | {LEAVES}
-        {WHOLE} => yield
-            After the block the process is still in the group. | {LEAVES}
-        {WHOLE} => {EXCEPT}
-            When the block ends by an interrupt, which is no Exception, the process stays in
-            the group.
-            | {LEAVES}
-        {WHOLE} => dist.destroy_process_group()\\n    yield
-            The process has left the group before the block runs. | {LEAVES}
-        {FINALLY} => finally:\\n        dist.barrier()\\n        dist.destroy_process_group()
-            When the block raises, the process first waits for ranks that may never come.
-            | Leave the group without a barrier, or wait only where nothing was raised.
-        """,
-        globals(),
-    ),
+        {WHOLE} => yield :: After the block the process is still in the group.
+        {WHOLE} => {EXCEPT} :: When the block ends by an interrupt, which is no Exception, the
+            process stays in the group.
+        {WHOLE} => dist.destroy_process_group()\n    yield ::
+            The process has left the group before the block runs.
+        {FINALLY} => finally:\n        dist.barrier()\n        dist.destroy_process_group() ::
+            When the block raises, the process first waits for ranks that may never come. | Leave
+            the group without a barrier, or wait only where nothing was raised.
+    """,
+    module=globals(),
 )
 
 # ---- 6.7 ------------------------------------------------------------------------------------
@@ -444,37 +424,34 @@ rendezvous_arguments = Spec(
         "20000 + job_id % 10000 stays below 65536 however large the job id is. The last argument "
         "is --rdzv-conf=is_host=1 on the head node and is_host=0 on the others.",
     ),
-    mistakes=mistakes(
-        """
-        node={processes_per_node} => node={num_nodes * processes_per_node}
+    mistakes="""
+        node={processes_per_node} => node={num_nodes * processes_per_node} ::
             --nproc-per-node is the number of all processes, and an agent starts those of its own
             node only. | --nproc-per-node=<processes_per_node>
-        f"--nnodes={num_nodes}", =>
+        f"--nnodes={num_nodes}", => ::
             Without --nnodes torchrun starts a job of one node on every node. | --nnodes=<num_nodes>
-        --nnodes={num_nodes} => --nnodes=1:{num_nodes}
-            The job may start with fewer nodes than it was given. | --nnodes=<num_nodes>
-        --rdzv-id={job_id} => --rdzv-id={job_id + is_head}
-            Head and other nodes have different ids, so they wait for each other until the limit.
-            | --rdzv-id=<job_id>, which all nodes know.
-        --rdzv-backend=c10d => --rdzv-backend=static
+        --nnodes={num_nodes} => --nnodes=1:{num_nodes} ::
+            The job may start with fewer nodes than it was given.
+        --rdzv-id={job_id} => --rdzv-id={job_id + is_head} ::
+            Head and other nodes have different ids, so they wait for each other until the limit. |
+            --rdzv-id=<job_id>, which all nodes know.
+        --rdzv-backend=c10d => --rdzv-backend=static ::
             The backend is not c10d. | --rdzv-backend=c10d
-        endpoint={head_node}: => endpoint=localhost:
+        endpoint={head_node}: => endpoint=localhost: ::
             `localhost` is a different machine on every node. | --rdzv-endpoint=<head_node>:<port>
-        {20000 + job_id % 10000} => 29500
+        {20000 + job_id % 10000} => 29500 ::
             All jobs use one port, so two jobs on one node would collide. | {PORT}
-        20000 + job_id % 10000 => 20000 + job_id
-            The port grows with the job id, and ports end at 65535. | {PORT}
-        20000 + job_id % 10000 => 20000 + job_id % 20000
-            The port can be above 32767, where Linux takes ports for outgoing connections. | {PORT}
-        20000 + job_id % 10000 => job_id % 10000
-            The port may be below 1024, and such ports are not for users. | {PORT}
-        is_host={int(is_head)} => is_host=1
-            Every node believes that it is the host. | {HEAD}
-        is_host={int(is_head)} => is_host={int(not is_head)}
-            Head and other nodes have changed places. | {HEAD}
-        f"--rdzv-conf=is_host={int(is_head)}", =>
-            --rdzv-conf does not say which node is the host. | {HEAD}
-        """,
-        globals(),
-    ),
+        20000 + job_id % 10000 => 20000 + job_id ::
+            The port grows with the job id, and ports end at 65535.
+        20000 + job_id % 10000 => 20000 + job_id % 20000 ::
+            The port can be above 32767, where Linux takes ports for outgoing connections.
+        20000 + job_id % 10000 => job_id % 10000 ::
+            The port may be below 1024, and such ports are not for users.
+        is_host={int(is_head)} => is_host=1 :: Every node believes that it is the host. | {HEAD}
+        is_host={int(is_head)} => is_host={int(not is_head)} ::
+            Head and other nodes have changed places.
+        f"--rdzv-conf=is_host={int(is_head)}", => ::
+            --rdzv-conf does not say which node is the host.
+    """,
+    module=globals(),
 )

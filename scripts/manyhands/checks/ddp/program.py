@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.data.corpus import ShardedSampler
 from manyhands.ddp import program as whole
@@ -239,45 +238,39 @@ train = Spec(
         "world.world_size) and its like; the model is wrapped by torch_ddp; mean_loss returns "
         "mean_over_ranks(*total_loss(...)); save_once takes the place of torch.save.",
     ),
-    mistakes=mistakes(
-        """
-        batch = config.batch // world.world_size => batch = config.batch
-            Each rank takes a whole config.batch, so the global batch has grown with the ranks.
-            | {DIVIDE}
-        {SHARDED} => ShardedSampler(len(data.train), 0, 1, config.seed)
+    mistakes="""
+        batch = config.batch // world.world_size => batch = config.batch :: Each rank takes a whole
+            config.batch, so the global batch has grown with the ranks. | {DIVIDE}
+        {SHARDED} => ShardedSampler(len(data.train), 0, 1, config.seed) ::
             All ranks read the same sequences, so the others add nothing. | {DEAL}
         {SHARDED} => ShardedSampler(len(data.train), world.rank, world.world_size, world.data_seed)
-            The ranks shuffle differently, so some sequences are read twice and others never.
-            | {DEAL}
-        {SHARDED} => ShardedSampler(len(data.train), world.rank, world.world_size)
-            The order does not follow from config.seed. | {DEAL}
-        sampler.set_epoch(epoch) => pass
+            :: The ranks shuffle differently, so some sequences are read twice and others never.
+        {SHARDED} => ShardedSampler(len(data.train), world.rank, world.world_size) ::
+            The order does not follow from config.seed.
+        sampler.set_epoch(epoch) => pass ::
             Every epoch has the same order. | Call sampler.set_epoch(epoch) before each epoch.
-        torch_ddp(model) => model
+        torch_ddp(model) => model ::
             The model is not wrapped, so nobody averages the gradients. | model = torch_ddp(model)
         lr=config.learning_rate => lr=config.learning_rate * world.world_size
-        set_learning_rate(optimizer, learning_rate_at(run.step, config)) => pass
-            The learning rate is multiplied by the number of ranks, but the batch has not grown.
-            | Leave the learning rate as it was.
-        {MEAN} => {TOTAL}; return (total / count).item()
+        set_learning_rate(optimizer, learning_rate_at(run.step, config)) => pass ::
+            The learning rate is multiplied by the number of ranks, but the batch has not grown. |
+            Leave the learning rate as it was.
+        {MEAN} => {TOTAL}; return (total / count).item() ::
             The loss is this rank's own, not that of all ranks. | {SUM}
-        {MEAN} => {TOTAL}; return mean_over_ranks(total / count, 1)
+        {MEAN} => {TOTAL}; return mean_over_ranks(total / count, 1) ::
             This is a mean of the ranks' means, which weighs ranks with few sequences too much.
-            | {SUM}
-        sampler=valid_share => sampler=None
+        sampler=valid_share => sampler=None ::
             Each rank evaluates all of data.valid: the number is right, and the time is not shared.
             | sampler=range(world.rank, len(data.valid), world.world_size)
-        sampler=test_share => sampler=None
-            Each rank evaluates all of data.test: the number is right, and the time is not shared.
-            | sampler=range(world.rank, len(data.test), world.world_size)
-        torch.manual_seed(world.data_seed) => torch.manual_seed(config.seed)
-            All ranks draw the same random numbers in training, such as the same dropout.
-            | torch.manual_seed(world.data_seed)
-        {SAVE} => {BARE}
-            Every rank writes model.pt. | {SAVE}
-        {SAVE} => torch.save(model.state_dict(), run.folder / "model.pt")
-            Every rank writes model.pt, and its names begin with 'module.'. | {SAVE}
-        """,
-        globals(),
-    ),
+        sampler=test_share => sampler=None ::
+            Each rank evaluates all of data.test: the number is right, and the time is not shared. |
+            sampler=range(world.rank, len(data.test), world.world_size)
+        torch.manual_seed(world.data_seed) => torch.manual_seed(config.seed) ::
+            All ranks draw the same random numbers in training, such as the same dropout. |
+            torch.manual_seed(world.data_seed)
+        {SAVE} => {BARE} :: Every rank writes model.pt. | {SAVE}
+        {SAVE} => torch.save(model.state_dict(), run.folder / "model.pt") ::
+            Every rank writes model.pt, and its names begin with 'module.'.
+    """,
+    module=globals(),
 )

@@ -3,7 +3,6 @@
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, kind
 from manyhands.data import corpus
@@ -144,56 +143,43 @@ sampler = Spec(
         "The part is a slice with a step: order[self.rank :: self.world_size]. `__iter__` returns "
         "an iterator over its .tolist(), and `__len__` counts the numbers without reading them.",
     ),
-    mistakes=mistakes(
-        """
+    mistakes="""
         {PART} => order
-        {LEN} => self.num_samples
-            Every rank reads all samples: they are not divided.
-            | Keep only every world_size-th number.
-        {DRAW} => torch.randint(self.num_samples, (self.num_samples,), generator=generator)
+        {LEN} => self.num_samples :: Every rank reads all samples: they are not divided. | Keep only
+            every world_size-th number.
+        {DRAW} => torch.randint(self.num_samples, (self.num_samples,), generator=generator) ::
             The numbers are drawn with repetition: one rank reads a sample twice, and others are
             never read. | torch.randperm gives every number once.
         {PART} => {PART}[: {EACH}]
-        {LEN} => {EACH}
-            The rest of the division is dropped, so some samples are never read.
-            | A slice with a step keeps the rest.
-        {PART} => torch.cat([order, order[: -len(order) % {N}]])[self.rank :: {N}]
-        {LEN} => -(-self.num_samples // self.world_size)
-            All ranks read equally many samples, and some samples are read twice to make that so.
-            | Do not pad: the ranks' counts may differ by one.
-        {SEED} => {SEED} + self.rank
-            The ranks' shares overlap, and the rest is read by none: they are not parts of one and
-            the same order. | Shuffle with seed + epoch on every rank.
-        {DRAW} => torch.arange(self.num_samples)
+        {LEN} => {EACH} :: The rest of the division is dropped, so some samples are never read. | A
+            slice with a step keeps the rest.
+        {PART} => torch.cat([order, order[: -len(order) % {N}]])[self.rank::{N}]
+        {LEN} => -(-self.num_samples // self.world_size) ::
+            All ranks read equally many samples, and some samples are read twice to make that so. |
+            Do not pad: the ranks' counts may differ by one.
+        {SEED} => {SEED} + self.rank :: The ranks' shares overlap, and the rest is read by none:
+            they are not parts of one and the same order. | Shuffle with seed + epoch on every rank.
+        {DRAW} => torch.arange(self.num_samples) ::
             The samples are not shuffled. | torch.randperm shuffles.
-        {SEED} => self.seed
-            The order does not depend on the epoch.
-            | Seed the generator with self.seed + self.epoch.
-        {SEED} => self.epoch
-            The order does not depend on self.seed.
-        {SEED} => self.seed * self.epoch
+        {SEED} => self.seed :: The order does not depend on the epoch. | Seed the generator with
+            self.seed + self.epoch.
+        {SEED} => self.epoch :: The order does not depend on self.seed.
+        {SEED} => self.seed * self.epoch ::
             In epoch 0 the order does not depend on self.seed, and with seed 0 not on the epoch.
-        {SEED} => self.seed * (self.epoch + 1)
-            With seed 0 all epochs have one order.
+        {SEED} => self.seed * (self.epoch + 1) :: With seed 0 all epochs have one order.
         {DRAW} => {MINE}[torch.randperm(len(self), generator=generator)]
-        {PART} => order
-            The samples are divided first and shuffled afterwards, so a rank reads the same ones in
-            every epoch. | Shuffle all of them, then divide.
+        {PART} => order :: The samples are divided first and shuffled afterwards, so a rank reads
+            the same ones in every epoch. | Shuffle all of them, then divide.
         {PART} => order[self.rank * len(order) // {N} : (self.rank + 1) * len(order) // {N}]
-        {LEN} => len(list(iter(self)))
-            Each rank reads one solid piece of the order. | {DEAL}
-        {LEN} => {EACH}
-            len() is not what every rank reads where the ranks do not divide the samples.
-            | Count the numbers rank, rank + world_size, ... below num_samples.
-        """,
-        globals(),
-    ),
-    reasons={
-        "returned non-iterator": (
-            "__iter__ has to return an iterator.",
-            "Return iter(...), or write yield in __iter__.",
-        ),
-    },
+        {LEN} => len(list(iter(self))) :: Each rank reads one solid piece of the order. | {DEAL}
+        {LEN} => {EACH} :: len() is not what every rank reads where the ranks do not divide the
+            samples. | Count the numbers rank, rank + world_size, ... below num_samples.
+    """,
+    reasons="""
+        returned non-iterator ::
+            __iter__ has to return an iterator. | Return iter(...), or write yield in __iter__.
+    """,
+    module=globals(),
 )
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind
 from manyhands.instruments.ledger import Ledger
@@ -328,38 +327,28 @@ save_once = Spec(
         "A DDP model keeps yours in `.module`: save unwrapped(model).state_dict(). "
         "Without a process group there is nobody to wait for: ask dist.is_initialized().",
     ),
-    mistakes=mistakes(
-        """
-        {CONDITION} => if True:
-            Every rank writes the same file, and two writers at once can leave a broken one.
-            | {ONCE}
-        {CONDITION} => if int(os.environ["LOCAL_RANK"]) == 0:
-            The first rank of each node writes, so two ranks write the same file. | {ONCE}
-        {BARRIER} => pass
-            {ALONE} | {WAIT}
-        {BARRIER} => time.sleep(0.1)
-            {ALONE}
-        {BARRIER} => if dist.is_initialized() and dist.get_rank(group) == 0: dist.barrier(group)
-            ! Only rank 0 comes to the barrier. | {WAIT}
-        {MODULE} => model.state_dict()
-            The names of a wrapped model begin with 'module.', so that a program without DDP cannot
-            load them. | {STATE}
-        {MODULE} => unwrapped(model)
-            A whole model is pickled, which torch.load reads only with weights_only=False. | {STATE}
-        {MODULE} => {n: v for n, v in unwrapped(model).named_parameters()}
-            The buffers are missing from the file. | {STATE}
-        {REPLACE} => path.write_bytes(partial.read_bytes()); os.remove(partial)
-            {HALF} | {SWAP}
+    mistakes="""
+        {CONDITION} => if True: :: Every rank writes the same file, and two writers at once can
+            leave a broken one. | {ONCE}
+        {CONDITION} => if int(os.environ["LOCAL_RANK"]) == 0: ::
+            The first rank of each node writes, so two ranks write the same file.
+        {BARRIER} => pass :: {ALONE} | {WAIT}
+        {BARRIER} => time.sleep(0.1) :: {ALONE}
+        {BARRIER} => if dist.is_initialized() and dist.get_rank(group) == 0: dist.barrier(group) ::
+            ! Only rank 0 comes to the barrier.
+        {MODULE} => model.state_dict() :: The names of a wrapped model begin with 'module.', so that
+            a program without DDP cannot load them. | {STATE}
+        {MODULE} => unwrapped(model) ::
+            A whole model is pickled, which torch.load reads only with weights_only=False.
+        {MODULE} => {n: v for n, v in unwrapped(model).named_parameters()} ::
+            The buffers are missing from the file.
+        {REPLACE} => path.write_bytes(partial.read_bytes()); os.remove(partial) :: {HALF} | {SWAP}
         {SECOND} => partial = path
-        {REPLACE} => pass
-            {HALF}
-        {REPLACE} => path.unlink(missing_ok=True); partial.rename(path)
-            The older file is removed before the new one has its name. | {SWAP}
-        {PRINT} => pass
-            Nothing is printed. | {LINE}
-        {PRINT} => print("ok")
-            The line says neither the path nor the size in bytes. | {LINE}
-        """,
-        globals(),
-    ),
+        {REPLACE} => pass :: {HALF}
+        {REPLACE} => path.unlink(missing_ok=True); partial.rename(path) ::
+            The older file is removed before the new one has its name.
+        {PRINT} => pass :: Nothing is printed. | {LINE}
+        {PRINT} => print("ok") :: The line says neither the path nor the size in bytes.
+    """,
+    module=globals(),
 )

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, mistakes, patch
+from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import malformed
 from manyhands.ddp import wrapping
 from manyhands.instruments.ledger import Ledger, calls
@@ -98,44 +99,36 @@ accumulate = Spec(
         "`with nullcontext() if is_last else model.no_sync():` chooses between a context that does "
         "nothing and one without messages; nullcontext is in contextlib.",
     ),
-    mistakes=mistakes(
-        """
-        {WITH} => with nullcontext():
-            The gradients are sent with every micro-batch. | {INSIDE}
+    mistakes=r"""
+        {WITH} => with nullcontext(): :: The gradients are sent with every micro-batch. | {INSIDE}
         {WITH} => if True:
         {FORWARD} => {LATE}
-        loss.backward() =>     loss.backward()
-            Backward is inside no_sync, but the forward is not, and DDP decides in the forward
-            whether to send. | {INSIDE}
-        {WITH} => with model.no_sync():
+        loss.backward() =>     loss.backward() :: Backward is inside no_sync, but the forward is
+            not, and DDP decides in the forward whether to send.
+        {WITH} => with model.no_sync(): ::
             Nothing is ever sent, so each rank keeps its own gradients. | The last one is outside.
-        is_last = number == len(micro_batches) => is_last = number == 1
+        is_last = number == len(micro_batches) => is_last = number == 1 ::
             The first micro-batch is sent and not the last, so what the later ones add stays on its
             rank. | Send with the last one: by then all have been added.
         {MEAN_LOSS} => loss_fn(model(inputs), targets)
-        return total => return total / len(micro_batches)
-            The gradients are those of the sum of the micro-batches' losses, not of their mean.
-            | {DIVIDED}
+        return total => return total / len(micro_batches) :: The gradients are those of the sum of
+            the micro-batches' losses, not of their mean. | {DIVIDED}
         {MEAN_LOSS} => loss_fn(model(inputs), targets) / len(micro_batches) / dist.get_world_size()
-        return total => return total * dist.get_world_size()
+        return total => return total * dist.get_world_size() ::
             The gradients are divided by the number of ranks, and DDP has done so already.
-            | {DIVIDED}
-        {WITH} => model.zero_grad()\\n        {WITH}
-            The gradients are cleared before each micro-batch, so only the last one counts.
-            | Clear nothing here: the caller does that after its step.
-        for number, => model.zero_grad()\\n    for number,
+        {WITH} => model.zero_grad()\n        {WITH} ::
+            The gradients are cleared before each micro-batch, so only the last one counts. | Clear
+            nothing here: the caller does that after its step.
+        for number, => model.zero_grad()\n    for number, ::
             The gradients that were there are cleared. | Clear nothing here.
-        total += loss.item() => total = loss.item() * len(micro_batches)
+        total += loss.item() => total = loss.item() * len(micro_batches) ::
             The loss is that of the last micro-batch only. | Add up the divided losses.
-        total += loss.item() => total += loss.item() * len(micro_batches)
+        total += loss.item() => total += loss.item() * len(micro_batches) ::
             The loss is the sum of the micro-batches' losses, not their mean.
-            | Add up the divided losses.
-        model(inputs) => model.module(inputs)
-            The model inside the wrapper is called, so DDP does not know of the forward.
-            | Call `model` itself.
-        """,
-        globals(),
-    ),
+        model(inputs) => model.module(inputs) :: The model inside the wrapper is called, so DDP does
+            not know of the forward. | Call `model` itself.
+    """,
+    module=globals(),
 )
 
 # ---- 6.5 ------------------------------------------------------------------------------------
@@ -274,17 +267,17 @@ mean_over_ranks = Spec(
         ),
         *mistakes(
             """
-            {MEAN} => float(int(both[0]) / both[1])
-                The sum is cut to a whole number. | Keep it a float.
-            {DOUBLE} => {FLOAT}
-                The sums are added up in float32, which holds 7 digits. | {BOTH}
-            {DOUBLE} => torch.stack([total, torch.full_like(total, count)])
-            {MEAN} => (both[0].double() / both[1].double()).item()
-                The sums are added up in the type of `total`, which may hold few digits. | {BOTH}
-            {DOUBLE} => [total, torch.tensor(float(count))]
-            {REDUCE} => [dist.all_reduce(part, group=group) for part in both]
-                `total` itself is overwritten, so a second call would add up sums.
-                | all_reduce works in place: give it a tensor of your own.
+                {MEAN} => float(int(both[0]) / both[1]) ::
+                    The sum is cut to a whole number. | Keep it a float.
+                {DOUBLE} => {FLOAT} ::
+                    The sums are added up in float32, which holds 7 digits. | {BOTH}
+                {DOUBLE} => torch.stack([total, torch.full_like(total, count)])
+                {MEAN} => (both[0].double() / both[1].double()).item() ::
+                    The sums are added up in the type of `total`, which may hold few digits.
+                {DOUBLE} => [total, torch.tensor(float(count))]
+                {REDUCE} => [dist.all_reduce(part, group=group) for part in both] ::
+                    `total` itself is overwritten, so a second call would add up sums. | all_reduce
+                    works in place: give it a tensor of your own.
             """,
             globals(),
         ),

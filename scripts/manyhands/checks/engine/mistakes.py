@@ -1,11 +1,8 @@
 """Mistakes: changes of the course's own functions, each with a sentence and a hint.
 
-    min(p - 1 - rank, m) => min(p - rank, m)
-        Each rank begins with one forward too many. | p - 1 - rank ranks are behind this one.
-
 A mistake is written once: as text that is replaced in the source of the truth, as a function around
-the truth, or, where neither can say it, as another function. `generic` has the slips that can be
-made in any function, such as a group that is not passed on.
+the truth, or, where neither can say it, as another function; most stand in a table (tables.py).
+`generic` has the slips that can be made in any function, such as a group that is not passed on.
 """
 
 import ast
@@ -16,7 +13,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,38 +113,6 @@ def build(truth: object, sources: Sequence[str]) -> object:
         exec(compile(source, f"<{part.__name__}>", "exec"), space)
     made = [space[part.__name__] for part in parts]
     return Pair(*made) if isinstance(truth, Pair) else made[0]
-
-
-# ---- many mistakes as text ------------------------------------------------------------------
-
-
-def mistakes(table: str, names: Mapping[str, object]) -> list[Mistake]:
-    r"""Mistakes from a table: lines `old => new`, then, indented, `sentence | hint`.
-
-    {NAME} stands for a text of `names`, \n in a patch for a new line. Without a hint the last one
-    holds. `! sentence` marks a mistake that `ends`.
-    """
-    found: list[Mistake] = []
-    texts: list[str] = []
-    words: list[str] = []
-    for line in [*textwrap.dedent(table).strip().splitlines(), "end"]:
-        if line.startswith("    "):
-            words.append(line.strip())
-            continue
-        if words:
-            why, bar, hint = _filled(" ".join(words), names).partition(" | ")
-            if not bar and found:
-                hint = found[-1].hint
-            ends = why.startswith("! ")
-            found.append(Mistake(patch(*texts), why.removeprefix("! "), hint, ends=ends))
-            texts, words = [], []
-        old, _, new = _filled(line, names).replace("\\n", "\n").partition(" =>")
-        texts += [old, new.removeprefix(" ")]
-    return found
-
-
-def _filled(text: str, names: Mapping[str, object]) -> str:
-    return re.sub(r"\{([A-Z][A-Z_0-9]*)\}", lambda at: str(names[at[1]]), text)
 
 
 # ---- slips that any function can have -------------------------------------------------------

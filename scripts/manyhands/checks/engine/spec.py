@@ -7,11 +7,12 @@ step      one case in one layout
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from manyhands.checks.engine import tables
 from manyhands.checks.engine.answer import parts_of
 from manyhands.checks.engine.mistakes import Mistake
 from manyhands.checks.engine.values import first_difference, same, show
@@ -56,7 +57,8 @@ class Spec:
             data. In a dict, a part that is True or False is a statement, such as "x is unchanged";
             the part "besides" is not judged, and helps to tell mistakes apart. May raise Wrong.
         mistakes: those that readers make; slips that any function can have come by themselves, and
-            so do two mistakes at once, but not where there are layouts.
+            so do two mistakes at once, but not where there are layouts. A table (see tables.py), or
+            a list.
         hints: from a nudge to nearly the answer.
         layouts: the first has all ranks in one group, which is not given as `group`.
         form: brings what `observe` gives to plain data, or raises Malformed.
@@ -67,7 +69,7 @@ class Spec:
         facts: (found, wanted, case) -> a sentence that is true of this wrong value by looking at
             it, or "". It states no cause.
         advice: what to try: for a part, by its name; under "" for all others.
-        reasons: words of an error -> sentence, and what to try.
+        reasons: words of an error -> sentence, and what to try; a table, or a dict.
         waits: a call in the line where a rank waits for ever -> sentence, and what to try.
         refusal: what to say where an error is asked for and nothing is raised.
         independent: is each part of a dict an answer by itself, as a mean and a variance are? Then
@@ -81,12 +83,13 @@ class Spec:
         max_messages: of one rank in one call, beyond which it is ended.
         mistake_s: how long one call of a mistake may take; one that takes longer hangs.
         at_once: mistakes that a verdict tries together; few where each takes long.
+        module: globals(), of which {NAME} in a table stands for a text.
     """
 
     todo: str
     truth: object
     cases: Callable
-    mistakes: list[Mistake]
+    mistakes: str | list[Mistake]
     hints: tuple[str, ...]
     observe: Callable = lambda answer, case: answer(*case)
     layouts: tuple[Layout, ...] = ()
@@ -96,7 +99,7 @@ class Spec:
     say: Callable = first_difference
     facts: Callable = lambda found, wanted, case: ""
     advice: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, tuple[str, str]] = field(default_factory=dict)
+    reasons: str | dict[str, tuple[str, str]] = field(default_factory=dict)
     waits: dict[str, tuple[str, str]] = field(default_factory=dict)
     refusal: tuple[str, str] = ("The docstring asks for an error here.", "")
     independent: bool = False
@@ -107,6 +110,13 @@ class Spec:
     max_messages: int = 200
     mistake_s: float = 1.0
     at_once: int = 100
+    module: InitVar[dict[str, object] | None] = None
+
+    def __post_init__(self, module: dict[str, object] | None) -> None:
+        if isinstance(self.mistakes, str):
+            self.mistakes = tables.mistakes(self.mistakes, module or {})
+        if isinstance(self.reasons, str):
+            self.reasons = tables.reasons(self.reasons, module or {})
 
     @property
     def names(self) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
 from manyhands.checks.first_job.directives import file_name, minutes_of, read_directives
@@ -388,33 +387,22 @@ mended_job = Spec(
         "port=$((20000 + SLURM_JOB_ID % 10000)) a port of the job's own; then "
         "srun torchrun ... --rdzv-endpoint=$head:$port train.py",
     ),
-    mistakes=mistakes(
-        r"""
-        --ntasks-per-node=1 => --ntasks-per-node=4
+    mistakes=r"""
+        --ntasks-per-node=1 => --ntasks-per-node=4 ::
             Each task is a torchrun, and each torchrun starts the processes of a node.
-        --gpus-per-node=4 => --gpus-per-node=1
-            The number counts the GPUs of one node.
-        --mem=64G => --mem=64
-            A number without a letter is megabytes.
-        --time=01:30:00 => --time=01:30
-            Slurm reads two numbers as minutes and seconds.
-        --output=%x-%j.out => --output=logs/%x-%j.out
+        --gpus-per-node=4 => --gpus-per-node=1 :: The number counts the GPUs of one node.
+        --mem=64G => --mem=64 :: A number without a letter is megabytes.
+        --time=01:30:00 => --time=01:30 :: Slurm reads two numbers as minutes and seconds.
+        --output=%x-%j.out => --output=logs/%x-%j.out ::
             Slurm makes no folders, and without the folder there is no job and no message.
-        #SBATCH --error=%x-%j.err\n => \n
-            Errors go where everything else goes.
-        srun torchrun => torchrun
-            Nothing starts torchrun on the second node.
-        srun torchrun => srun --nodes=1 --ntasks=1 torchrun
-            srun is told to use one node.
-        endpoint=$head:$port => endpoint=g07:$port
+        #SBATCH --error=%x-%j.err\n => \n :: Errors go where everything else goes.
+        srun torchrun => torchrun :: Nothing starts torchrun on the second node.
+        srun torchrun => srun --nodes=1 --ntasks=1 torchrun :: srun is told to use one node.
+        endpoint=$head:$port => endpoint=g07:$port ::
             Slurm chooses the nodes, so no name of a node can stand in a job file.
-        endpoint=$head:$port => endpoint=$head:29500
-            The port is the same for every job.
-        --nproc-per-node=4 => --nproc-per-node=8
-            The number counts the processes on one node.
-        --nnodes=2 => --nnodes=1
-            Each node would train alone.
-        """,
-        {},
-    ),
+        endpoint=$head:$port => endpoint=$head:29500 :: The port is the same for every job.
+        --nproc-per-node=4 => --nproc-per-node=8 :: The number counts the processes on one node.
+        --nnodes=2 => --nnodes=1 :: Each node would train alone.
+    """,
+    module=globals(),
 )

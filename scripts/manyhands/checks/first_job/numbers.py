@@ -5,7 +5,6 @@ import random
 from statistics import fmean
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show
 from manyhands.first_job import planning, power_law
@@ -86,6 +85,9 @@ def of_groups(choose: object) -> object:
     return fit
 
 
+of_group_means = of_groups(fmean)
+
+
 LOGS = "(torch.tensor(values, dtype=torch.float64).log() for values in (sizes, errors))"
 A_OF = "math.exp(y.mean() - slope * x.mean())"
 PLAIN = "torch.tensor(sizes, dtype=torch.float64)"
@@ -104,51 +106,41 @@ fit_power_law = Spec(
     tell=lambda case: f"fit_power_law({show(case.sizes, 4)}, {show(case.errors, 4)})",
     say=lambda found, wanted: f"gives {two(found)}, not {two(wanted)}",
     advice={"": LINE},
-    reasons={
-        "must be Tensor": ("torch.log takes a tensor, not a list.", "torch.tensor(sizes).log()"),
-        "must be real number": ("math.log takes one number.", "[math.log(s) for s in sizes]"),
-        "math domain error": ("math.log was called with a number that is not above 0.", LINE),
-    },
+    reasons="""
+        must be Tensor :: torch.log takes a tensor, not a list. | torch.tensor(sizes).log()
+        must be real number :: math.log takes one number. | [math.log(s) for s in sizes]
+        math domain error :: math.log was called with a number that is not above 0. | {LINE}
+    """,
     hints=(
         "Take the logarithm of all sizes and of all errors. Then a straight line has to be fitted.",
         "The least squares line is y = intercept + slope * x with slope = sum((x - mean x) * "
         "(y - mean y)) / sum((x - mean x)**2) and intercept = mean y - slope * mean x.",
         "log(error) = log(a) - b log(size), so b = -slope and a = exp(intercept).",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            -slope.item() => slope.item()
-                b has the wrong sign: a curve that falls has a positive b. | {LINE}
-            {A_OF} => (y.mean() - slope * x.mean()).item()
-                a is the intercept, which is the logarithm of a.
-            {A_OF}, -slope.item() => -slope.item(), {A_OF}
-                a and b have changed places.
-            {A_OF}, -slope.item() => slope.item(), (y.mean() - slope * x.mean()).item()
-                These are slope and intercept of the line, not a and b.
-            {A_OF} => 2 ** ((y.mean() - slope * x.mean()) / math.log(2) ** 2)
-                The logarithm to base 2 was undone with exp. | Use the same base for both.
-            {A_OF} => math.exp((y.mean() - slope * x.mean()) / math.log(10))
-                The logarithm to base 10 was undone with exp. | Use the same base for both.
-            {LOGS} => ({PLAIN}, {PLAIN_Y}.log())
-                The sizes were taken without a logarithm. | {BOTH_LOGS}
-            {LOGS} => ({PLAIN}, {PLAIN_Y})
-                No logarithm was taken. | {BOTH_LOGS}
-            {SLOPE} => slope = (x * y).sum() / (x * x).sum()
-            {A_OF} => 1.0
-                The line goes through the origin, and that leaves no room for a. | {LINE}
-            {SLOPE} => slope = (y[-1] - y[0]) / (x[-1] - x[0])
-            {A_OF} => math.exp(y[0] - slope * x[0])
-                This is the line through the first and the last point.
-                | Use all points: least squares.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(of_groups(lambda errors: errors[-1])), "Of each size the last counts.", EVERY
-        ),
-        Mistake(instead(of_groups(fmean)), "The errors of a size were averaged first.", EVERY),
-    ],
+    mistakes="""
+        -slope.item() => slope.item() ::
+            b has the wrong sign: a curve that falls has a positive b. | {LINE}
+        {A_OF} => (y.mean() - slope * x.mean()).item() ::
+            a is the intercept, which is the logarithm of a.
+        {A_OF}, -slope.item() => -slope.item(), {A_OF} :: a and b have changed places.
+        {A_OF}, -slope.item() => slope.item(), (y.mean() - slope * x.mean()).item() ::
+            These are slope and intercept of the line, not a and b.
+        {A_OF} => 2 ** ((y.mean() - slope * x.mean()) / math.log(2) ** 2) ::
+            The logarithm to base 2 was undone with exp. | Use the same base for both.
+        {A_OF} => math.exp((y.mean() - slope * x.mean()) / math.log(10)) ::
+            The logarithm to base 10 was undone with exp.
+        {LOGS} => ({PLAIN}, {PLAIN_Y}.log()) ::
+            The sizes were taken without a logarithm. | {BOTH_LOGS}
+        {LOGS} => ({PLAIN}, {PLAIN_Y}) :: No logarithm was taken.
+        {SLOPE} => slope = (x * y).sum() / (x * x).sum()
+        {A_OF} => 1.0 :: The line goes through the origin, and that leaves no room for a. | {LINE}
+        {SLOPE} => slope = (y[-1] - y[0]) / (x[-1] - x[0])
+        {A_OF} => math.exp(y[0] - slope * x[0]) ::
+            This is the line through the first and the last point. | Use all points: least squares.
+        instead of_groups(lambda errors: errors[-1]) :: Of each size the last counts. | {EVERY}
+        instead of_group_means :: The errors of a size were averaged first.
+    """,
+    module=globals(),
 )
 
 
@@ -222,40 +214,34 @@ device_hours = Spec(
         "A device without a rank worked for 0 hours: add up the means of the ranks, and do not "
         "divide by their number.",
     ),
-    mistakes=mistakes(
-        """
-        {CHARGED} => return len(busy) * hours,
+    mistakes="""
+        {CHARGED} => return len(busy) * hours, ::
             Only devices with a rank are charged here. | {GRANTED}
-        {CHARGED} => return num_granted * seconds,
+        {CHARGED} => return num_granted * seconds, ::
             Charged is in device-seconds. | Divide the seconds by 3600.
-        {CHARGED} => return num_granted * (seconds // 3600),
-            Only whole hours are charged.
-        {CHARGED} => return hours,
-            This is the time; each granted device is charged for it.
-        {CHARGED} {USED} => return {USED}, num_granted * hours
+        {CHARGED} => return num_granted * (seconds // 3600), :: Only whole hours are charged.
+        {CHARGED} => return hours, :: This is the time; each granted device is charged for it.
+        {CHARGED} {USED} => return {USED}, num_granted * hours ::
             The two numbers have changed places. | Return charged, used.
-        {USED} => sum(means) / max(1, len(means)) * num_granted * hours
-            The mean of the ranks is taken for every granted device.
-            | A device without a rank is idle.
-        {USED} => sum(means) / max(1, len(means)) * hours
+        {USED} => sum(means) / max(1, len(means)) * num_granted * hours :: The mean of the ranks is
+            taken for every granted device. | A device without a rank is idle.
+        {USED} => sum(means) / max(1, len(means)) * hours ::
             This is what one device used, the mean of the ranks. | {OWN_MEAN}
-        {USED} => sum({FLAT}) / max(1, len({FLAT})) * len(busy) * hours
-            All samples are in one heap, where a rank with more of them counts more. | {OWN_MEAN}
-        {MEANS} => [sum(samples) / len(samples) if samples else 1.0 for samples in busy]
+        {USED} => sum({FLAT}) / max(1, len({FLAT})) * len(busy) * hours ::
+            All samples are in one heap, where a rank with more of them counts more.
+        {MEANS} => [sum(samples) / len(samples) if samples else 1.0 for samples in busy] ::
             A rank without samples counts as busy all the time. | {IDLE}
-        {MEANS} => [max(samples, default=0.0) for samples in busy]
+        {MEANS} => [max(samples, default=0.0) for samples in busy] ::
             The largest sample of each rank counts, and not the mean. | {OWN_MEAN}
-        {USED} => num_granted * hours - {USED}
-            The second number is what was idle. | {OWN_MEAN}
-        {USED} => {USED} * 3600
+        {USED} => num_granted * hours - {USED} :: The second number is what was idle.
+        {USED} => {USED} * 3600 ::
             The second number is in device-seconds. | Divide the seconds by 3600.
-        {USED} => sum(means) / num_granted
+        {USED} => sum(means) / num_granted ::
             The second number is a share of the granted devices, not hours. | {OWN_MEAN}
-        {USED} => len(busy) * hours
+        {USED} => len(busy) * hours ::
             Every rank counts as busy all the time. | Look at its samples.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 

@@ -10,7 +10,6 @@ import psutil
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place as Seat
 from manyhands.checks.engine.spec import Spec
 from manyhands.first_job import places
@@ -176,13 +175,11 @@ prepare_once = Spec(
         "an error is raised on this rank": NEWS,
         "the error says what prepare() said": NEWS,
     },
-    reasons={
-        "no data on": ("A rank reads before the data is prepared.", ALL_WAIT),
-        "cannot access local variable": (
-            "The name is set on the ranks that prepare, and the other ranks use it as well.",
-            "Prepare inside the `if`; wait and read outside of it.",
-        ),
-    },
+    reasons="""
+        no data on :: A rank reads before the data is prepared. | {ALL_WAIT}
+        cannot access local variable :: The name is set on the ranks that prepare, and the other
+            ranks use it as well. | Prepare inside the `if`; wait and read outside of it.
+    """,
     hints=(
         "First decide who prepares: with one folder for all nodes rank 0, with a disk per node "
         "each rank whose place.local_rank is 0.",
@@ -192,32 +189,28 @@ prepare_once = Spec(
         "the meeting every rank looks through `problems`, and raises RuntimeError if one is not "
         "empty. Then return read().",
     ),
-    mistakes=mistakes(
-        r"""
-        {CHOSEN} => True
+    mistakes=r"""
+        {CHOSEN} => True ::
             Every rank prepares, so ranks write the same file at the same time. | {EACH_FOLDER}
-        {CHOSEN} => place.rank == 0
-            Only rank 0 prepares, and the disks of the other nodes stay empty. | {EACH_FOLDER}
-        {CHOSEN} => place.local_rank == 0
-            One rank of each node prepares, also where all nodes share one folder. | {EACH_FOLDER}
-        {CHOSEN} => place.local_rank == 0 if is_shared else place.rank == 0
-            The two kinds of folder have changed places. | {EACH_FOLDER}
-        {GATHER} => problems = [problem]\n
+        {CHOSEN} => place.rank == 0 ::
+            Only rank 0 prepares, and the disks of the other nodes stay empty.
+        {CHOSEN} => place.local_rank == 0 ::
+            One rank of each node prepares, also where all nodes share one folder.
+        {CHOSEN} => place.local_rank == 0 if is_shared else place.rank == 0 ::
+            The two kinds of folder have changed places.
+        {GATHER} => problems = [problem]\n ::
             Nothing makes the other ranks wait until the data is there. | {ALL_WAIT}
-        return read() => return read() if prepares else None
+        return read() => return read() if prepares else None ::
             Only the ranks that prepare read the data. | Every rank calls read().
-        return read() => read()\n    return read()
-            The data is read twice. | Call read() once.
-        {LOOP} => pass\n
+        return read() => read()\n    return read() :: The data is read twice. | Call read() once.
+        {LOOP} => pass\n ::
             An error of prepare() is dropped, and the ranks go on without data. | {NEWS}
-        for told in problems: => for told in [problem]:
+        for told in problems: => for told in [problem]: ::
             The error is raised on the rank where it happened, and the others go on without data.
-            | {NEWS}
-        raise RuntimeError(told) => raise RuntimeError("no data")
-            Nobody learns why preparing the data has failed. | {NEWS}
-        except Exception as error: => except ZeroDivisionError as error:
-            ! The rank whose prepare() fails leaves, and the others wait for it. | {NEWS}
-        """,
-        globals(),
-    ),
+        raise RuntimeError(told) => raise RuntimeError("no data") ::
+            Nobody learns why preparing the data has failed.
+        except Exception as error: => except ZeroDivisionError as error: ::
+            ! The rank whose prepare() fails leaves, and the others wait for it.
+    """,
+    module=globals(),
 )

@@ -4,7 +4,6 @@ import os
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place as Seat
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import kind, malformed
@@ -108,26 +107,20 @@ device_map = Spec(
         )
     ),
     advice={"": "Print what each rank knows of itself before anything is gathered."},
-    reasons={
-        "Can't pickle": (
-            "The other ranks do not know a class that is written in a notebook or a function.",
-            "from manyhands.first_job.places import Place",
-        ),
-        "list assignment index out of range": (
-            "The list is shorter than the job has ranks.",
-            "places = [None] * dist.get_world_size()",
-        ),
-        "'int' and 'str'": ("Environment variables are text.", "int(environ['LOCAL_WORLD_SIZE'])"),
-        "'str' and 'int'": ("Environment variables are text.", "int(environ['LOCAL_WORLD_SIZE'])"),
-        "missing 1 required positional argument: 'obj'": (
-            "all_gather_object takes a list to fill, and what this rank sends.",
-            GATHER,
-        ),
-        "does not support item assignment": ("The list to fill comes first.", GATHER),
-        "`tensor_list`": ("all_gather sends tensors, and a Place is none.", GATHER),
-        "NOT be specified on non-dest": ("gather_object fills a list on one rank only.", GATHER),
-        "process group twice": ("The ranks have met already.", "Leave out init_process_group."),
-    },
+    reasons="""
+        Can't pickle :: The other ranks do not know a class that is written in a notebook or a
+            function. | from manyhands.first_job.places import Place
+        list assignment index out of range ::
+            The list is shorter than the job has ranks. | places = [None] * dist.get_world_size()
+        'int' and 'str' :: Environment variables are text. | int(environ['LOCAL_WORLD_SIZE'])
+        'str' and 'int' :: Environment variables are text.
+        missing 1 required positional argument: 'obj' ::
+            all_gather_object takes a list to fill, and what this rank sends. | {GATHER}
+        does not support item assignment :: The list to fill comes first.
+        `tensor_list` :: all_gather sends tensors, and a Place is none.
+        NOT be specified on non-dest :: gather_object fills a list on one rank only.
+        process group twice :: The ranks have met already. | Leave out init_process_group.
+    """,
     hints=(
         "Each rank first makes its own Place, from `environ`, num_gpus and host. The values in "
         "`environ` are text: int(environ['RANK']) reads one.",
@@ -136,38 +129,31 @@ device_map = Spec(
         "places = [None] * dist.get_world_size(); dist.all_gather_object(places, mine); then "
         "return places.",
     ),
-    mistakes=mistakes(
-        r"""
-        {DEVICE} => "cuda:" + environ["RANK"] if has_gpu else "cpu"
+    mistakes=r"""
+        {DEVICE} => "cuda:" + environ["RANK"] if has_gpu else "cpu" ::
             The device has the number of the rank in the job. | {OWN_GPUS}
-        {LOCAL} => {RANK} % int(environ["LOCAL_WORLD_SIZE"])
-            LOCAL_RANK is computed from RANK, and it does not follow from it on uneven nodes.
-            | Read LOCAL_RANK.
-        {LOCAL} => {RANK}
-            LOCAL_RANK is the number of the rank in the job here. | Read LOCAL_RANK.
-        {ENOUGH} => num_gpus > int(environ["LOCAL_WORLD_SIZE"])
+        {LOCAL} => {RANK} % int(environ["LOCAL_WORLD_SIZE"]) :: LOCAL_RANK is computed from RANK,
+            and it does not follow from it on uneven nodes. | Read LOCAL_RANK.
+        {LOCAL} => {RANK} :: LOCAL_RANK is the number of the rank in the job here.
+        {ENOUGH} => num_gpus > int(environ["LOCAL_WORLD_SIZE"]) ::
             Just enough GPUs count as too few. | {COMPARE}
-        {ENOUGH} => num_gpus == int(environ["LOCAL_WORLD_SIZE"])
-            More GPUs than processes count as too few. | {COMPARE}
-        {ENOUGH} => num_gpus > 0
-            Any GPU is enough here, also where processes would have to share it. | {COMPARE}
-        {ENOUGH} => local_rank < num_gpus
-            Only some processes of a node get a GPU. | {COMPARE}
-        {ENOUGH} => False
-            The device is always "cpu". | {COMPARE}
-        {DEVICE} => "cuda:0" if has_gpu else "cpu"
+        {ENOUGH} => num_gpus == int(environ["LOCAL_WORLD_SIZE"]) ::
+            More GPUs than processes count as too few.
+        {ENOUGH} => num_gpus > 0 ::
+            Any GPU is enough here, also where processes would have to share it.
+        {ENOUGH} => local_rank < num_gpus :: Only some processes of a node get a GPU.
+        {ENOUGH} => False :: The device is always "cpu".
+        {DEVICE} => "cuda:0" if has_gpu else "cpu" ::
             All processes of a node would share one GPU. | {OWN_GPUS}
-        {FILL} => return [mine] * dist.get_world_size()
+        {FILL} => return [mine] * dist.get_world_size() ::
             Every place is that of the rank itself: nothing of the others was sent. | {ONE_EACH}
-        {FILL} => return [mine]
-            The list holds the rank's own place alone. | {ONE_EACH}
-        {FILL} => {GATHER}\n    return sorted(places, key=lambda place: place.host)
+        {FILL} => return [mine] :: The list holds the rank's own place alone.
+        {FILL} => {GATHER}\n    return sorted(places, key=lambda place: place.host) ::
             The places are sorted by host. | all_gather_object keeps the order of the ranks.
-        host, local_rank, device) => host[:4], local_rank, device)
+        host, local_rank, device) => host[:4], local_rank, device) ::
             The name of the node is cut off. | Names of nodes begin alike: keep the whole name.
-        host, local_rank, device) => host.split(".")[0], local_rank, device)
-            The name of the node is cut off. | Names of nodes begin alike: keep the whole name.
-        """,
-        globals(),
-    ),
+        host, local_rank, device) => host.split(".")[0], local_rank, device) ::
+            The name of the node is cut off.
+    """,
+    module=globals(),
 )

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
 from manyhands.first_job import site
@@ -293,21 +292,15 @@ site_file = Spec(
     observe=site_seen,
     tell=lambda case: "site_file()",
     hints=SITE_HINTS,
-    reasons={
-        "invalid syntax": (
-            "Lines of a shell are not Python.",
-            "Put them in quotes and return the text.",
-        )
-    },
-    mistakes=mistakes(
-        r"""
-        HEAD_SUFFIX=-ib => HEAD_SUFFIX=ib
-            The suffix lacks its hyphen.
-        SBATCH_GPUS_PER_NODE=4 => SBATCH_GPUS_PER_NODE=8
+    reasons="""
+        invalid syntax :: Lines of a shell are not Python. | Put them in quotes and return the text.
+    """,
+    mistakes="""
+        HEAD_SUFFIX=-ib => HEAD_SUFFIX=ib :: The suffix lacks its hyphen.
+        SBATCH_GPUS_PER_NODE=4 => SBATCH_GPUS_PER_NODE=8 ::
             That is not the number of GPUs of one node.
-        export SBATCH_PARTITION=gpu => SBATCH_PARTITION=gpu
+        export SBATCH_PARTITION=gpu => SBATCH_PARTITION=gpu ::
             Without `export` the variable is not seen by sbatch.
-        """,
-        {},
-    ),
+    """,
+    module=globals(),
 )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind
 from manyhands.fsdp import flat as course
@@ -237,21 +236,17 @@ flat = Spec(
     tell=tell_vector,
     guards_group=False,
     advice={"": "Write down for two ranks which numbers each of them holds before and after."},
-    reasons={
-        "iterator' object": ("`params` may be an iterator.", "self.params = list(params)"),
-        "has no len()": ("A tensor or a list is asked for here.", PAD),
-        "must have the same type": ("Both sides of a message have one type.", "Use .to(dtype)."),
-        "invalid tensor type": ("Both sides of a message have one type.", "Use .to(dtype)."),
-        "of a different type": (".grad has the type of its tensor.", "pack(...).to(shard.dtype)"),
-        "'NoneType' object has no attribute": (
-            "A parameter that took no part in the loss has .grad None.",
-            "torch.zeros_like(param) counts for it.",
-        ),
-        "a leaf Variable that requires grad": (
-            "The shard holds the weights, and autograd watches it.",
-            "Reduce into torch.empty_like(self.shard).",
-        ),
-    },
+    reasons="""
+        iterator' object :: `params` may be an iterator. | self.params = list(params)
+        has no len() :: A tensor or a list is asked for here. | {PAD}
+        must have the same type :: Both sides of a message have one type. | Use .to(dtype).
+        invalid tensor type :: Both sides of a message have one type.
+        of a different type :: .grad has the type of its tensor. | pack(...).to(shard.dtype)
+        'NoneType' object has no attribute :: A parameter that took no part in the loss has .grad
+            None. | torch.zeros_like(param) counts for it.
+        a leaf Variable that requires grad :: The shard holds the weights, and autograd watches it.
+            | Reduce into torch.empty_like(self.shard).
+    """,
     hints=(
         "__init__: padding is -P % N zeros, in the type of the parameters. Pack all parameters, "
         "and the padding last; call show(whole); the shard is one of N equal chunks of the whole, "
@@ -260,41 +255,34 @@ flat = Spec(
         "an empty tensor as large as the shard, divide, and add it to shard.grad. Where "
         "self.replicas is a group, all-reduce over it as well, and divide by its size, too.",
     ),
-    mistakes=mistakes(
-        r"""
-        {CHUNK} => {CHUNK}.clone()
-            The shard is a copy, so what the optimizer writes into it is not seen in `whole`.
-            | A chunk is a view: leave out clone() and the like.
-        padding = -sum => padding = self.num_ranks - sum
+    mistakes="""
+        {CHUNK} => {CHUNK}.clone() :: The shard is a copy, so what the optimizer writes into it is
+            not seen in `whole`. | A chunk is a view: leave out clone() and the like.
+        padding = -sum => padding = self.num_ranks - sum ::
             Where nothing is missing, a full N zeros are added. | {PAD}
-        self.show(self.whole) => pass
-            The parameters keep memory of their own, so what is gathered does not reach the model.
-            | self.show(self.whole) makes views of the same parameters.
-        , requires_grad=self.params[0].requires_grad => , requires_grad=True
+        self.show(self.whole) => pass ::
+            The parameters keep memory of their own, so what is gathered does not reach the model. |
+            self.show(self.whole) makes views of the same parameters.
+        , requires_grad=self.params[0].requires_grad => , requires_grad=True ::
             The shard of frozen parameters requires a gradient. | Ask self.params[0].requires_grad.
-        mine /= num_ranks => pass
-            This is the sum over the ranks, not the mean. | {MEAN}
-        mine /= num_ranks => mine /= num_ranks**2
-            The sum is divided twice.
-        mine /= num_ranks => mine /= dist.get_world_size()
+        mine /= num_ranks => pass :: This is the sum over the ranks, not the mean. | {MEAN}
+        mine /= num_ranks => mine /= num_ranks**2 :: The sum is divided twice.
+        mine /= num_ranks => mine /= dist.get_world_size() ::
             The sum is divided by all ranks of the job.
-        {ADD} => mine
-            What was in shard.grad before is lost. | Add to it.
-        if self.replicas is not None => if False
+        {ADD} => mine :: What was in shard.grad before is lost. | Add to it.
+        if self.replicas is not None => if False ::
             The other replicas are left out. | All-reduce over self.replicas, and divide.
-        {GROUPS} => pass
-            The sum over the replicas is not divided by their number.
-        {GROUPS} => {GROUPS}; self.shard.grad = None
+        {GROUPS} => pass :: The sum over the replicas is not divided by their number.
+        {GROUPS} => {GROUPS}; self.shard.grad = None ::
             With replicas what was in shard.grad before is lost. | Add to it.
-        param.grad = None => pass
+        param.grad = None => pass ::
             The parameters keep their gradients, so they count again. | param.grad = None
-        reduce_scatter(mine, whole, self.group) => {ALL_REDUCED}
+        reduce_scatter(mine, whole, self.group) => {ALL_REDUCED} ::
             An all_reduce sends the whole sum, and a rank needs a part. | Use reduce_scatter.
-        del grads => if self.params[0].grad is None: return
+        del grads => if self.params[0].grad is None: return ::
             ! reduce() does nothing where the first parameter has no gradient. | Others may.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 10.4 -----------------------------------------------------------------------------------
@@ -395,17 +383,13 @@ sharded_flat = Spec(
     observe=sharded_seen,
     tell=lambda case: f"a ShardedFlat of {len(case.shapes)} parameters, dtype={case.dtype}",
     advice={"": BOTH, "a gradient that needs the weights": "Keep the storage, with 0 bytes."},
-    reasons={
-        "out of bounds for storage of size": (
-            "The storage has too few bytes for what is written into it.",
-            "self.whole.untyped_storage().resize_(self.whole.nbytes) comes first.",
-        ),
-        "'NoneType' object has no attribute 'wait'": (
-            "Here nothing is on its way.",
-            "wait() starts what nobody has started, and waits for what is on its way.",
-        ),
-        "has no attribute 'whole'": ("The tensor itself has to stay.", FREE),
-    },
+    reasons="""
+        out of bounds for storage of size :: The storage has too few bytes for what is written into
+            it. | self.whole.untyped_storage().resize_(self.whole.nbytes) comes first.
+        'NoneType' object has no attribute 'wait' :: Here nothing is on its way. | wait() starts
+            what nobody has started, and waits for what is on its way.
+        has no attribute 'whole' :: The tensor itself has to stay. | {FREE}
+    """,
     hints=(
         "The storage of the whole is resized: resize_(self.whole.nbytes) takes memory, resize_(0) "
         "gives it back. The tensors on it stay what they are.",
@@ -414,37 +398,31 @@ sharded_flat = Spec(
         "wait: start, then wait for self.coming if there is one, and set it to None. free: wait "
         "for what is on its way, because it is written into the memory; then resize_(0).",
     ),
-    mistakes=mistakes(
-        r"""
-        if not self.is_whole: => if True:
+    mistakes=r"""
+        if not self.is_whole: => if True: ::
             The whole is gathered once more, although it is there or on its way. | {BOTH}
-        if not self.is_whole: => if self.coming is None:
+        if not self.is_whole: => if self.coming is None: ::
             The whole is gathered once more when it is there already.
-        self.coming = self.gather() => self.gather().wait()
+        self.coming = self.gather() => self.gather().wait() ::
             start() waits, so nothing can be computed meanwhile. | Keep the work in self.coming.
-        self.start() => pass
+        self.start() => pass ::
             wait() brings nothing where nobody has called start(). | wait() calls start() first.
-        {FREE} => pass
-            free() does not give the memory back. | {FREE}
-        {RESIZE} => {RESIZE_MORE}
-            start() takes more memory than the whole needs. | {RESIZE}
-        {RESIZE} => self.whole.untyped_storage().resize_(self.whole.numel())
-            start() takes a byte for each number, and numbers take more. | {RESIZE}
-        {RESIZE} => pass
-            start() takes no memory, so there is nothing to write into. | {RESIZE}
-        if self.coming is not None:\n            self.wait() => self.wait()
+        {FREE} => pass :: free() does not give the memory back. | {FREE}
+        {RESIZE} => {RESIZE_MORE} :: start() takes more memory than the whole needs. | {RESIZE}
+        {RESIZE} => self.whole.untyped_storage().resize_(self.whole.numel()) ::
+            start() takes a byte for each number, and numbers take more.
+        {RESIZE} => pass :: start() takes no memory, so there is nothing to write into.
+        if self.coming is not None:\n            self.wait() => self.wait() ::
             free() gathers what is not there. | Wait only for what is on its way.
-        {FREE} => {FREE}; self.shard.grad = None
-            free() drops shard.grad. | Only the whole goes.
-        {FREE} => {FREE}; [setattr(param, "grad", None) for param in self.params]
-            free() drops the gradients of the parameters. | Only the whole goes.
-        {FREE} => self.show(torch.empty_like(self.whole)); {FREE}
+        {FREE} => {FREE}; self.shard.grad = None :: free() drops shard.grad. | Only the whole goes.
+        {FREE} => {FREE}; [setattr(param, "grad", None) for param in self.params] ::
+            free() drops the gradients of the parameters.
+        {FREE} => self.show(torch.empty_like(self.whole)); {FREE} ::
             free() makes a new tensor of the whole. | Resize the storage that is there.
-        self.coming.wait() => self.coming.wait(); dist.barrier(self.group)
+        self.coming.wait() => self.coming.wait(); dist.barrier(self.group) ::
             wait() has a barrier, which is a message more. | The work's wait() is enough.
-        self.coming.wait() => self.coming.wait(); self.coming = None; self.free()
+        self.coming.wait() => self.coming.wait(); self.coming = None; self.free() ::
             wait() gives the memory back again. | free() does that.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind, malformed, record, whole
 from manyhands.fsdp import fully_shard as course
@@ -64,35 +63,32 @@ calls_per_step = Spec(
         "There are num_blocks + 1 units, because the root is one. Blocks that are freed after "
         "forward are gathered again; the root never is. Several replicas average once per unit.",
     ),
-    mistakes=mistakes(
-        r"""
-        units = num_blocks + 1 => units = num_blocks
-            The root is left out. | {ROOT}
-        again = num_blocks if reshard else 0 => again = num_blocks
+    mistakes="""
+        units = num_blocks + 1 => units = num_blocks :: The root is left out. | {ROOT}
+        again = num_blocks if reshard else 0 => again = num_blocks ::
             Blocks that are kept are gathered again. | Kept blocks stay whole until their backward.
-        again = num_blocks if reshard else 0 => again = 0
+        again = num_blocks if reshard else 0 => again = 0 ::
             Blocks that were freed are not gathered again. | Add the blocks again for backward.
-        again = num_blocks if reshard else 0 => again = units if reshard else 0
+        again = num_blocks if reshard else 0 => again = units if reshard else 0 ::
             The root is gathered twice, and it is never freed. | Gather only the blocks again.
-        again = num_blocks if reshard else 0 => again = 0 if reshard else num_blocks
+        again = num_blocks if reshard else 0 => again = 0 if reshard else num_blocks ::
             `reshard` is taken the wrong way round. | True frees blocks, so they come again.
-        "reduce_scatter": units => "reduce_scatter": units + again
+        "reduce_scatter": units => "reduce_scatter": units + again ::
             Gradients are reduced twice. | Weights are needed twice, but gradients are made once.
-        "reduce_scatter": units => "reduce_scatter": units * replicas
+        "reduce_scatter": units => "reduce_scatter": units * replicas ::
             All replicas are counted. | A rank reduces inside its own copy of the model only.
-        units if replicas > 1 else 0 => units
+        units if replicas > 1 else 0 => units ::
             A single copy of the model is averaged with nobody. | It is 0 where replicas is 1.
-        units if replicas > 1 else 0 => 0
+        units if replicas > 1 else 0 => 0 ::
             The replicas are never averaged. | Each unit's gradients are averaged over the copies.
-        units if replicas > 1 else 0 => 1 if replicas > 1 else 0
+        units if replicas > 1 else 0 => 1 if replicas > 1 else 0 ::
             All units are averaged in one call, but they are not ready at once. | One for each unit.
-        units if replicas > 1 else 0 => units * (replicas - 1)
+        units if replicas > 1 else 0 => units * (replicas - 1) ::
             There is one all_reduce for each other replica. | {EVERY}
-        units if replicas > 1 else 0 => units * replicas if replicas > 1 else 0
-            There is one all_reduce for each replica. | {EVERY}
-        """,
-        globals(),
-    ),
+        units if replicas > 1 else 0 => units * replicas if replicas > 1 else 0 ::
+            There is one all_reduce for each replica.
+    """,
+    module=globals(),
 )
 
 # ---- 10.7 -----------------------------------------------------------------------------------
@@ -228,26 +224,20 @@ torch_fsdp = Spec(
         "units": FIRST,
         "parameters that are not sharded": "After the units call fully_shard(module).",
     },
-    reasons={
-        "Cannot access accelerator": (
-            "CPUOffloadPolicy pins memory by default, and here is no GPU.",
-            "CPUOffloadPolicy(pin_memory=torch.cuda.is_available())",
-        ),
-        "non-CPU accelerator": ("This is the first FSDP, which needs a GPU.", "fully_shard"),
-        "does not have a sharding strategy": (
-            "The parameters are sharded already, and a DTensor cannot be broadcast like this.",
-            "Make the weights equal first, then shard.",
-        ),
-        "must have the same dtype": (
-            "Two tensors that are multiplied or added have different types.",
-            BOTH,
-        ),
-        "can only be applied to a module once": ("A module was sharded twice.", "Shard it once."),
-        "unexpected keyword argument 'reshard'": (OWN, "reshard_after_forward=reshard"),
-        "unexpected keyword argument 'dtype'": (OWN, f"mp_policy={POLICY}"),
-        "containers that do not": ("A list of layers cannot be a unit.", FIRST),
-        "got mixed": ("Some parameters are sharded and others are not.", FIRST),
-    },
+    reasons="""
+        Cannot access accelerator :: CPUOffloadPolicy pins memory by default, and here is no GPU. |
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        non-CPU accelerator :: This is the first FSDP, which needs a GPU. | fully_shard
+        does not have a sharding strategy :: The parameters are sharded already, and a DTensor
+            cannot be broadcast like this. | Make the weights equal first, then shard.
+        must have the same dtype ::
+            Two tensors that are multiplied or added have different types. | {BOTH}
+        can only be applied to a module once :: A module was sharded twice. | Shard it once.
+        unexpected keyword argument 'reshard' :: {OWN} | reshard_after_forward=reshard
+        unexpected keyword argument 'dtype' :: {OWN} | mp_policy={POLICY}
+        containers that do not :: A list of layers cannot be a unit. | {FIRST}
+        got mixed :: Some parameters are sharded and others are not.
+    """,
     hints=(
         "First make the weights those of rank 0: broadcast_state(module). Then call fully_shard "
         "for each of `units`, and for the module last.",
@@ -255,42 +245,40 @@ torch_fsdp = Spec(
         "dtype, offload_policy where offload is True. reshard_after_forward is for the units only.",
         f"{POLICY}, and CPUOffloadPolicy(pin_memory=torch.cuda.is_available()).",
     ),
-    mistakes=mistakes(
-        r"""
-        for unit in units: => for unit in []:
+    mistakes=r"""
+        for unit in units: => for unit in []: ::
             Only the root was sharded, so the whole model comes at once. | {FIRST}
-        for unit in units: => for unit in units[1:]:
-            The first unit was not sharded by itself.
-        return fully_shard(module, **options) => return module
+        for unit in units: => for unit in units[1:]: :: The first unit was not sharded by itself.
+        return fully_shard(module, **options) => return module ::
             What is in no unit is not sharded. | After the units call fully_shard(module).
-        broadcast_state(module) => pass
+        broadcast_state(module) => pass ::
             Each rank keeps its own weights. | broadcast_state(module) comes before fully_shard.
-        broadcast_state(module) => {PARAMETERS}
+        broadcast_state(module) => {PARAMETERS} ::
             Frozen parameters keep each rank's own values. | broadcast_state(module)
-        "mesh": mesh => "mesh": None
+        "mesh": mesh => "mesh": None ::
             The mesh is ignored: without one, fully_shard shards over all ranks. | mesh=mesh
-        (module, **options) => (module, **{**options, "mesh": None})
+        (module, **options) => (module, **{**options, "mesh": None}) ::
             The root does not get the mesh. | {BOTH}
-        reshard_after_forward=reshard => reshard_after_forward=bool(reshard)
+        reshard_after_forward=reshard => reshard_after_forward=bool(reshard) ::
             reshard=None keeps the units. | None leaves it to PyTorch: hand `reshard` over as it is.
-        {UNIT} => fully_shard(unit, **options)
+        {UNIT} => fully_shard(unit, **options) ::
             `reshard` does not reach the units. | reshard_after_forward=reshard
         fully_shard(module, **options) => fully_shard(module, reshard_after_forward=True, **options)
+            ::
             The root is freed after forward, and gathered again at once. | Only units get `reshard`.
-        if dtype is not None: => if False:
+        if dtype is not None: => if False: ::
             `dtype` is ignored, so weights travel in float32. | mp_policy={POLICY}
-        , reduce_dtype=torch.float32) => )
+        , reduce_dtype=torch.float32) => ) ::
             Gradients are summed in a type of two bytes. | reduce_dtype=torch.float32
-        if offload: => if False:
+        if offload: => if False: ::
             `offload` is ignored. | offload_policy=CPUOffloadPolicy(...) for the units and the root
-        if offload: => if True:
+        if offload: => if True: ::
             A CPUOffloadPolicy was given although `offload` is False. | Ask for `offload`.
-        broadcast_state(module)\n => broadcast_state(module)\n    module.to(dtype)\n
-            The parameters themselves changed their type, so the optimizer steps short ones.
-            | Leave out module.to(dtype): param_dtype of the mp_policy is enough.
-        """,
-        globals(),
-    ),
+        broadcast_state(module)\n => broadcast_state(module)\n    module.to(dtype)\n ::
+            The parameters themselves changed their type, so the optimizer steps short ones. | Leave
+            out module.to(dtype): param_dtype of the mp_policy is enough.
+    """,
+    module=globals(),
 )
 
 # ---- 10.8 -----------------------------------------------------------------------------------
@@ -333,49 +321,33 @@ make_mesh = Spec(
         "names": NAMES,
         "device": "Hand `device_type` over as it is.",
     },
-    reasons={
-        "Mesh should not be bigger than default world size": (
-            "The product of the mesh's sizes is not the number of ranks.",
-            "There are two sizes: `replicas` rows of `shards` ranks.",
-        ),
-        "mesh_dim_names": ("There is one name for each dimension.", NAMES),
-    },
+    reasons="""
+        Mesh should not be bigger than default world size :: The product of the mesh's sizes is not
+            the number of ranks. | There are two sizes: `replicas` rows of `shards` ranks.
+        mesh_dim_names :: There is one name for each dimension. | {NAMES}
+    """,
     hints=(
         "A mesh is a table of the ranks. fully_shard takes its first dimension for the copies, and "
         "its last one for the shards of a copy.",
         "Call init_device_mesh with the device's type, the two sizes in that order, and the names "
         "as mesh_dim_names.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            (replicas, shards) => (shards, replicas)
-                The sizes have changed places: a row is a replica, and its ranks hold the shards.
-                | Give (replicas, shards).
-            (replicas, shards), mesh_dim_names=names => (4,), mesh_dim_names=names[1:]
-                This mesh has one dimension, so there are no replicas.
-            ("replicate", "shard") => ("shard", "replicate")
-                The names have changed places: rows are replicas, and a row's ranks hold shards.
-                | {NAMES}
-            , mesh_dim_names=names =>
-                The names are missing. | {NAMES}
-            init_device_mesh(device_type, => init_device_mesh("cpu",
-                The kind of device is ignored. | Hand `device_type` over as it is.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(
-                lambda replicas, shards, device_type="cpu": DeviceMesh(
-                    device_type,
-                    torch.arange(replicas * shards).view(shards, replicas).T,
-                    mesh_dim_names=("replicate", "shard"),
-                )
-            ),
-            "The ranks of a row are not consecutive, so a row can lie on several nodes.",
-            "init_device_mesh numbers them row by row.",
-        ),
-    ],
+    mistakes="""
+        (replicas, shards) => (shards, replicas) :: The sizes have changed places: a row is a
+            replica, and its ranks hold the shards. | Give (replicas, shards).
+        (replicas, shards), mesh_dim_names=names => (4,), mesh_dim_names=names[1:] ::
+            This mesh has one dimension, so there are no replicas.
+        ("replicate", "shard") => ("shard", "replicate") :: The names have changed places: rows are
+            replicas, and a row's ranks hold shards. | {NAMES}
+        , mesh_dim_names=names => :: The names are missing.
+        init_device_mesh(device_type, => init_device_mesh("cpu", ::
+            The kind of device is ignored. | Hand `device_type` over as it is.
+        instead lambda replicas, shards, device_type='cpu': DeviceMesh(device_type,
+            torch.arange(replicas * shards).view(shards, replicas).T, mesh_dim_names=('replicate',
+            'shard')) :: The ranks of a row are not consecutive, so a row can lie on several nodes.
+            | init_device_mesh numbers them row by row.
+    """,
+    module=globals(),
 )
 
 # ---- 10.9 -----------------------------------------------------------------------------------
@@ -410,25 +382,21 @@ options_of = Spec(
         "SHARD_GRAD_OP is ZeRO stage 2: weights stay whole until backward. HYBRID means copies, so "
         "there is a second dimension. _HYBRID_SHARD_ZERO2 is both.",
     ),
-    mistakes=mistakes(
-        """
-        not keeps => keeps
+    mistakes="""
+        not keeps => keeps ::
             `reshard` is the wrong way round: True frees a unit after forward. | {KEEPS}
-        not keeps => True
-            Every strategy frees its units after forward. | {KEEPS}
-        strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") => strategy == "SHARD_GRAD_OP"
-            _HYBRID_SHARD_ZERO2 is taken to free its units. | {KEEPS}
-        strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") => strategy != "FULL_SHARD"
-            HYBRID_SHARD is taken to keep its units whole. | {KEEPS}
-        2 if "HYBRID" in strategy else 1 => 1
+        not keeps => True :: Every strategy frees its units after forward.
+        strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") => strategy == "SHARD_GRAD_OP" ::
+            _HYBRID_SHARD_ZERO2 is taken to free its units.
+        strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2") => strategy != "FULL_SHARD" ::
+            HYBRID_SHARD is taken to keep its units whole.
+        2 if "HYBRID" in strategy else 1 => 1 ::
             Every strategy has a mesh of one dimension. | {HYBRID}
-        "HYBRID" in strategy => strategy == "HYBRID_SHARD"
-            _HYBRID_SHARD_ZERO2 is taken for one copy of the model. | {HYBRID}
-        2 if "HYBRID" in strategy else 1 => 2
-            Every strategy has a mesh of two dimensions. | {HYBRID}
-        """,
-        globals(),
-    ),
+        "HYBRID" in strategy => strategy == "HYBRID_SHARD" ::
+            _HYBRID_SHARD_ZERO2 is taken for one copy of the model.
+        2 if "HYBRID" in strategy else 1 => 2 :: Every strategy has a mesh of two dimensions.
+    """,
+    module=globals(),
 )
 
 # ---- 10.10 ----------------------------------------------------------------------------------
@@ -518,50 +486,42 @@ train_sharded = Spec(
         "the gradients of the loss": "Call backward() of the loss as it is: AdamW hides a factor.",
         "each sample of each batch is on exactly one rank": SHARE,
     },
-    reasons={
-        "can't optimize a non-leaf": (
-            "The optimizer was given tensors that are no parameters.",
-            "First torch_fsdp, then AdamW over its parameters.",
-        ),
-        "has no attribute 'units'": ("full_state got a model that is not sharded.", "torch_fsdp"),
-    },
+    reasons="""
+        can't optimize a non-leaf :: The optimizer was given tensors that are no parameters. | First
+            torch_fsdp, then AdamW over its parameters.
+        has no attribute 'units' :: full_state got a model that is not sharded. | torch_fsdp
+    """,
     hints=(
         "In this order: shard, make the optimizer, train, collect the weights.",
         "A rank's samples are inputs[rank::world_size], and targets sliced in the same way.",
         "full_state(sharded) has collectives in it: every rank calls it, and it returns {} itself "
         "on ranks other than 0.",
     ),
-    mistakes=mistakes(
-        r"""
-        {SHARE} => inputs, targets
-            Every rank works on the whole batch. | {SHARE}
-        {SHARE} => inputs[:: world_size], targets[:: world_size]
+    mistakes=r"""
+        {SHARE} => inputs, targets :: Every rank works on the whole batch. | {SHARE}
+        {SHARE} => inputs[:: world_size], targets[:: world_size] ::
             All ranks work on the same samples.
-        {SHARE} => inputs[rank::world_size], targets.flip(0)[rank::world_size]
-            The targets belong to other samples than the inputs. | {SHARE}
+        {SHARE} => inputs[rank::world_size], targets.flip(0)[rank::world_size] ::
+            The targets belong to other samples than the inputs.
         sharded = {SHARD}\n    optimizer = {OPTIMIZER} => optimizer = {EARLY}\n    sharded = {SHARD}
-            The optimizer was made before sharding, and holds parameters that the model has no more.
-            | First torch_fsdp, then AdamW over its parameters.
-        AdamW(sharded => Adam(sharded
+            :: The optimizer was made before sharding, and holds parameters that the model has no
+            more. | First torch_fsdp, then AdamW over its parameters.
+        AdamW(sharded => Adam(sharded ::
             This is Adam, without weight decay. | The docstring asks for AdamW.
-        AdamW(sharded => SGD(sharded
-            This is SGD.
-        learning_rate)\n => 1e-3)\n
+        AdamW(sharded => SGD(sharded :: This is SGD.
+        learning_rate)\n => 1e-3)\n ::
             The learning rate is not the one that was given. | AdamW(..., learning_rate)
-        optimizer.zero_grad() => pass
+        optimizer.zero_grad() => pass ::
             The gradients of all batches add up. | Call zero_grad() in each step.
-        {STEP} => optimizer.zero_grad(); {STEP}
+        {STEP} => optimizer.zero_grad(); {STEP} ::
             The gradients are cleared before the optimizer steps. | zero_grad() comes last.
-        {STEP} => pass
-            The optimizer never steps. | optimizer.step() after each backward.
-        torch_fsdp(model, units) => torch_fsdp(model, [])
+        {STEP} => pass :: The optimizer never steps. | optimizer.step() after each backward.
+        torch_fsdp(model, units) => torch_fsdp(model, []) ::
             Only the root is a unit, so all weights are whole at once. | torch_fsdp(model, units)
-        return full_state(sharded) => return {WHOLE}
+        return full_state(sharded) => return {WHOLE} ::
             Every rank returns the whole weights. | full_state(sharded) gives {} on other ranks.
-        .backward() => .div(world_size).backward()
-            The loss is divided by the number of ranks, although gradients are averaged already.
-            | Call backward() of the loss as it is.
-        """,
-        globals(),
-    ),
+        .backward() => .div(world_size).backward() :: The loss is divided by the number of ranks,
+            although gradients are averaged already. | Call backward() of the loss as it is.
+    """,
+    module=globals(),
 )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import kind
 from manyhands.checks.fsdp.flat import messages, waiting
@@ -189,16 +188,12 @@ fsdp = Spec(
     observe=walk_seen,
     tell=tell_walk,
     advice={"": "For this call: which units compute next, and which one comes after them?"},
-    reasons={
-        "list index out of range": (
-            "The last unit has no next one.",
-            "In forward ask index + 1 < len(self.units); in backward the next one is index - 1.",
-        ),
-        "'list' object has no attribute": (
-            "A unit is a list of flats.",
-            "for flat in self.units[index]:",
-        ),
-    },
+    reasons="""
+        list index out of range :: The last unit has no next one. | In forward ask index + 1 <
+            len(self.units); in backward the next one is index - 1.
+        'list' object has no attribute ::
+            A unit is a list of flats. | for flat in self.units[index]:
+    """,
     hints=(
         "A unit is a list of flats. wait() brings a flat and returns when it is there, start() "
         "only starts to bring it, free() gives its memory back, reduce() makes shard.grad.",
@@ -209,40 +204,34 @@ fsdp = Spec(
         "units[-1], the last one, whose backward comes next, and unit 1 need not start the root. "
         "after_backward: free and reduce each flat of self.trainable[index].",
     ),
-    mistakes=mistakes(
-        r"""
-        {NEXT} => if False:
+    mistakes=r"""
+        {NEXT} => if False: ::
             Nothing brings the next unit while one computes forward. | start() unit index + 1.
-        for flat in chain(*self.units):\n                flat.free() => pass
-            Nothing is freed before the root's forward, so weights may be older than the last step.
-            | {ALL}
-        for flat in chain(*self.units): => for flat in chain(*self.units[1:]):
+        for flat in chain(*self.units):\n                flat.free() => pass :: Nothing is freed
+            before the root's forward, so weights may be older than the last step. | {ALL}
+        for flat in chain(*self.units): => for flat in chain(*self.units[1:]): ::
             The root is not freed before its forward, so it may be older than the last step.
-            | {ALL}
-        {FREE} => if self.reshard:
+        {FREE} => if self.reshard: ::
             The root is freed after forward, and backward begins with the root. | Ask index > 0.
-        {FREE} => if index > 0:
+        {FREE} => if index > 0: ::
             Units are freed after forward although reshard is False. | Ask self.reshard.
-        {FREE} => if index > 0 and self.reshard and self.training:
+        {FREE} => if index > 0 and self.reshard and self.training: ::
             Units are freed only in training.
-        {FREE} => if False:
-            No unit is freed after forward, so all of them are whole at once. | Ask self.reshard.
-        {BEFORE}\n                flat.start() => pass
+        {FREE} => if False: :: No unit is freed after forward, so all of them are whole at once.
+        {BEFORE}\n                flat.start() => pass ::
             Nothing brings the next unit in backward. | start() unit index - 1.
-        {BEFORE} => for flat in self.units[(index + 1) % len(self.units)]:
+        {BEFORE} => for flat in self.units[(index + 1) % len(self.units)]: ::
             Backward brings the unit after this one, which it has left behind. | index - 1
-        if index != 1: => if index > 1:
-            The backward of the root brings no unit. | {LAST}
-        {REDUCE} => flat.reduce()
+        if index != 1: => if index > 1: :: The backward of the root brings no unit. | {LAST}
+        {REDUCE} => flat.reduce() ::
             Units stay whole after backward. | free() each trainable flat, and reduce() it.
-        {REDUCE} => flat.reduce()\n            flat.free()
+        {REDUCE} => flat.reduce()\n            flat.free() ::
             A unit is reduced while its weights are whole, so the reduction needs room beside them.
             | free() first, and then reduce(): the gradients stay until then.
-        {REDUCE} => flat.free()
+        {REDUCE} => flat.free() ::
             The gradients are never reduced. | reduce() turns them into shard.grad.
-        {REDUCE} => flat.shard.grad = None; flat.reduce(); flat.free()
+        {REDUCE} => flat.shard.grad = None; flat.reduce(); flat.free() ::
             What was in shard.grad before is lost. | reduce() adds to it.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

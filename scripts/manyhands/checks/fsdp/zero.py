@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.fsdp.flat import draw_params, messages
 from manyhands.fsdp import flat as course
@@ -103,54 +102,46 @@ sharded_optimizer = Spec(
     observe=steps_seen,
     tell=tell_stages,
     advice={"": ORDER},
-    reasons={
-        "'NoneType' object has no attribute 'wait'": (
-            "flat.gather() returns the work, and only that can be waited for.",
-            "work = flat.gather()",
-        ),
-        "'list' object has no attribute": ("self.flats is a list.", "for flat in self.flats:"),
-    },
+    reasons="""
+        'NoneType' object has no attribute 'wait' ::
+            flat.gather() returns the work, and only that can be waited for. | work = flat.gather()
+        'list' object has no attribute :: self.flats is a list. | for flat in self.flats:
+    """,
     hints=(
         "Four things come in this order: reduce, step, zero_grad, gather.",
         "A flat still has whole gradients where a parameter of it, any of them, has a .grad. Stage "
         "2 has reduced its flats by then.",
         "Start all gathers, keep their works in a list, and then wait for each of them.",
     ),
-    mistakes=mistakes(
-        r"""
-        {ASK} => True
-            Flats that were reduced before are reduced again, which sends zeros.
-            | Reduce a flat only where a parameter of it has a .grad.
-        {ASK} => all(param.grad is not None for param in flat.params)
-            A flat with a gradient for only some of its parameters is not reduced.
-            | Reduce where any parameter has a .grad.
-        {ASK} => flat.shard.grad is None
-            A flat is not reduced where shard.grad is there from before and gradients came on top.
-            | Ask for the .grad of the parameters, not of the shard.
-        {ASK} => False
-            Nothing is reduced.
-        self.optimizer.zero_grad() => pass
+    mistakes=r"""
+        {ASK} => True :: Flats that were reduced before are reduced again, which sends zeros. |
+            Reduce a flat only where a parameter of it has a .grad.
+        {ASK} => all(param.grad is not None for param in flat.params) :: A flat with a gradient for
+            only some of its parameters is not reduced. | Reduce where any parameter has a .grad.
+        {ASK} => flat.shard.grad is None ::
+            A flat is not reduced where shard.grad is there from before and gradients came on top. |
+            Ask for the .grad of the parameters, not of the shard.
+        {ASK} => False :: Nothing is reduced.
+        self.optimizer.zero_grad() => pass ::
             The shards keep their gradients, so the next step takes the sum. | {ORDER}
-        self.optimizer.zero_grad() => self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad() => self.optimizer.zero_grad(set_to_none=False) ::
             The shards keep gradients of zeros, which take memory.
-        {STEP}\n        self.optimizer.zero_grad() => self.optimizer.zero_grad()\n        {STEP}
+        {STEP}\n        self.optimizer.zero_grad() => self.optimizer.zero_grad()\n        {STEP} ::
             The gradients are cleared before the optimizer steps.
-        {GATHER} => for work in []:
-            Nothing is gathered, so a rank has new weights only in its own part. | {ORDER}
-        {GATHER} => for work in [flat.gather() for flat in self.flats[:1]]:
+        {GATHER} => for work in []: ::
+            Nothing is gathered, so a rank has new weights only in its own part.
+        {GATHER} => for work in [flat.gather() for flat in self.flats[:1]]: ::
             Only the first flat is gathered.
         {STEP} => [flat.gather().wait() for flat in self.flats]; {STEP}
-        {GATHER} => for work in []:
-            The weights are gathered before the optimizer steps.
-        {STEP} => [flat.shard.grad.div_(flat.num_ranks) for flat in self.flats]; {STEP}
+        {GATHER} => for work in []: :: The weights are gathered before the optimizer steps.
+        {STEP} => [flat.shard.grad.div_(flat.num_ranks) for flat in self.flats]; {STEP} ::
             The gradients are divided by the number of ranks once more. | reduce() has divided.
-        {STEP} => [{STEP} for _ in self.flats]
+        {STEP} => [{STEP} for _ in self.flats] ::
             The optimizer steps once for each flat. | Step once: it has the shards of all flats.
-        flat.reduce() => {OUTSIDE}; flat.reduce()
+        flat.reduce() => {OUTSIDE}; flat.reduce() ::
             ! A message goes through other ranks than those of the flat. | flat.reduce() is enough.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 10.3 -----------------------------------------------------------------------------------
@@ -235,25 +226,15 @@ reduce_during_backward = Spec(
     observe=hooks_seen,
     tell=lambda case: f"reduce_during_backward of {len(case.flats)} flats",
     advice={"": COUNTS, "before any backward": "Only register hooks: backward calls them."},
-    reasons={
-        "hook on a tensor that doesn't require": (
-            "A frozen parameter gets no gradient, and no hook.",
-            "Look at param.requires_grad first.",
-        ),
-        "can't register a post accumulate": (
-            "A frozen parameter gets no gradient, and no hook.",
-            "Look at param.requires_grad first.",
-        ),
-        "takes 1 positional argument but 2 were": (
-            "A hook is called with the parameter.",
-            "Write a function of `param` that calls flat.reduce().",
-        ),
-        "takes 0 positional arguments but 1": (
-            "A hook is called with the parameter.",
-            "def hook(param)",
-        ),
-        "object is not callable": ("A hook is a function.", "Pass it without brackets."),
-    },
+    reasons="""
+        hook on a tensor that doesn't require ::
+            A frozen parameter gets no gradient, and no hook. | Look at param.requires_grad first.
+        can't register a post accumulate :: A frozen parameter gets no gradient, and no hook.
+        takes 1 positional argument but 2 were :: A hook is called with the parameter. | Write a
+            function of `param` that calls flat.reduce().
+        takes 0 positional arguments but 1 :: A hook is called with the parameter. | def hook(param)
+        object is not callable :: A hook is a function. | Pass it without brackets.
+    """,
     hints=(
         "param.register_post_accumulate_grad_hook(hook) calls hook(param) when param.grad is "
         "written.",
@@ -263,40 +244,34 @@ reduce_during_backward = Spec(
         "A function that is defined in a loop sees the loop's variables as they are when it is "
         "called. A default argument, flat=flat, keeps the one of this turn.",
     ),
-    mistakes=mistakes(
-        r"""
-        , flat: Flat = flat, ready: list = ready =>
-            The hooks see the loop's variables as they are when they run: those of the last flat.
-            | def hook(param, flat=flat, ready=ready) keeps those of this turn.
+    mistakes=r"""
+        , flat: Flat = flat, ready: list = ready => ::
+            The hooks see the loop's variables as they are when they run: those of the last flat. |
+            def hook(param, flat=flat, ready=ready) keeps those of this turn.
         for flat in flats: => ready = []\n    for flat in flats:
-        ready: list[nn.Parameter] = [] => pass
-            One counter counts for several flats. | {COUNTS}
-        ready.clear() => pass
+        ready: list[nn.Parameter] = [] => pass :: One counter counts for several flats. | {COUNTS}
+        ready.clear() => pass ::
             Only the first backward is reduced, as if the counter were never set back.
         {LAST} => if len(ready) >= len(flat.params):
-        ready.clear() => pass
-            The counter is not set back, so later backwards reduce too early.
-        {LAST} => if len(ready) == 1:
+        ready.clear() => pass :: The counter is not set back, so later backwards reduce too early.
+        {LAST} => if len(ready) == 1: ::
             A flat is reduced at its first gradient, and the others are lost.
-        {LAST} => if True:
-            A flat is reduced at each of its gradients.
-        {LAST} => if len(ready) == sum(p.numel() for p in flat.params):
+        {LAST} => if True: :: A flat is reduced at each of its gradients.
+        {LAST} => if len(ready) == sum(p.numel() for p in flat.params): ::
             Numbers are counted, not parameters. | Compare with len(flat.params).
-        {LAST} => if len(ready) > len(flat.params):
-            The count misses its end. | Compare with len(flat.params).
+        {LAST} => if len(ready) > len(flat.params): :: The count misses its end.
         param.{HOOK}(count) => param.register_hook(lambda _, param=param, count=count: count(param))
-            The hook runs before the gradient is written into param.grad. | Use {HOOK}.
-        {LAST} => if param is flat.params[0]:
+            :: The hook runs before the gradient is written into param.grad. | Use {HOOK}.
+        {LAST} => if param is flat.params[0]: ::
             A flat is reduced at one parameter, whose gradient need not be the last. | {COUNTS}
-        for param in flat.params: => for param in flat.params[:1]:
+        for param in flat.params: => for param in flat.params[:1]: ::
             Only the first parameter of a flat has a hook. | Register one for each parameter.
-        if param.requires_grad: => if True:
+        if param.requires_grad: => if True: ::
             A frozen parameter is given a hook. | Look at param.requires_grad first.
-        param.{HOOK}(count) => flat.reduce()
+        param.{HOOK}(count) => flat.reduce() ::
             reduce() runs at once, before any backward. | Only register hooks.
-        flat.reduce() => flat.shard.grad = None; flat.reduce()
+        flat.reduce() => flat.shard.grad = None; flat.reduce() ::
             What was in shard.grad before is lost. | reduce() adds to it.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

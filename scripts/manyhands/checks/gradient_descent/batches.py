@@ -11,7 +11,6 @@ import torch
 from torch import Generator, Tensor
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, kind, number, same, show
 from manyhands.checks.gradient_descent.line import close, decimals, far, point
@@ -139,50 +138,40 @@ mini_batches = Spec(
     tell=lambda case: f"mini_batches({case.num_samples}, {case.batch}, generator)",
     facts=facts_of_a_deal,
     advice={"": ONE_ORDER},
-    reasons={
-        "randperm() received": (
-            "torch.randperm takes the generator by its name.",
-            "Write generator=generator.",
-        ),
-    },
+    reasons="""
+        randperm() received ::
+            torch.randperm takes the generator by its name. | Write generator=generator.
+    """,
     hints=(
         f"{ORDER} gives all sample numbers in a random order.",
         "Then cut the order: elements 0 to batch - 1, batch to 2 * batch - 1, and so on. A slice "
         "may go beyond the end.",
         "order.split(batch) gives the pieces, and `yield from` hands them out one by one.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {ORDER} => torch.randint(num_samples, (num_samples,), generator=generator)
-                The samples are drawn with replacement. | {ONE_ORDER}
-            {ORDER} => torch.arange(num_samples)
-                The order is not random. | {ONE_ORDER}
-            {ORDER} => {ORDER}[: num_samples // batch * batch]
-                The last, smaller batch is dropped. | Every sample comes once in an epoch.
-            {ORDER} => {ORDER}.repeat(2)[: -(-num_samples // batch) * batch]
-                The last batch is filled up with samples of others. | It may be smaller.
-            {ORDER}.split(batch) => 2 * {ORDER}.split(batch)
-                The batches are handed out twice. | One call is one epoch.
-            generator=generator => generator=torch.Generator().manual_seed(0)
-                The random numbers begin anew in each call, always from one seed.
-                | Use `generator` as it is given.
-            generator=generator => generator=torch.Generator().manual_seed(generator.initial_seed())
-                The random numbers begin anew in each call, with the seed of `generator`.
-            , generator=generator =>
-                The order does not follow from `generator`. | {ONE_ORDER}
-            {ORDER} => ({ORDER} + 1)
-                The samples are numbered from 1. | The first sample is number 0.
-            .split(batch) => .chunk(batch)
-                `batch` is used as the number of batches. | It is the size of a batch.
-            """,
-            globals(),
-        ),
-        Mistake(instead(in_pieces), "The batches are shuffled, and not the samples.", ONE_ORDER),
-        Mistake(instead(within), "Each batch is only shuffled within itself.", ONE_ORDER),
-        Mistake(instead(windows), "The next batch begins one number later, so batches overlap."),
-        Mistake(instead(new_orders), "Each batch is cut from a new order.", ONE_ORDER),
-    ],
+    mistakes="""
+        {ORDER} => torch.randint(num_samples, (num_samples,), generator=generator) ::
+            The samples are drawn with replacement. | {ONE_ORDER}
+        {ORDER} => torch.arange(num_samples) :: The order is not random.
+        {ORDER} => {ORDER}[: num_samples // batch * batch] ::
+            The last, smaller batch is dropped. | Every sample comes once in an epoch.
+        {ORDER} => {ORDER}.repeat(2)[: -(-num_samples // batch) * batch] ::
+            The last batch is filled up with samples of others. | It may be smaller.
+        {ORDER}.split(batch) => 2 * {ORDER}.split(batch) ::
+            The batches are handed out twice. | One call is one epoch.
+        generator=generator => generator=torch.Generator().manual_seed(0) :: The random numbers
+            begin anew in each call, always from one seed. | Use `generator` as it is given.
+        generator=generator => generator=torch.Generator().manual_seed(generator.initial_seed()) ::
+            The random numbers begin anew in each call, with the seed of `generator`.
+        , generator=generator => :: The order does not follow from `generator`. | {ONE_ORDER}
+        {ORDER} => ({ORDER} + 1) :: The samples are numbered from 1. | The first sample is number 0.
+        .split(batch) => .chunk(batch) ::
+            `batch` is used as the number of batches. | It is the size of a batch.
+        instead in_pieces :: The batches are shuffled, and not the samples. | {ONE_ORDER}
+        instead within :: Each batch is only shuffled within itself.
+        instead windows :: The next batch begins one number later, so batches overlap. |
+        instead new_orders :: Each batch is cut from a new order. | {ONE_ORDER}
+    """,
+    module=globals(),
 )
 
 # ---- 1.5 ------------------------------------------------------------------------------------
@@ -327,16 +316,11 @@ descend_in_batches = Spec(
     ),
     facts=facts_of_steps,
     advice={"": "Each step is path.append(step(path[-1], gradient of the batch at path[-1]))."},
-    reasons={
-        "step was called more": (
-            "num_steps counts steps, and there were many more.",
-            "End both loops once there are num_steps steps.",
-        ),
-        "StopIteration": (
-            "The batches of an epoch are used up.",
-            f"Then a new epoch begins. {NEW_EPOCH}",
-        ),
-    },
+    reasons="""
+        step was called more :: num_steps counts steps, and there were many more. | End both loops
+            once there are num_steps steps.
+        StopIteration :: The batches of an epoch are used up. | Then a new epoch begins. {NEW_EPOCH}
+    """,
     hints=(
         f"There are two loops: the outer one goes over epochs, and the inner one over {BATCHES}.",
         f"The inner loop computes {SLOPE}, hands path[-1] and this gradient to step, and appends "
@@ -344,42 +328,39 @@ descend_in_batches = Spec(
         "`while len(path) <= num_steps` is the outer loop. In the inner one the same condition "
         "ends an epoch early.",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes=r"""
         {INNER} =>             if True:
-        while len(path) <= num_steps: => for _ in range(num_steps):
+        while len(path) <= num_steps: => for _ in range(num_steps): ::
             num_steps is used as the number of epochs. | Look at len(path) in both loops.
-        while len(path) <= num_steps: => if len(path) <= num_steps:
+        while len(path) <= num_steps: => if len(path) <= num_steps: ::
             The descent ends after one epoch. | A new epoch follows the last.
-        {INNER} =>             if True:
+        {INNER} =>             if True: ::
             The last epoch runs to its end. | Leave the inner loop after num_steps steps.
-        {SLOPE})) => {SLOPE}))\n                break
+        {SLOPE})) => {SLOPE}))\n                break ::
             Every batch is the first one of a new order. | {NEW_EPOCH}
-        {BATCHES} => [torch.randint(len(x), (batch,), generator=generator)]
-            The samples of a batch are drawn with replacement. | {NEW_EPOCH}
+        {BATCHES} => [torch.randint(len(x), (batch,), generator=generator)] ::
+            The samples of a batch are drawn with replacement.
         in {BATCHES} => in batches
-        path = [start] => path = [start]\n    batches = list({BATCHES})
-            All epochs take the same batches. | {NEW_EPOCH}
-        {BATCHES} => mini_batches(batch, len(x), generator)
-            `batch` and the number of samples have changed places. | {NEW_EPOCH}
-        {BATCHES} => torch.randperm(len(x), generator=generator)[: len(x) // batch * batch]\
-.split(batch) if len(x) >= batch else {BATCHES}
-            The last, smaller batch of an epoch is dropped. | {NEW_EPOCH}
-        {SLOPE} => gradient(start, x[chosen], y[chosen])
+        path = [start] => path = [start]\n    batches = list({BATCHES}) ::
+            All epochs take the same batches.
+        {BATCHES} => mini_batches(batch, len(x), generator) ::
+            `batch` and the number of samples have changed places.
+        {BATCHES} => torch.randperm(len(x), generator=generator)[: len(x) // batch *
+            batch].split(batch) if len(x) >= batch else {BATCHES} ::
+            The last, smaller batch of an epoch is dropped.
+        {SLOPE} => gradient(start, x[chosen], y[chosen]) ::
             The gradient is taken at the start. | Take it at path[-1].
-        step(path[-1] => step(start
-            Every step begins at the start. | Call step(path[-1], slope).
-        {SLOPE} => gradient(path[-1], x, y)
+        step(path[-1] => step(start :: Every step begins at the start. | Call step(path[-1], slope).
+        {SLOPE} => gradient(path[-1], x, y) ::
             Each step uses the gradient of all samples. | Use x[chosen] and y[chosen].
-        {SLOPE} => len(chosen) * {SLOPE}
+        {SLOPE} => len(chosen) * {SLOPE} ::
             The gradient of a batch is a sum over its samples. | It is a mean: call gradient(...).
-        step(path[-1], {SLOPE}) => path[-1] - 0.1 * {SLOPE}
+        step(path[-1], {SLOPE}) => path[-1] - 0.1 * {SLOPE} ::
             `step` is never called. | What step(path[-1], slope) returns is the next point.
-        step(path[-1], {SLOPE}) => step({SLOPE}, path[-1])
+        step(path[-1], {SLOPE}) => step({SLOPE}, path[-1]) ::
             The two arguments of step have changed places. | step(parameters, gradient).
-        """.replace("\\\n", ""),
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 1.6 ------------------------------------------------------------------------------------
@@ -500,59 +481,42 @@ gradient_variance = Spec(
         f"gradient_variance({len(case.x)} samples, batch={case.batch}, repeats={case.repeats})"
     ),
     advice={"": "It is the mean over the repeats of (batch gradient - whole).square().sum()."},
-    reasons={
-        "randint() received": (
-            "torch.randint takes the size as a tuple, also where it is one number.",
-            f"Write {DRAW}.",
-        ),
-    },
+    reasons="""
+        randint() received ::
+            torch.randint takes the size as a tuple, also where it is one number. | Write {DRAW}.
+    """,
     hints=(
         f"A batch with replacement is {DRAW}.",
         "The gradient of the batch minus that of all samples is a vector. Its squared length is "
         "the sum of the squares of both parts.",
         "Collect this squared length for each repeat, and return the mean of them as a float.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            - whole) => )
-                The squared length is that of the batch's gradient itself.
-                | Subtract the gradient of all samples first.
-            .mean().item() => .mean().sqrt().item()
-                This is the standard deviation, the root of the variance. | Take no root.
-            {LENGTH} => .norm()
-                The length of the difference is not squared. | {BOTH}
-            {LENGTH} => .square().mean()
-                The two parts are averaged. | {BOTH}
-            {LENGTH} => .sum().square()
-                The two parts are added and then squared. | {BOTH}
-            {LENGTH} => .abs().sum()
-                The absolute values of both parts are added. | {BOTH}
-            {LENGTH} => .square()[0]
-                Only the part of w counts. | {BOTH}
-            {LENGTH} => .square()[1]
-                Only the part of b counts. | {BOTH}
-            .mean().item() => .sum().item()
-                This is the sum over the repeats. | Take the mean of the squared distances.
-            .mean().item() => .mean().item() / batch
-                This is divided by the batch size once more. | The gradient is a mean already.
-            {DRAW} => torch.randperm(len(x), generator=generator)[:batch]
-                The samples of a batch are drawn without replacement. | Use {DRAW}.
-            (batch,) => (1,)
-                Every batch has one sample, whatever `batch` is. | Use {DRAW}.
-            generator=generator => generator=generator.manual_seed(1)
-                The generator is seeded anew before each batch. | Use {DRAW}.
-            , y[chosen] => , y[torch.randint(len(x), (batch,), generator=generator)]
-                x and y come from different samples. | Draw once, and use x[chosen] and y[chosen].
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(mean_first),
-            "The repeats are averaged before they are squared.",
-            "The mean over the repeats comes last.",
-        ),
-    ],
+    mistakes="""
+        - whole) => ) :: The squared length is that of the batch's gradient itself. | Subtract the
+            gradient of all samples first.
+        .mean().item() => .mean().sqrt().item() ::
+            This is the standard deviation, the root of the variance. | Take no root.
+        {LENGTH} => .norm() :: The length of the difference is not squared. | {BOTH}
+        {LENGTH} => .square().mean() :: The two parts are averaged.
+        {LENGTH} => .sum().square() :: The two parts are added and then squared.
+        {LENGTH} => .abs().sum() :: The absolute values of both parts are added.
+        {LENGTH} => .square()[0] :: Only the part of w counts.
+        {LENGTH} => .square()[1] :: Only the part of b counts.
+        .mean().item() => .sum().item() ::
+            This is the sum over the repeats. | Take the mean of the squared distances.
+        .mean().item() => .mean().item() / batch ::
+            This is divided by the batch size once more. | The gradient is a mean already.
+        {DRAW} => torch.randperm(len(x), generator=generator)[:batch] ::
+            The samples of a batch are drawn without replacement. | Use {DRAW}.
+        (batch,) => (1,) :: Every batch has one sample, whatever `batch` is.
+        generator=generator => generator=generator.manual_seed(1) ::
+            The generator is seeded anew before each batch.
+        , y[chosen] => , y[torch.randint(len(x), (batch,), generator=generator)] ::
+            x and y come from different samples. | Draw once, and use x[chosen] and y[chosen].
+        instead mean_first :: The repeats are averaged before they are squared. | The mean over the
+            repeats comes last.
+    """,
+    module=globals(),
 )
 
 # ---- 1.7 ------------------------------------------------------------------------------------
@@ -640,17 +604,13 @@ momentum = Spec(
     tell=tell_walk,
     say=say_walk,
     advice={"": RULE},
-    reasons={
-        "object is not callable": (
-            "Momentum(rate, momentum) makes an object, and calling that with parameters and a "
-            "gradient makes a step; what was called here cannot be called.",
-            "Hand over the class itself, and write its __call__(self, parameters, slope).",
-        ),
-        "takes no arguments": (
-            "Momentum(rate, momentum) makes an object, so the class needs an __init__ with both.",
-            "Write __init__(self, rate, momentum).",
-        ),
-    },
+    reasons="""
+        object is not callable :: Momentum(rate, momentum) makes an object, and calling that with
+            parameters and a gradient makes a step; what was called here cannot be called. | Hand
+            over the class itself, and write its __call__(self, parameters, slope).
+        takes no arguments :: Momentum(rate, momentum) makes an object, so the class needs an
+            __init__ with both. | Write __init__(self, rate, momentum).
+    """,
     hints=(
         "__init__ keeps the rate, the momentum and a velocity of 0 in self.",
         "__call__ first makes the new velocity from the old one and the gradient, and then the new "
@@ -658,40 +618,35 @@ momentum = Spec(
         f"self.velocity = {NEW}; return parameters - self.rate * self.velocity. Write no += and no "
         "-=, which would change what was given.",
     ),
-    mistakes=mistakes(
-        """
-        {NEW} => slope
-            This is plain gradient descent: earlier gradients do not count. | {RULE}
-        parameters - self.rate => parameters + self.rate
-            The step goes up. | {RULE}
+    mistakes="""
+        {NEW} => slope :: This is plain gradient descent: earlier gradients do not count. | {RULE}
+        parameters - self.rate => parameters + self.rate :: The step goes up.
         self.velocity = {NEW} => old = self.velocity; self.velocity = {NEW}
-        self.rate * self.velocity => self.rate * old
+        self.rate * self.velocity => self.rate * old ::
             The step uses the velocity from before this gradient. | Make the new velocity first.
-        self.rate * self.velocity => self.velocity
+        self.rate * self.velocity => self.velocity ::
             The step is the velocity itself, without the rate. | Subtract rate * velocity.
-        self.rate * self.velocity => self.rate * (slope + self.momentum * self.velocity)
+        self.rate * self.velocity => self.rate * (slope + self.momentum * self.velocity) ::
             This is Nesterov's momentum. | {RULE}
-        {NEW} => self.momentum * self.velocity + (1 - self.momentum) * slope
-            The velocity is a running mean, with 1 - momentum before the gradient. | {RULE}
-        {NEW} => (1 - self.momentum) * self.velocity + self.momentum * slope
+        {NEW} => self.momentum * self.velocity + (1 - self.momentum) * slope ::
+            The velocity is a running mean, with 1 - momentum before the gradient.
+        {NEW} => (1 - self.momentum) * self.velocity + self.momentum * slope ::
             The old velocity counts 1 - momentum, and the gradient counts momentum.
-        {NEW} => (1 - self.momentum) * self.velocity + slope
+        {NEW} => (1 - self.momentum) * self.velocity + slope ::
             The old velocity is multiplied by 1 - momentum.
-        {NEW} => self.velocity + slope
-            The old velocity counts in full, without momentum.
-        {NEW} => self.velocity + self.momentum * slope
+        {NEW} => self.velocity + slope :: The old velocity counts in full, without momentum.
+        {NEW} => self.velocity + self.momentum * slope ::
             The gradient is multiplied by momentum, and not the old velocity.
-        {NEW} => self.momentum * (self.velocity + slope)
+        {NEW} => self.momentum * (self.velocity + slope) ::
             Both the old velocity and the gradient are multiplied by momentum.
         {KEEP} => self.rate, self.momentum = rate, momentum; type(self).velocity = 0.0
-        self.velocity = {NEW} => type(self).velocity = {NEW}
+        self.velocity = {NEW} => type(self).velocity = {NEW} ::
             All objects share one velocity. | Keep it in self, and make it in __init__.
         {KEEP} => self.rate, self.momentum = rate, momentum
-        self.velocity = {NEW} => type(self).velocity = {CLASS_WIDE}
+        self.velocity = {NEW} => type(self).velocity = {CLASS_WIDE} ::
             All objects share one velocity, which a new object does not set to 0.
-        parameters - self.rate * self.velocity => parameters.sub_(self.rate * self.velocity)
+        parameters - self.rate * self.velocity => parameters.sub_(self.rate * self.velocity) ::
             The parameters are changed in place. | a = a - b makes a new tensor; a -= b does not.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -7,7 +7,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, tensor
 from manyhands.large_batch import norms
@@ -133,63 +132,48 @@ ghost = Spec(
         "the result in eval mode": "Do not split in eval mode.",
         **MOVES,
     },
-    reasons={
-        "maximum recursion depth": (
-            "forward calls itself again, without end.",
-            "Call the forward of the base class instead: super().forward(part).",
-        ),
-        "super(type, obj)": (
-            "A comprehension is a function of its own, in which super() finds no self.",
-            SUPER,
-        ),
-        "super(): no arguments": (
-            "super() without arguments works only directly inside a method.",
-            SUPER,
-        ),
-        "more than 1 value per channel": (
-            "A part holds a single number for each channel, which has no variance.",
-            f"{SPLIT} Check how many samples each of your parts has.",
-        ),
-        "stack expects each tensor to be equal size": ("The last part may be smaller.", CAT),
-    },
+    reasons="""
+        maximum recursion depth :: forward calls itself again, without end. | Call the forward of
+            the base class instead: super().forward(part).
+        super(type, obj) ::
+            A comprehension is a function of its own, in which super() finds no self. | {SUPER}
+        super(): no arguments :: super() without arguments works only directly inside a method.
+        more than 1 value per channel :: A part holds a single number for each channel, which has no
+            variance. | {SPLIT} Check how many samples each of your parts has.
+        stack expects each tensor to be equal size :: The last part may be smaller. | {CAT}
+    """,
     hints=(
         "In training, cut the batch into parts of `ghost` samples and normalise each part as a "
         "batch of its own. In eval mode there is nothing to cut.",
         f"{SPLIT} {BASE}",
         f"{CAT} {SUPER}",
     ),
-    mistakes=mistakes(
-        """
-        {PARTS} => parts = [super().forward(x)]
+    mistakes="""
+        {PARTS} => parts = [super().forward(x)] ::
             The whole batch shares one mean and one variance. | {SPLIT}
-        x.split(self.ghost) => x.chunk(self.ghost)
-            `ghost` is taken for the number of parts, and it is the size of each. | {SPLIT}
-        x.split(self.ghost) => x.split(self.ghost)[: max(1, len(x) // self.ghost)]
+        x.split(self.ghost) => x.chunk(self.ghost) ::
+            `ghost` is taken for the number of parts, and it is the size of each.
+        x.split(self.ghost) => x.split(self.ghost)[: max(1, len(x) // self.ghost)] ::
             The samples that are left over are missing from the result. | {LEFT}
-        x.split(self.ghost) => x.tensor_split(tuple(range(self.ghost, \
-len(x) - self.ghost + 1, self.ghost)))
-            The samples that are left over join the last whole ghost batch. | {LEFT}
-        x.split(self.ghost) => x.tensor_split(-(-len(x) // self.ghost))
+        x.split(self.ghost) => x.tensor_split(tuple(range(self.ghost, len(x) - self.ghost + 1,
+            self.ghost))) :: The samples that are left over join the last whole ghost batch.
+        x.split(self.ghost) => x.tensor_split(-(-len(x) // self.ghost)) ::
             The parts are made equally large, so some are smaller than `ghost`. | {SPLIT}
-        {PARTS} => n = -(-len(x) // self.ghost); \
-parts = [super(GhostBatchNorm, self).forward(x[i::n]) for i in range(n)]
+        {PARTS} => n = -(-len(x) // self.ghost); parts = [super(GhostBatchNorm,
+            self).forward(x[i::n]) for i in range(n)] ::
             Every part takes samples from all over the batch, so they come out in another order.
-            | {SPLIT}
-        {PARTS} => parts = [{PLAIN} for part in x.split(self.ghost)]
+        {PARTS} => parts = [{PLAIN} for part in x.split(self.ghost)] ::
             The running statistics never move. | {BASE}
-        {PARTS} => super().forward(x); parts = [{PLAIN} for part in x.split(self.ghost)]
-            The running statistics move once, by those of the whole batch. | {BASE}
-        super(GhostBatchNorm, self).forward(part) => super(GhostBatchNorm, self).forward(part\
-.detach())
+        {PARTS} => super().forward(x); parts = [{PLAIN} for part in x.split(self.ghost)] ::
+            The running statistics move once, by those of the whole batch.
+        super(GhostBatchNorm, self).forward(part) => super(GhostBatchNorm,
+            self).forward(part.detach()) ::
             x has no gradient: the parts are detached from it. | Normalise the parts of x itself.
-        if not self.training => if False
-            The batch is split in eval mode as well, which shows where there are no running
-            statistics. | {EVAL}
-        torch.cat(parts) => torch.cat(parts, dim=1)
+        if not self.training => if False :: The batch is split in eval mode as well, which shows
+            where there are no running statistics. | {EVAL}
+        torch.cat(parts) => torch.cat(parts, dim=1) ::
             The parts are joined along the channels. | {CAT}
-        torch.cat(parts) => torch.stack(parts)
-            The parts are stacked, which adds a dimension. | {CAT}
-        """,
-        globals(),
-    ),
+        torch.cat(parts) => torch.stack(parts) :: The parts are stacked, which adds a dimension.
+    """,
+    module=globals(),
 )

@@ -9,7 +9,6 @@ from torch import Generator, Tensor
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, malformed, number, show
 from manyhands.large_batch import noise
@@ -62,12 +61,10 @@ step_variance = Spec(
     form=as_digits,
     say=lambda found, wanted: f"gives {show(found.item())}, not {show(wanted.item())}",
     advice={"": f"Multiply the variance of a single draw by rate**2 / batch. {OF_ONE}"},
-    reasons={
-        "unexpected keyword argument": (
-            "Some versions of this function do not know that argument.",
-            "In torch, gradients.var(dim=0, correction=0) divides by the number of samples.",
-        ),
-    },
+    reasons="""
+        unexpected keyword argument :: Some versions of this function do not know that argument. |
+            In torch, gradients.var(dim=0, correction=0) divides by the number of samples.
+    """,
     hints=(
         "The batch is a mean of `batch` independent draws, so start with the variance of a "
         "single draw and ask what the mean does to it.",
@@ -76,43 +73,38 @@ step_variance = Spec(
         f"{VAR} is the variance of a single draw. Divide it by the batch, and multiply it by the "
         "square of the rate.",
     ),
-    mistakes=mistakes(
-        """
-        rate**2 => rate
-            The learning rate is not squared. | {SQUARED}
-        rate**2 * variance => variance
+    mistakes="""
+        rate**2 => rate :: The learning rate is not squared. | {SQUARED}
+        rate**2 * variance => variance ::
             The learning rate is left out: this is the variance of the mean gradient.
-        variance / batch => variance
+        variance / batch => variance ::
             This is the variance of a step with a single sample. | {BATCH}
-        variance / batch => variance / batch**2
+        variance / batch => variance / batch**2 ::
             The variance is divided by the square of the batch.
-        variance / batch => variance / batch**0.5
+        variance / batch => variance / batch**0.5 ::
             The variance is divided by the root of the batch, as a standard deviation would be.
-        variance / batch => variance / len(gradients)
+        variance / batch => variance / len(gradients) ::
             The variance is divided by the number of all samples, and not by the batch.
-        return rate**2 * variance / batch => return (rate**2 * variance / batch) ** 0.5
+        return rate**2 * variance / batch => return (rate**2 * variance / batch) ** 0.5 ::
             This is a standard deviation. | Return the variance itself, without a root.
         variance / batch => variance / batch * (len(gradients) - batch) / max(1, len(gradients) - 1)
-            This holds for a batch that is drawn without replacement.
-            | Here a sample may be drawn several times, so the draws are independent.
-        correction=0 => correction=1
-            The squares are divided by samples - 1, which estimates the variance of a larger set.
-            | The batch is drawn from exactly these samples, so pass correction=0.
-        .sum().item() => .mean().item()
-            The variances are averaged over the weights. | {OF_ONE}
-        {VAR} => gradients.var(correction=0)
+            :: This holds for a batch that is drawn without replacement. | Here a sample may be
+            drawn several times, so the draws are independent.
+        correction=0 => correction=1 ::
+            The squares are divided by samples - 1, which estimates the variance of a larger set. |
+            The batch is drawn from exactly these samples, so pass correction=0.
+        .sum().item() => .mean().item() :: The variances are averaged over the weights. | {OF_ONE}
+        {VAR} => gradients.var(correction=0) ::
             This is the variance of all entries together, whatever weight they belong to.
-        dim=0 => dim=1
-            The variance is taken over the weights of each sample.
-        {VAR} => gradients.square().mean(dim=0).sum()
+        dim=0 => dim=1 :: The variance is taken over the weights of each sample.
+        {VAR} => gradients.square().mean(dim=0).sum() ::
             The mean gradient is not subtracted: this is the mean of the squared lengths.
-        {VAR} => gradients.std(dim=0, correction=0).sum()
+        {VAR} => gradients.std(dim=0, correction=0).sum() ::
             Standard deviations are added up, but only variances may be added.
-        {VAR} => gradients.norm(dim=1).var(correction=0)
+        {VAR} => gradients.norm(dim=1).var(correction=0) ::
             This uses the variance of the gradients' lengths, which does not see their directions.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 7.4 ------------------------------------------------------------------------------------
@@ -243,20 +235,13 @@ noisy_mean = Spec(
         "the random numbers come from `draw`, or from torch's own if none is given": FROM_DRAW,
         "the type of the result": "Draw z with dtype=losses.dtype.",
     },
-    reasons={
-        "Expected a 'Generator'": (
-            "torch expects a generator of its own kind, or None.",
-            FROM_DRAW,
-        ),
-        "'NoneType' object has no attribute": (
-            "`draw` is None when the caller gives no generator.",
-            FROM_DRAW,
-        ),
-        "randn(): received an invalid combination": (
-            "torch.randn takes a shape, and draws with mean 0 and standard deviation 1.",
-            "Write torch.randn(losses.shape, generator=draw), then scale and shift the numbers.",
-        ),
-    },
+    reasons="""
+        Expected a 'Generator' :: torch expects a generator of its own kind, or None. | {FROM_DRAW}
+        'NoneType' object has no attribute :: `draw` is None when the caller gives no generator.
+        randn(): received an invalid combination ::
+            torch.randn takes a shape, and draws with mean 0 and standard deviation 1. | Write
+            torch.randn(losses.shape, generator=draw), then scale and shift the numbers.
+    """,
     hints=(
         "noise_size: a batch of `batch` has batch / small times less variance than one of `small`, "
         "and the random weights multiply it by 1 + sigma**2. The two have to cancel.",
@@ -266,43 +251,36 @@ noisy_mean = Spec(
         "generator=draw, dtype=losses.dtype, device=losses.device), and return "
         "(z * losses).mean().",
     ),
-    mistakes=mistakes(
-        """
-        batch / small - 1 => batch / small
-            noise_size: the 1 is not subtracted, so equal batches would still be given noise.
-            | {SIGMA}
-        (batch / small - 1) ** 0.5 => batch / small - 1
-            noise_size: this is the square of sigma.
-        (batch / small - 1) ** 0.5 => (batch / small) ** 0.5 - 1
+    mistakes="""
+        batch / small - 1 => batch / small :: noise_size: the 1 is not subtracted, so equal batches
+            would still be given noise. | {SIGMA}
+        (batch / small - 1) ** 0.5 => batch / small - 1 :: noise_size: this is the square of sigma.
+        (batch / small - 1) ** 0.5 => (batch / small) ** 0.5 - 1 ::
             noise_size: the 1 is subtracted after the root is taken, and not before.
-        batch / small - 1 => 1 - small / batch
+        batch / small - 1 => 1 - small / batch ::
             noise_size: the ratio of the two batches is upside down.
-        batch / small - 1 => batch - small
+        batch / small - 1 => batch - small ::
             noise_size: the difference of the batches is taken instead of their ratio.
-        1 + sigma * torch.randn( => 1 + sigma**2 * torch.randn(
-            The standard deviation of the random numbers is sigma**2, but it should be sigma.
-            | {Z}
-        1 + sigma * torch.randn( => sigma * torch.randn(
+        1 + sigma * torch.randn( => 1 + sigma**2 * torch.randn( ::
+            The standard deviation of the random numbers is sigma**2, but it should be sigma. | {Z}
+        1 + sigma * torch.randn( => sigma * torch.randn( ::
             The random numbers have mean 0, so the gradient is noise and nothing else.
-        losses.shape, generator => (), generator
+        losses.shape, generator => (), generator ::
             All samples of a batch share one random number, as if the learning rate were noisy.
-        torch.randn( => torch.rand(
+        torch.randn( => torch.rand( ::
             torch.rand draws uniform numbers between 0 and 1, and not normal ones.
-        (z * losses).mean() => (losses + z - 1).mean()
+        (z * losses).mean() => (losses + z - 1).mean() ::
             The noise is added to the losses, where it does not change their gradients. | {MEAN}
-        (z * losses).mean() => (z * losses).sum()
+        (z * losses).mean() => (z * losses).sum() ::
             The weighted losses are added up and not averaged.
-        (z * losses).mean() => (z * losses).sum() / z.sum()
-            The sum is divided by the sum of z, which takes out part of the noise.
-            | Divide by the number of samples, as mean() does.
-        (z * losses).mean() => (z.clamp(min=0) * losses).mean()
-            Negative random numbers are cut off, which moves the mean above 1.
-            | Keep negative numbers: if sigma is large, there are many of them.
-        generator=draw,  =>
-            `draw` is not used, although the caller has given one. | {FROM_DRAW}
-        generator=draw => generator=draw or torch.Generator()
-            Without `draw`, every call gets the same numbers, as from a fixed seed. | {FROM_DRAW}
-        """,
-        globals(),
-    ),
+        (z * losses).mean() => (z * losses).sum() / z.sum() :: The sum is divided by the sum of z,
+            which takes out part of the noise. | Divide by the number of samples, as mean() does.
+        (z * losses).mean() => (z.clamp(min=0) * losses).mean() ::
+            Negative random numbers are cut off, which moves the mean above 1. | Keep negative
+            numbers: if sigma is large, there are many of them.
+        generator=draw,  => :: `draw` is not used, although the caller has given one. | {FROM_DRAW}
+        generator=draw => generator=draw or torch.Generator() ::
+            Without `draw`, every call gets the same numbers, as from a fixed seed.
+    """,
+    module=globals(),
 )

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, tensor
 from manyhands.checks.large_batch.ghosts import turned
@@ -218,52 +217,46 @@ over_ranks = Spec(
         "all_reduce torch.cat([grad.sum(axes), (grad * x_hat).sum(axes)]) and divide it by the "
         f"count. {FORMULA}",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes="""
         {SUMS} => pass
         {SQUARES} => pass
-        {BACK} => pass
-            Each rank normalises by the statistics of its own batch. | {ADD}
+        {BACK} => pass :: Each rank normalises by the statistics of its own batch. | {ADD}
         {MEAN} => {AVERAGED}
         {CENTRED} => squares = (x - _per_channel(own_mean, x)).square().sum(axes) / own_count
-        variance = squares / count => variance = squares / dist.get_world_size(group)
+        variance = squares / count => variance = squares / dist.get_world_size(group) ::
             The ranks' means and variances are averaged, although their batches differ in size.
-            | {ADD}
-        {MEAN} => {AVERAGED}
+        {MEAN} => {AVERAGED} ::
             The ranks' means are averaged, although their batches differ in size. | {WEIGH}
         {CENTRED} => squares = x.var(axes, correction=0)
-        variance = squares / count => variance = squares / dist.get_world_size(group)
+        variance = squares / count => variance = squares / dist.get_world_size(group) ::
             The ranks' own variances are averaged. That ignores the size of their batches, and the
             differences between their means. | {DIFFERENCES}
         {CENTRED} => squares = x.var(axes, correction=0)
         {SQUARES} => pass
-        variance = squares / count => variance = squares
-            The variance is that of this rank's batch alone. | {DIFFERENCES}
-        {CENTRED} => squares = (x - _per_channel(x.mean(axes), x)).square().sum(axes)
+        variance = squares / count => variance = squares ::
+            The variance is that of this rank's batch alone.
+        {CENTRED} => squares = (x - _per_channel(x.mean(axes), x)).square().sum(axes) ::
             The differences are taken from each rank's own mean, so the variance lacks the
-            differences between the ranks. | {DIFFERENCES}
+            differences between the ranks.
         {CENTRED} => squares = x.square().sum(axes)
-        variance = squares / count => variance = squares / count - mean.square()
+        variance = squares / count => variance = squares / count - mean.square() ::
             The square of the mean is subtracted from the mean of the squares, which leaves no
-            correct digits far from 0. | {DIFFERENCES}
-        squares / count => squares / (count - 1)
+            correct digits far from 0.
+        squares / count => squares / (count - 1) ::
             The variance is divided by count - 1. | Divide by the count: the batch is all there is.
-        (variance + eps).rsqrt() => 1 / (variance.sqrt() + eps)
+        (variance + eps).rsqrt() => 1 / (variance.sqrt() + eps) ::
             eps is added to the standard deviation. | Add eps to the variance, under the root.
-        {GRAD} => grad
+        {GRAD} => grad ::
             The mean and the variance are treated as constants in backward. | {FORMULA}
-        {GRAD} => grad - of_grad
-            backward lacks the part of the variance. | {FORMULA}
-        {BACK} => pass
-            backward adds up the gradients of this rank only. | {WHOLE}
-        sums / count).chunk => sums / max(1, grad.numel() // grad.shape[1])).chunk
-            backward divides the sums of all ranks by the count of this rank. | {WHOLE}
-         * _per_channel(scale, grad), None, None => , None, None
+        {GRAD} => grad - of_grad :: backward lacks the part of the variance.
+        {BACK} => pass :: backward adds up the gradients of this rank only. | {WHOLE}
+        sums / count).chunk => sums / max(1, grad.numel() // grad.shape[1])).chunk ::
+            backward divides the sums of all ranks by the count of this rank.
+        * _per_channel(scale, grad), None, None => , None, None ::
             backward does not multiply by the scale. | {FORMULA}
         ctx.save_for_backward(x_hat, scale, count) => NormOverRanks.kept = x_hat, scale, count
-        ctx.saved_tensors => NormOverRanks.kept
+        ctx.saved_tensors => NormOverRanks.kept ::
             Tensors that are kept on the class belong to the last call only. | {ON_CTX}
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -3,7 +3,6 @@
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, malformed, number, same, show, whole
 from manyhands.large_batch import rates
@@ -48,36 +47,34 @@ scaled_rate = Spec(
         "Each rule multiplies the rate by a number that follows from the factor alone.",
         "That number is 1 for 'none', factor ** 0.5 for 'root', and the factor for 'linear'.",
     ),
-    mistakes=mistakes(
-        """
-        {POWERS} => "none": 0.0, "root": 1.0, "linear": 0.5
+    mistakes="""
+        {POWERS} => "none": 0.0, "root": 1.0, "linear": 0.5 ::
             The rules 'root' and 'linear' have changed places. | {RULES}
-        {RESULT} => return rate * factor
-            Every rule multiplies by the factor here. | {RULES}
-        {RESULT} => return rate * factor**0.5
-            Every rule multiplies by the root of the factor here. | {RULES}
-        {POWERS} => "none": 1.0, "root": 0.5, "linear": 1.0
+        {RESULT} => return rate * factor :: Every rule multiplies by the factor here.
+        {RESULT} => return rate * factor**0.5 ::
+            Every rule multiplies by the root of the factor here.
+        {POWERS} => "none": 1.0, "root": 0.5, "linear": 1.0 ::
             The rule 'none' is treated as 'linear'. | With 'none' the rate stays as it is.
-        {RESULT} => return factor ** powers[rule]
+        {RESULT} => return factor ** powers[rule] ::
             This is only the number by which the rate is multiplied. | Multiply it by the rate.
-        {RESULT} => return rate / factor ** powers[rule]
+        {RESULT} => return rate / factor ** powers[rule] ::
             The rate is divided, but a larger batch takes a larger rate. | {RULES}
         {RESULT} => power = powers[rule]; return (rate * factor if power else rate) ** (power or 1)
+            ::
             The rule 'root' takes the root of the rate as well. | Take the root of the factor only.
-        {POWERS} => "none": 0.0, "root": 2.0, "linear": 1.0
+        {POWERS} => "none": 0.0, "root": 2.0, "linear": 1.0 ::
             The rule 'root' squares the factor. | The root of the factor is factor ** 0.5.
-        {RESULT} => return rate * (factor / 2 if rule == "root" else factor ** powers[rule])
+        {RESULT} => return rate * (factor / 2 if rule == "root" else factor ** powers[rule]) ::
             The rule 'root' halves the factor, which gives its root only if the factor is 4.
-        {RESULT} => from math import log2; return rate * ( \
-log2(factor) if rule == "root" else factor ** powers[rule])
+        {RESULT} => from math import log2; return rate * ( log2(factor) if rule == "root" else
+            factor ** powers[rule]) ::
             The rule 'root' takes a logarithm, which equals the root only if the factor is 4 or 16.
-        {RESULT} => return rate * int(factor) ** powers[rule]
+        {RESULT} => return rate * int(factor) ** powers[rule] ::
             The factor is rounded down. | Use it as it is given, because it may be 2.5 or 0.5.
-        {RESULT} => return rate * max(1, factor) ** powers[rule]
+        {RESULT} => return rate * max(1, factor) ** powers[rule] ::
             A factor below 1 is treated as 1. | A smaller batch takes a smaller rate.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 7.3 ------------------------------------------------------------------------------------
@@ -136,12 +133,10 @@ warmed_up_rate = Spec(
     cases=times,
     form=lambda value: float(number(value)),
     advice={"": f"{RISE} {FALLS}"},
-    reasons={
-        "division by zero": (
-            "The warm-up may be 0 epochs long, and then there is no line.",
-            "Use the line only while epoch < warm_up, which is never true for a warm-up of 0.",
-        ),
-    },
+    reasons="""
+        division by zero :: The warm-up may be 0 epochs long, and then there is no line. | Use the
+            line only while epoch < warm_up, which is never true for a warm-up of 0.
+    """,
     hints=(
         "There are two parts: while epoch < warm_up the rate lies on a line, and from then on it "
         "depends only on the number of milestones that have been reached.",
@@ -149,45 +144,37 @@ warmed_up_rate = Spec(
         "of the way that is done is epoch / warm_up.",
         f"{RISE} {FALLS}",
     ),
-    mistakes=mistakes(
-        """
-        {LINE} => high * epoch / warm_up
-            The warm-up begins at 0, and not at `low`. | {RISE}
-        {LINE} => low + high * epoch / warm_up
+    mistakes="""
+        {LINE} => high * epoch / warm_up :: The warm-up begins at 0, and not at `low`. | {RISE}
+        {LINE} => low + high * epoch / warm_up ::
             The warm-up ends at low + high. | Over the whole warm-up the rate rises by high - low.
-        {LINE} => low * (high / low) ** (epoch / warm_up)
-            The rate grows by the same factor in every epoch, so it does not follow a straight line.
-            | {RISE}
-        {LINE} => low + (high - low) * int(epoch) / warm_up
+        {LINE} => low * (high / low) ** (epoch / warm_up) :: The rate grows by the same factor in
+            every epoch, so it does not follow a straight line. | {RISE}
+        {LINE} => low + (high - low) * int(epoch) / warm_up ::
             The rate rises only once per epoch. | Use the epoch with its fraction.
-        {LINE} => low + (high - low) * (epoch + 1) / warm_up
+        {LINE} => low + (high - low) * (epoch + 1) / warm_up ::
             The warm-up is one epoch ahead. | At epoch 0 the rate is `low`.
-        {LINE} => low
-            The rate stays at `low` and then jumps to `high`. | {RISE}
-        return {LINE} => return ({LINE}) * fall ** {REACHED}
-            Milestones inside the warm-up lower the rate at once. | {RISE}
-        epoch >= milestone => epoch >= milestone >= warm_up
-            Milestones inside the warm-up do not count afterwards, although they are reached.
-            | {FALLS}
-        epoch >= milestone => epoch - warm_up >= milestone
-            The epochs up to a milestone are counted from the end of the warm-up.
-            | Count the epochs from the start of the training.
-        epoch >= milestone => epoch > milestone
-            A milestone counts only after its epoch. | {AT}
-        {REACHED} => any(epoch >= milestone for milestone in milestones)
+        {LINE} => low :: The rate stays at `low` and then jumps to `high`. | {RISE}
+        return {LINE} => return ({LINE}) * fall ** {REACHED} ::
+            Milestones inside the warm-up lower the rate at once.
+        epoch >= milestone => epoch >= milestone >= warm_up :: Milestones inside the warm-up do not
+            count afterwards, although they are reached. | {FALLS}
+        epoch >= milestone => epoch - warm_up >= milestone :: The epochs up to a milestone are
+            counted from the end of the warm-up. | Count the epochs from the start of the training.
+        epoch >= milestone => epoch > milestone :: A milestone counts only after its epoch. | {AT}
+        {REACHED} => any(epoch >= milestone for milestone in milestones) ::
             The rate falls once, however many milestones have been reached. | {FALLS}
-        {AFTER} => count = {REACHED}; return high * (count * fall if count else 1)
-            `fall` is multiplied by the number of milestones. | {FALLS}
-        {AFTER} => return high / fall ** {REACHED}
-            The rate rises at the milestones: it is divided by `fall`. | {FALLS}
-        {AFTER} => return low * fall ** {REACHED}
-            After the warm-up, the rate starts from `low` again. | {FALLS}
-        if epoch < warm_up => if epoch <= warm_up
+        {AFTER} => count = {REACHED}; return high * (count * fall if count else 1) ::
+            `fall` is multiplied by the number of milestones.
+        {AFTER} => return high / fall ** {REACHED} ::
+            The rate rises at the milestones: it is divided by `fall`.
+        {AFTER} => return low * fall ** {REACHED} ::
+            After the warm-up, the rate starts from `low` again.
+        if epoch < warm_up => if epoch <= warm_up ::
             The line is still used where epoch == warm_up, so milestones there do not count, and a
             warm-up of 0 divides by zero. | The warm-up is over where epoch == warm_up.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 7.7 ------------------------------------------------------------------------------------
@@ -251,12 +238,10 @@ grown_batch = Spec(
         f"largest={case.largest}, milestones={show(case.milestones)}, fall={show(case.fall, 3)})"
     ),
     advice={"": f"{EITHER} {NEXT}"},
-    reasons={
-        "can't set attribute": (
-            "A Setting is a tuple, and its parts cannot be changed.",
-            "Keep the batch and the rate in variables, and return a new Setting.",
-        ),
-    },
+    reasons="""
+        can't set attribute :: A Setting is a tuple, and its parts cannot be changed. | Keep the
+            batch and the rate in variables, and return a new Setting.
+    """,
     hints=(
         "Go through the milestones that have been reached, one by one, with the batch and the "
         "rate as they are at the start.",
@@ -265,43 +250,34 @@ grown_batch = Spec(
         "batch, rate = start takes the Setting apart, round(batch / fall) is the next batch, and "
         "Setting(batch, rate) is the result.",
     ),
-    mistakes=mistakes(
-        r"""
-        {GROW} => {GROW}; rate *= fall
-            The rate falls as well where the batch grows. | {EITHER}
-        {GROW} => {GROW}; rate /= fall
+    mistakes="""
+        {GROW} => {GROW}; rate *= fall :: The rate falls as well where the batch grows. | {EITHER}
+        {GROW} => {GROW}; rate /= fall ::
             The rate rises where the batch grows. | The batch grows so that the rate can stay.
-        {FITS} => True
-            The batch grows beyond `largest`. | {NEXT}
-        {FITS} => batch <= largest
-            The present batch is compared with `largest`, so the next one may exceed it. | {NEXT}
-        {FITS} => round(batch / fall) < largest
+        {FITS} => True :: The batch grows beyond `largest`. | {NEXT}
+        {FITS} => batch <= largest ::
+            The present batch is compared with `largest`, so the next one may exceed it.
+        {FITS} => round(batch / fall) < largest ::
             A batch of exactly `largest` is allowed, and it is refused here.
         {FITS} => True
-        {GROW} => batch = min(largest, round(batch / fall))
+        {GROW} => batch = min(largest, round(batch / fall)) ::
             The batch is cut to `largest`, and the rate does not fall instead. | {ELSE}
-        {LOWER} => {FILL}
-            The batch is filled up to `largest`, and the rate falls by the rest. | {ELSE}
-        {LOWER} => pass
-            The rate never falls. | {ELSE}
-        {LOWER} => rate /= fall
-            The rate rises where the batch cannot grow: it is divided by `fall`. | {ELSE}
-        {LOWER} => batch, rate = start.batch, start.rate * fall ** {REACHED}
-            As soon as the batch cannot grow, it is set back, and the rate falls at every milestone.
-            | {EITHER}
-        epoch >= milestone => epoch > milestone
-            A milestone counts only after its epoch. | {AT}
-        {REACHED} => any(epoch >= milestone for milestone in milestones)
-            Only one milestone counts, however many have been reached.
-            | Go through all milestones that have been reached, one by one.
-        {GROW} => batch += round(start.batch / fall) - start.batch
+        {LOWER} => {FILL} :: The batch is filled up to `largest`, and the rate falls by the rest.
+        {LOWER} => pass :: The rate never falls.
+        {LOWER} => rate /= fall ::
+            The rate rises where the batch cannot grow: it is divided by `fall`.
+        {LOWER} => batch, rate = start.batch, start.rate * fall ** {REACHED} :: As soon as the batch
+            cannot grow, it is set back, and the rate falls at every milestone. | {EITHER}
+        epoch >= milestone => epoch > milestone :: A milestone counts only after its epoch. | {AT}
+        {REACHED} => any(epoch >= milestone for milestone in milestones) ::
+            Only one milestone counts, however many have been reached. | Go through all milestones
+            that have been reached, one by one.
+        {GROW} => batch += round(start.batch / fall) - start.batch ::
             The batch grows by the same number each time. | Divide the present batch by `fall`.
-        {GROW} => batch = int(batch // fall)
-            Rounding down drops a sample where `fall` is not exact: 3 // 0.1 is 29.
-            | Use round(batch / fall).
-        {GROW} => batch = round(batch * fall)
+        {GROW} => batch = int(batch // fall) :: Rounding down drops a sample where `fall` is not
+            exact: 3 // 0.1 is 29. | Use round(batch / fall).
+        {GROW} => batch = round(batch * fall) ::
             The batch is multiplied by `fall`, so it shrinks. | Divide the batch by `fall`.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -4,7 +4,6 @@ import random
 from typing import NamedTuple
 
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import boolean, listing, show, text
 from manyhands.large_batch import ties
@@ -124,20 +123,14 @@ ranked = Spec(
     tell=tell_one,
     say=lambda found, wanted: f"gives {found}, not {wanted}",
     advice={"": f"For is_tie: {STANDARD} {DEGREES} For ranked: {IN_ORDER} {CLASSES}"},
-    reasons={
-        "list index out of range": (
-            "At the first name there is no class yet.",
-            "Ask `if classes and is_tie(...)`, or begin with a class of the first name.",
-        ),
-        "requires at least one data point": (
-            "There may be no names at all, and then there are no classes.",
-            "Return an empty list for an empty mapping.",
-        ),
-        "unsupported operand type(s) for -: 'list'": (
-            "Lists cannot be subtracted, but their means can.",
-            "Use fmean(some) - fmean(others).",
-        ),
-    },
+    reasons="""
+        list index out of range :: At the first name there is no class yet. | Ask `if classes and
+            is_tie(...)`, or begin with a class of the first name.
+        requires at least one data point :: There may be no names at all, and then there are no
+            classes. | Return an empty list for an empty mapping.
+        unsupported operand type(s) for -: 'list' ::
+            Lists cannot be subtracted, but their means can. | Use fmean(some) - fmean(others).
+    """,
     hints=(
         "is_tie: statistics.variance divides by one less than the number of values. Divide it by "
         "that number once more, and you have the squared standard error of the mean.",
@@ -145,50 +138,40 @@ ranked = Spec(
         f"absolute difference of the means with its root times student(degrees). {DEGREES}",
         f"ranked: sort the names by their means. {CLASSES} Otherwise it begins a class of its own.",
     ),
-    mistakes=mistakes(
-        """
-        {ERROR} => variance(some) + variance(others)
-            is_tie: this is the standard deviation of single values, but means vary less.
-            | {STANDARD}
-        {ERROR} => variance(some) * (1 - 1 / len(some)) / len(some) + variance(others) * \
-(1 - 1 / len(others)) / len(others)
-            is_tie: the variance divides by the number of values, and not by one less.
-            | Use statistics.variance, or correction=1.
-        ({ERROR}) ** 0.5 => (variance(some) / len(some)) ** 0.5 + \
-(variance(others) / len(others)) ** 0.5
-            is_tie: the two standard errors are added, but only their squares add up.
-            | Add the squared errors, and take the root of the sum.
-        ({ERROR}) ** 0.5 => {ERROR}
+    mistakes="""
+        {ERROR} => variance(some) + variance(others) :: is_tie: this is the standard deviation of
+            single values, but means vary less. | {STANDARD}
+        {ERROR} => variance(some) * (1 - 1 / len(some)) / len(some) + variance(others) * (1 - 1 /
+            len(others)) / len(others) :: is_tie: the variance divides by the number of values, and
+            not by one less. | Use statistics.variance, or correction=1.
+        ({ERROR}) ** 0.5 => (variance(some) / len(some)) ** 0.5 + (variance(others) / len(others))
+            ** 0.5 :: is_tie: the two standard errors are added, but only their squares add up. |
+            Add the squared errors, and take the root of the sum.
+        ({ERROR}) ** 0.5 => {ERROR} ::
             is_tie: the root is missing, so the difference is compared with a variance.
-        {LIMIT} => 2
-            is_tie: the difference is compared with two standard errors, however few values there
-            are. | {STANDARD} {DEGREES}
-        {LIMIT} => student(len(some) - 1)
+        {LIMIT} => 2 :: is_tie: the difference is compared with two standard errors, however few
+            values there are. | {STANDARD} {DEGREES}
+        {LIMIT} => student(len(some) - 1) ::
             is_tie: the degrees of freedom are those of the first list alone. | {DEGREES}
-        return abs(fmean(some) - fmean(others)) <= limit * error => return {OVERLAP}
-            is_tie: the ranges of the values are compared, which depend on the luckiest seeds.
-            | {STANDARD}
-        abs(fmean(some) - fmean(others)) => fmean(some) - fmean(others)
-            is_tie: without abs(), a large negative difference counts as a tie.
-            | Take the absolute value of the difference.
-        <= limit * error => < limit * error
+        return abs(fmean(some) - fmean(others)) <= limit * error => return {OVERLAP} :: is_tie: the
+            ranges of the values are compared, which depend on the luckiest seeds. | {STANDARD}
+        abs(fmean(some) - fmean(others)) => fmean(some) - fmean(others) :: is_tie: without abs(), a
+            large negative difference counts as a tie. | Take the absolute value of the difference.
+        <= limit * error => < limit * error ::
             is_tie: a difference of exactly the limit is refused, so equal means without any spread
             do not tie. | Write <=, because the difference may be at most the limit.
-        {SIGN} => 1 if best == "highest" else -1
+        {SIGN} => 1 if best == "highest" else -1 ::
             ranked: the worst class comes first. | {IN_ORDER}
-        {SIGN} => -1
-            ranked: the highest mean comes first, whatever `best` says.
-            | With best="lowest" sort the other way round.
-        {KEY} => list(values)
+        {SIGN} => -1 :: ranked: the highest mean comes first, whatever `best` says. | With
+            best="lowest" sort the other way round.
+        {KEY} => list(values) ::
             ranked: the names are taken in the order in which they are given. | {IN_ORDER}
-        sign * fmean(values[name]) => min(sign * one for one in values[name])
+        sign * fmean(values[name]) => min(sign * one for one in values[name]) ::
             ranked: the names are sorted by their single best value, and not by their means.
-        {FIRST} => is_tie(values[classes[-1][-1]], values[name])
-            ranked: each name is compared with the one before it, so a chain of ties becomes a
-            single class. | {CLASSES}
-        {FIRST} => is_tie(values[order[0]], values[name])
+        {FIRST} => is_tie(values[classes[-1][-1]], values[name]) :: ranked: each name is compared
+            with the one before it, so a chain of ties becomes a single class. | {CLASSES}
+        {FIRST} => is_tie(values[order[0]], values[name]) ::
             ranked: each name is compared with the best of all, so later names never tie.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

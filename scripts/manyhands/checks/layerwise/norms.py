@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import same, tensor
 from manyhands.instruments.ledger import Ledger
@@ -125,44 +124,38 @@ shard_norms = Spec(
         "all_reduce that vector with dist.ReduceOp.SUM and take the root, or, where order is "
         "math.inf, with dist.ReduceOp.MAX and without a root.",
     ),
-    mistakes=mistakes(
-        """
+    mistakes="""
         {NORM}.square() => {NORM}
-        {ROOT} => norms
-            The norms of the parts are added, and not their squares. | {STEPS}
-        {NORM}.square() => {NORM}
-            The norms of the parts are not squared before they are added.
-        {ROOT} => norms
-            The root is missing: for order 2 these are the sums of the squares.
-        {ROOT} => norms.sqrt()
+        {ROOT} => norms :: The norms of the parts are added, and not their squares. | {STEPS}
+        {NORM}.square() => {NORM} :: The norms of the parts are not squared before they are added.
+        {ROOT} => norms :: The root is missing: for order 2 these are the sums of the squares.
+        {ROOT} => norms.sqrt() ::
             A root is taken for order math.inf as well. | The largest value needs no root.
-        {OP} => dist.ReduceOp.MAX
+        {OP} => dist.ReduceOp.MAX ::
             For order 2 only the largest part of each tensor counts. | {STEPS}
-        {OP} => dist.ReduceOp.SUM
+        {OP} => dist.ReduceOp.SUM ::
             For order math.inf the ranks' largest values are added. | Use dist.ReduceOp.MAX there.
-        {ROOT} => norms if largest else (norms / dist.get_world_size(group)).sqrt()
+        {ROOT} => norms if largest else (norms / dist.get_world_size(group)).sqrt() ::
             The sum of the squares is divided by the number of ranks. | {STEPS}
-        order == math.inf => False
+        order == math.inf => False ::
             The norm of order 2 is returned, whatever `order` is. | Ask whether order == math.inf.
-        {LARGEST} => shard.max()
-            For order math.inf the signs are kept, so a large negative number is overlooked.
-            | Take the absolute values first.
+        {LARGEST} => shard.max() :: For order math.inf the signs are kept, so a large negative
+            number is overlooked. | Take the absolute values first.
         {NORM} => torch.linalg.norm(shard.double(), 2)
-        {LARGEST} => torch.linalg.norm(shard.double(), math.inf)
-            torch.linalg.norm computes another norm where a part is a matrix.
-            | torch.linalg.vector_norm treats any tensor as one long vector.
-        {REDUCE} => pass
+        {LARGEST} => torch.linalg.norm(shard.double(), math.inf) ::
+            torch.linalg.norm computes another norm where a part is a matrix. |
+            torch.linalg.vector_norm treats any tensor as one long vector.
+        {REDUCE} => pass ::
             These are the norms of this rank's own parts. | Call all_reduce on every rank.
-        {REDUCE} => dist.reduce(norms, group_dst=0, op={OP}, group=group)
+        {REDUCE} => dist.reduce(norms, group_dst=0, op={OP}, group=group) ::
             Only the first rank of the group has the norms. | Every rank needs them: all_reduce.
-        {ROOT} => norms.max() if largest else norms.sum().sqrt()
+        {ROOT} => norms.max() if largest else norms.sum().sqrt() ::
             This is one norm of all tensors together. | Each tensor has a norm of its own.
-        shard, dtype=torch.float64 => shard
-            The norms of the parts are computed in the type of the shards, and digits are lost.
-            | vector_norm(shard, dtype=torch.float64) adds the squares in float64.
-        {ROOT} => (norms if largest else norms.sqrt()).float()
+        shard, dtype=torch.float64 => shard ::
+            The norms of the parts are computed in the type of the shards, and digits are lost. |
+            vector_norm(shard, dtype=torch.float64) adds the squares in float64.
+        {ROOT} => (norms if largest else norms.sqrt()).float() ::
             The norms are returned in float32. | Return them in float64.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from manyhands.checks.engine.mistakes import mistakes
+from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.layerwise.steps import Training, of_optimizer, training
 from manyhands.layerwise import optimizers
 
@@ -65,44 +65,36 @@ lars = of_optimizer(
     ),
     mistakes(
         """
-        inside = options["lr_inside"] => inside = False
-            The learning rate multiplies the whole momentum buffer, even where lr_inside is True.
-            | {PLACE}
-        inside = options["lr_inside"] => inside = True
+        inside = options["lr_inside"] => inside = False :: The learning rate multiplies the whole
+            momentum buffer, even where lr_inside is True. | {PLACE}
+        inside = options["lr_inside"] => inside = True ::
             The learning rate goes into the momentum buffer, even where lr_inside is False.
-        {SUM} => options["weight_decay"]
+        {SUM} => options["weight_decay"] ::
             The ratio divides by length + decay * size, whatever `decay_in_ratio` says. | {BELOW}
-        {SUM} => 0.0
-            The ratio does not count the weight decay in its denominator. | {BELOW}
-        {SCALED} => weight.grad.mul(ratio)
-            The step has no weight decay. | {STEP}
-        {SCALED} => weight.grad.mul(ratio).add(weight * decay)
+        {SUM} => 0.0 :: The ratio does not count the weight decay in its denominator.
+        {SCALED} => weight.grad.mul(ratio) :: The step has no weight decay. | {STEP}
+        {SCALED} => weight.grad.mul(ratio).add(weight * decay) ::
             The ratio multiplies the gradient alone, and the weight decay is added unscaled.
         .mul(ratio) =>
-        {MOVE} => weight.sub_(ratio * (buffer if inside else buffer * options["lr"]))
+        {MOVE} => weight.sub_(ratio * (buffer if inside else buffer * options["lr"])) ::
             The ratio multiplies the whole momentum buffer, so it scales old gradients once more.
-        {GUARD} => ratio
-            The ratio is not replaced where a norm is 0. | {ZEROS}
-        {GUARD} => {ONE_FOR_BOTH}
-            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay". | {ZEROS}
-        {OWN_DECAY} => options["weight_decay"]
-            Where a norm is 0 the weight decays, even where zero_norm is "no_decay".
-            | Ask decay_of for the weight decay of a layer.
-         + options["eps"] =>
+        {GUARD} => ratio :: The ratio is not replaced where a norm is 0. | {ZEROS}
+        {GUARD} => {ONE_FOR_BOTH} ::
+            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay".
+        {OWN_DECAY} => options["weight_decay"] :: Where a norm is 0 the weight decays, even where
+            zero_norm is "no_decay". | Ask decay_of for the weight decay of a layer.
+        + options["eps"] => ::
             The option `eps` is not used. | Add it to the denominator of the ratio.
-        {OWN_DECAY} => torch.as_tensor({OWN_DECAY}).float()
-            The weight decay passes through float32. torch.tensor(0.1) and
-            torch.where(condition, 0.1, 0.0) make float32, even where the weights are float64.
-            | decay_of keeps the precision of its norms.
-        {KEPT} => buffer = buffer * options["momentum"] + (
-            The new momentum buffer is not kept, so the next step begins with zeros again.
-            | Change the buffer in place: mul_ and add_.
-        {ADDED} => (1 - options["momentum"]) * ({ADDED})
-            The gradient enters the buffer with 1 - momentum before it, as in a running mean.
-            | The buffer is momentum times the old one plus the whole scaled gradient.
-        weight.sub_(buffer if => weight = weight - (buffer if
-            {RENAMED} | {IN_PLACE}
-        """,
+        {OWN_DECAY} => torch.as_tensor({OWN_DECAY}).float() :: The weight decay passes through
+            float32. torch.tensor(0.1) and torch.where(condition, 0.1, 0.0) make float32, even where
+            the weights are float64. | decay_of keeps the precision of its norms.
+        {KEPT} => buffer = buffer * options["momentum"] + ( :: The new momentum buffer is not kept,
+            so the next step begins with zeros again. | Change the buffer in place: mul_ and add_.
+        {ADDED} => (1 - options["momentum"]) * ({ADDED}) ::
+            The gradient enters the buffer with 1 - momentum before it, as in a running mean. | The
+            buffer is momentum times the old one plus the whole scaled gradient.
+        weight.sub_(buffer if => weight = weight - (buffer if :: {RENAMED} | {IN_PLACE}
+    """,
         globals(),
     ),
 )
@@ -149,38 +141,34 @@ larc = of_optimizer(
     ),
     mistakes(
         """
-        .clamp(max=1.0) =>
-            The ratio is never clipped, so a layer may move faster than the learning rate allows.
-            | {CEILING}
-        {CLIP} => wanted
+        .clamp(max=1.0) => :: The ratio is never clipped, so a layer may move faster than the
+            learning rate allows. | {CEILING}
+        {CLIP} => wanted ::
             This is the ratio of LARS, neither divided by the learning rate nor clipped.
-        {CLIP} => wanted.clamp(max=1.0)
+        {CLIP} => wanted.clamp(max=1.0) ::
             The ratio is clipped at 1 without being divided by the learning rate first.
-        {CLIP} => wanted.clamp(max=options["lr"])
+        {CLIP} => wanted.clamp(max=options["lr"]) ::
             The ratio is clipped at the learning rate, and `update` multiplies by it once more.
-        {CLIP} => (wanted * options["lr"]).clamp(max=1.0)
+        {CLIP} => (wanted * options["lr"]).clamp(max=1.0) ::
             The ratio is multiplied by the learning rate, where it should be divided by it.
-        .clamp(max=1.0) => .clamp(min=1.0)
+        .clamp(max=1.0) => .clamp(min=1.0) ::
             The larger one of the ratio and 1 is taken. | clamp(max=1.0) takes the smaller one.
-        options["lr"] => self.defaults["lr"]
-            The ratio uses the learning rate that the optimizer was made with, which neither a
-            schedule nor a group's own options change.
-            | options["lr"] is the learning rate of this step and this group.
-        {SUM} => options["weight_decay"]
+        options["lr"] => self.defaults["lr"] :: The ratio uses the learning rate that the optimizer
+            was made with, which neither a schedule nor a group's own options change. |
+            options["lr"] is the learning rate of this step and this group.
+        {SUM} => options["weight_decay"] ::
             The ratio divides by length + decay * size, whatever `decay_in_ratio` says. | {BELOW}
-        {SUM} => 0.0
-            The ratio does not count the weight decay in its denominator. | {BELOW}
-        {LARC_GUARD} => clipped
-            The ratio is not replaced where a norm is 0. | {ZEROS}
-        {LARC_GUARD} => {LARC_ONE}
-            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay". | {ZEROS}
-         + options["eps"] =>
+        {SUM} => 0.0 :: The ratio does not count the weight decay in its denominator.
+        {LARC_GUARD} => clipped :: The ratio is not replaced where a norm is 0. | {ZEROS}
+        {LARC_GUARD} => {LARC_ONE} ::
+            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay".
+        + options["eps"] => ::
             The option `eps` is not used. | Add it to the denominator of the ratio.
-        options["trust"] * size => torch.tensor(options["trust"]) * size
-            The ratio passes through float32. torch.tensor(0.1) and
-            torch.where(condition, 0.1, 0.0) make float32, even where the weights are float64.
-            | Multiply the norms by numbers of Python, which are precise enough.
-        """,
+        options["trust"] * size => torch.tensor(options["trust"]) * size ::
+            The ratio passes through float32. torch.tensor(0.1) and torch.where(condition, 0.1, 0.0)
+            make float32, even where the weights are float64. | Multiply the norms by numbers of
+            Python, which are precise enough.
+    """,
         globals(),
     ),
 )
@@ -236,48 +224,42 @@ lamb = of_optimizer(
         "moves the weight by rate * ratio * direction, and returns the ratio.",
     ),
     mistakes(
-        """
-        is_corrected = options["bias_correction"] => is_corrected = True
+        r"""
+        is_corrected = options["bias_correction"] => is_corrected = True ::
             Both averages are corrected, even where bias_correction is False. | {ADAM}
-        is_corrected = options["bias_correction"] => is_corrected = False
-            The averages are never divided by 1 - beta**t. | {ADAM}
-        state.setdefault("step", => options.setdefault("step",
-            All weights of a group count their steps together.
-            | Each weight counts its own steps, in self.state[weight].
-        {ROOT} => (square / of_square + options["eps"]).sqrt()
+        is_corrected = options["bias_correction"] => is_corrected = False ::
+            The averages are never divided by 1 - beta**t.
+        state.setdefault("step", => options.setdefault("step", :: All weights of a group count their
+            steps together. | Each weight counts its own steps, in self.state[weight].
+        {ROOT} => (square / of_square + options["eps"]).sqrt() ::
             `eps` is added under the root. | {ADAM}
-        mean.lerp_(weight.grad, 1 - beta1) => mean.mul_(beta1).add_(weight.grad)
+        mean.lerp_(weight.grad, 1 - beta1) => mean.mul_(beta1).add_(weight.grad) ::
             The gradient is added to the mean in full. | mean = beta1 * mean + (1 - beta1) * g.
         {IF_JOINT} => if True:
-        {IF_APART} => if False:
-            The weight decay always stands in the direction, whatever `decay_in_ratio` says.
-            | {DECAYS}
+        {IF_APART} => if False: :: The weight decay always stands in the direction, whatever
+            `decay_in_ratio` says. | {DECAYS}
         {IF_JOINT} => if False:
-        {IF_APART} => if True:
+        {IF_APART} => if True: ::
             The weight decay never stands in the direction, whatever `decay_in_ratio` says.
-        {IF_APART} => if False:
-            With decay_in_ratio="none" there is no weight decay at all.
-        {IF_JOINT} => state["length"] = direction.double().norm()\\n        {IF_JOINT}
-        counted / length => counted / self.state[weight]["length"]
-            The ratio divides by the norm of Adam's direction without its weight decay.
-            | The base class has measured what `direction` returns: divide by `length`.
+        {IF_APART} => if False: :: With decay_in_ratio="none" there is no weight decay at all.
+        {IF_JOINT} => state["length"] = direction.double().norm()\n        {IF_JOINT}
+        counted / length => counted / self.state[weight]["length"] ::
+            The ratio divides by the norm of Adam's direction without its weight decay. | The base
+            class has measured what `direction` returns: divide by `length`.
+        {COUNTED} => size :: The option `clamp` is not used. | It is an upper limit for the norm of
+            the weight, which is `size`.
         {COUNTED} => size
-            The option `clamp` is not used.
-            | It is an upper limit for the norm of the weight, which is `size`.
-        {COUNTED} => size
-        {LAMB_GUARD} => {CLAMPED_GUARD}
+        {LAMB_GUARD} => {CLAMPED_GUARD} ::
             `clamp` limits the whole ratio, and not the norm of the weight.
-        {LAMB_GUARD} => counted / length
-            The ratio is not replaced where a norm is 0. | {ZEROS}
-        {LAMB_GUARD} => {LAMB_ONE}
-            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay". | {ZEROS}
+        {LAMB_GUARD} => counted / length :: The ratio is not replaced where a norm is 0. | {ZEROS}
+        {LAMB_GUARD} => {LAMB_ONE} ::
+            Where a norm is 0 the ratio is always 1, even where zero_norm is "stay".
         1 - beta1 ** step.item() => 1 - beta1**step
-        1 - beta2 ** step.item() => 1 - beta2**step
-            The corrections 1 - beta**t are computed in float32, the type of a step count that is
-            a tensor. | Take the number out of the tensor with step.item() first.
-        weight.sub_(direction * => weight = weight - (direction *
-            {RENAMED} | {IN_PLACE}
-        """,
+        1 - beta2 ** step.item() => 1 - beta2**step ::
+            The corrections 1 - beta**t are computed in float32, the type of a step count that is a
+            tensor. | Take the number out of the tensor with step.item() first.
+        weight.sub_(direction * => weight = weight - (direction * :: {RENAMED} | {IN_PLACE}
+    """,
         globals(),
     ),
 )
@@ -331,47 +313,41 @@ novograd = of_optimizer(
     ),
     mistakes(
         """
-        {STARTS} => False
+        {STARTS} => False ::
             The average always begins with 0, as with first_square="average". | {FIRST}
-        {STARTS} => old == 0
-            The average always begins with |g|^2, as with first_square="whole". | {FIRST}
-        {SHARE} => 1 - beta1
-            Only 1 - beta1 of each scaled gradient is added, even where averaging is False.
-            | {RULE}
-        {SHARE} => 1.0
-            The option `averaging` is not used.
-            | With averaging, multiply what is added to the momentum by 1 - beta1.
+        {STARTS} => old == 0 :: The average always begins with |g|^2, as with first_square="whole".
+        {SHARE} => 1 - beta1 ::
+            Only 1 - beta1 of each scaled gradient is added, even where averaging is False. | {RULE}
+        {SHARE} => 1.0 :: The option `averaging` is not used. | With averaging, multiply what is
+            added to the momentum by 1 - beta1.
         {LENGTH} => length.to(weight.dtype)
-        {NOVO_ROOT} => state["square"] + options["eps"]
-            The norms themselves are averaged, and not their squares.
-            | Average length**2, and take the root of the average.
-        .sqrt() + options["eps"] => + options["eps"]
+        {NOVO_ROOT} => state["square"] + options["eps"] :: The norms themselves are averaged, and
+            not their squares. | Average length**2, and take the root of the average.
+        .sqrt() + options["eps"] => + options["eps"] ::
             The gradient is divided by the average of the squares, without its root. | {RULE}
-        {NOVO_ROOT} => (state["square"] + options["eps"]).sqrt()
-            `eps` is added under the root. | {RULE}
-        {NOVO_SCALED} => direction.add(weight, alpha=options["weight_decay"]) * ratio
-            The weight decay is divided by the gradient's norm as well. | {RULE}
+        {NOVO_ROOT} => (state["square"] + options["eps"]).sqrt() :: `eps` is added under the root.
+        {NOVO_SCALED} => direction.add(weight, alpha=options["weight_decay"]) * ratio ::
+            The weight decay is divided by the gradient's norm as well.
         {NOVO_SCALED} => direction * ratio
         weight.sub_(mean * => weight.mul_(1 - options["lr"] * options["weight_decay"]).sub_(mean *
-            The weight decay bypasses the momentum, as in AdamW. | {RULE}
+            :: The weight decay bypasses the momentum, as in AdamW.
         {LENGTH} => direction.square()
-        old == 0 => not old.any()
+        old == 0 => not old.any() ::
             Each element has an average of its own, as in Adam. | One layer has one average.
         old = state.get("square", => old = options.get("square",
         state["square"] = new => options["square"] = new
-        state["square"].sqrt() => options["square"].sqrt()
+        state["square"].sqrt() => options["square"].sqrt() ::
             All weights of a group share one average. | Keep it in self.state[weight].
-        beta1, beta2 = => beta2, beta1 =
+        beta1, beta2 = => beta2, beta1 = ::
             The two betas have changed places. | beta1 is that of the momentum.
-        {LENGTH} => length.square().float()
+        {LENGTH} => length.square().float() ::
             The average is kept in float32, even where the weights are float64: torch.zeros(())
             makes float32. | Let the average have the type of `length`.
         {AVERAGE} => {AVERAGE}; ratio = 1 / ((old if old > 0 else new).sqrt() + options["eps"])
-        ratio = 1 / ({NOVO_ROOT}) => ratio = ratio
+        ratio = 1 / ({NOVO_ROOT}) => ratio = ratio ::
             The gradient is divided by the average from before this step. | {RULE}
-        weight.sub_(mean * => weight = weight - (mean *
-            {RENAMED} | {IN_PLACE}
-        """,
+        weight.sub_(mean * => weight = weight - (mean * :: {RENAMED} | {IN_PLACE}
+    """,
         globals(),
     ),
 )

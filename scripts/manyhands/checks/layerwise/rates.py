@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import difference, listing, malformed, number, same
 from manyhands.layerwise import rates
@@ -127,12 +126,10 @@ range_test = Spec(
     say=say,
     facts=facts,
     advice={"the learning rates": GROW, "the losses": END, "": "Call step once for each rate."},
-    reasons={
-        "step was called more": (
-            "The test calls step more often than there are learning rates.",
-            "Call step once for each of the num_rates learning rates.",
-        ),
-    },
+    reasons="""
+        step was called more :: The test calls step more often than there are learning rates. | Call
+            step once for each of the num_rates learning rates.
+    """,
     hints=(
         "The learning rates are lowest, lowest * factor, lowest * factor**2, and so on, and after "
         "num_rates - 1 multiplications they arrive at highest. Which factor does that?",
@@ -140,43 +137,37 @@ range_test = Spec(
         "After that, leave the loop if the newest loss is not finite (math.isfinite) or is larger "
         f"than {FIRST}. At the end, return both lists.",
     ),
-    mistakes=mistakes(
-        """
-        1 / (num_rates - 1) => 1 / num_rates
+    mistakes="""
+        1 / (num_rates - 1) => 1 / num_rates ::
             The factor is computed for one learning rate too many, so the last one stays below
-            `highest`.
-            | Between num_rates numbers there are num_rates - 1 steps.
-        {RATE} => lowest + (highest - lowest) * number / (num_rates - 1)
+            `highest`. | Between num_rates numbers there are num_rates - 1 steps.
+        {RATE} => lowest + (highest - lowest) * number / (num_rates - 1) ::
             The learning rates grow by equal amounts, and not by one factor. | {GROW}
-        {RATE} => lowest * factor**(number + 1)
+        {RATE} => lowest * factor**(number + 1) ::
             The first learning rate is already multiplied by the factor. | Begin with `lowest`.
-        break => rates.pop(); losses.pop(); break
+        break => rates.pop(); losses.pop(); break ::
             The loss that ends the test is left out. | {LAST}
-        break => losses.pop(); break
-            The learning rate that ends the test is returned, but its loss is not. | {LAST}
-        {FIRST} => worse * min(losses)
+        break => losses.pop(); break ::
+            The learning rate that ends the test is returned, but its loss is not.
+        {FIRST} => worse * min(losses) ::
             The loss is compared with the smallest one so far. | Compare it with losses[0].
-        {FIRST} => worse * losses[max(len(losses) - 2, 0)]
-            The loss is compared with the one just before it. | Compare it with losses[0].
-        {FIRST} => worse
-            The loss is compared with `worse` itself, and not with a multiple of the first loss.
-            | Compare it with {FIRST}.
-        {FIRST} => 2.0 * losses[0]
+        {FIRST} => worse * losses[max(len(losses) - 2, 0)] ::
+            The loss is compared with the one just before it.
+        {FIRST} => worse :: The loss is compared with `worse` itself, and not with a multiple of the
+            first loss. | Compare it with {FIRST}.
+        {FIRST} => 2.0 * losses[0] ::
             The argument `worse` is not used. | Compare the loss with {FIRST}.
-        {NOT_FINITE} =>
-            The test goes on after a loss that is not finite: a comparison with nan is always False.
-            | Ask math.isfinite.
-        not math.isfinite(losses[-1]) => math.isnan(losses[-1])
+        {NOT_FINITE} => :: The test goes on after a loss that is not finite: a comparison with nan
+            is always False. | Ask math.isfinite.
+        not math.isfinite(losses[-1]) => math.isnan(losses[-1]) ::
             An infinite first loss does not end the test. | Ask math.isfinite, not math.isnan.
-        {TOO_LARGE} =>
+        {TOO_LARGE} => ::
             The test does not end at a loss that is finite, however large it is. | {END}
-        break => pass
-            The test never ends early. | {END}
-        step(rates[-1]) => step(lowest)
+        break => pass :: The test never ends early.
+        step(rates[-1]) => step(lowest) ::
             Every step is trained with the lowest learning rate. | Give step the newest one.
-        return rates, losses => return [math.log10(rate) for rate in rates], losses
+        return rates, losses => return [math.log10(rate) for rate in rates], losses ::
             These are the logarithms of the learning rates. | Return the learning rates themselves.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

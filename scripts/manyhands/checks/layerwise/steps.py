@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import Mistake
 from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.tables import reasons
 from manyhands.checks.engine.values import difference, same
 
 Weights = dict[str, nn.Parameter]
@@ -271,30 +272,21 @@ def of_optimizer(
     )
 
 
-REASONS = {
-    "requires grad is being used in an in-place": (
-        "Autograd does not let a weight be changed in place while it records.",
-        "Keep the base class's step, with its @torch.no_grad().",
-    ),
-    "'NoneType' object has no attribute 'double'": (
-        "`direction` returned None, and the norm of its result is needed next.",
-        "End `direction` with a return of the tensor.",
-    ),
-    "Boolean value of Tensor with more than one value": (
-        "An `if` was asked about a whole tensor, which has many answers.",
-        "Compare the norms `size` and `length`, which are single numbers.",
-    ),
-    "view size is not compatible": (
-        "A weight need not be contiguous, and then view() cannot flatten it.",
-        "Work on the weight in its own shape.",
-    ),
-    "KeyError": (
-        "In the first step self.state[weight] is still empty, and `options` has only the names "
-        "that __init__ puts there.",
-        "self.state[weight].setdefault(name, value) stores a first value and returns it.",
-    ),
-    "has no attribute 'param_groups'": (
-        "The answer did not make an optimizer.",
-        "Hand over the class itself.",
-    ),
-}
+REASONS = reasons(
+    """
+    requires grad is being used in an in-place :: Autograd does not let a weight be changed in place
+        while it records. | Keep the base class's step, with its @torch.no_grad().
+    'NoneType' object has no attribute 'double' :: `direction` returned None, and the norm of its
+        result is needed next. | End `direction` with a return of the tensor.
+    Boolean value of Tensor with more than one value :: An `if` was asked about a whole tensor,
+        which has many answers. | Compare the norms `size` and `length`, which are single numbers.
+    view size is not compatible :: A weight need not be contiguous, and then view() cannot flatten
+        it. | Work on the weight in its own shape.
+    KeyError :: In the first step self.state[weight] is still empty, and `options` has only the
+        names that __init__ puts there. | self.state[weight].setdefault(name, value) stores a first
+        value and returns it.
+    has no attribute 'param_groups' ::
+        The answer did not make an optimizer. | Hand over the class itself.
+""",
+    globals(),
+)

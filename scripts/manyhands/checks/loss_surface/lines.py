@@ -9,7 +9,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, kind, listing, same, show
 from manyhands.checks.loss_surface.hill import Hill, NoWay, equal, loss_number
@@ -114,13 +113,11 @@ loss_at = Spec(
             "parameter.copy_(old)."
         ),
     },
-    reasons={
-        "a leaf Variable that requires grad": (
-            "torch does not let a tensor that wants a gradient be changed in place while it "
-            "records gradients.",
-            "Write @torch.no_grad() above the function.",
-        ),
-    },
+    reasons="""
+        a leaf Variable that requires grad ::
+            torch does not let a tensor that wants a gradient be changed in place while it records
+            gradients. | Write @torch.no_grad() above the function.
+    """,
     hints=(
         "There are three parts: keep clones of the parameters, move them and compute the loss, and "
         "put the clones back.",
@@ -129,54 +126,40 @@ loss_at = Spec(
         "Moving and computing stand in `try:`, and `finally:` does parameter.copy_(old) for each "
         "parameter. loss().item() is a plain number.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            parameter.copy_(old) => pass
-                The parameters stay where the loss was computed: they are not put back, or what was
-                kept is no clone, as with .data, .detach() and list(parameters). | {BACK}
-            return loss().item() => value = loss().item()
-            try: => if True:
-            finally: => if True:
-            parameter.copy_(old) => parameter.copy_(old)\n    return value
-                Where `loss` raises an error, the parameters are not put back. | {BACK}
-            {DIRECTIONS} => zip(directions[:1], distances[:1])
-                Only the first direction is gone. | {EACH}
-            {DIRECTIONS} => zip(directions[-1:], distances[-1:])
-                Only the last direction is gone.
-            {DIRECTIONS} => zip(directions, distances[::-1])
-                The distances are paired with the directions in reverse order.
-            alpha=distance => alpha=1
-                Every direction is gone by 1, whatever its distance is.
-            alpha=distance => alpha=-distance
-                Every direction is gone backwards.
-            {MOVE} => parameter.add_(part.mul_(distance))
-                The directions are multiplied in place. | Leave them as they are: {MOVE}.
-            {MOVE} => parameter = parameter + distance * part
-                This is the loss at the start. The model's own tensors have not moved when `loss` is
-                called, and `loss` knows no copies and no new tensors. | Move in place: {MOVE}.
-            {MOVE} => parameter.add_(part, alpha=distance) if parameter.dim() > 1 else 0
-                Only tensors with two or more dimensions are moved. | {EACH}
-            {MOVE} => parameter.add_(part / {NORM}, alpha=distance)
-                Each direction is scaled to length 1 first. | A direction is gone as it is.
-            {MOVE} => parameter.copy_(distance * part)
-                The direction replaces the parameters. | It is added to them: {MOVE}.
-            """,
-            globals(),
-        ),
-        Mistake(instead(back_by_steps), "Going back by the same steps gives other bits.", BACK),
-        Mistake(
-            instead(back_if_all_goes_well),
-            "Going back by the same steps gives other bits, and where `loss` raises an error the "
-            "parameters are not put back.",
-            BACK,
-        ),
-        Mistake(
-            around(lambda truth: lambda loss, *rest: truth(loss, *rest) - loss().item()),
-            "The result is the rise from the start, and not the loss itself.",
-            "Return the loss at the point.",
-        ),
-    ],
+    mistakes=r"""
+        parameter.copy_(old) => pass ::
+            The parameters stay where the loss was computed: they are not put back, or what was kept
+            is no clone, as with .data, .detach() and list(parameters). | {BACK}
+        return loss().item() => value = loss().item()
+        try: => if True:
+        finally: => if True:
+        parameter.copy_(old) => parameter.copy_(old)\n    return value ::
+            Where `loss` raises an error, the parameters are not put back.
+        {DIRECTIONS} => zip(directions[:1], distances[:1]) ::
+            Only the first direction is gone. | {EACH}
+        {DIRECTIONS} => zip(directions[-1:], distances[-1:]) :: Only the last direction is gone.
+        {DIRECTIONS} => zip(directions, distances[::-1]) ::
+            The distances are paired with the directions in reverse order.
+        alpha=distance => alpha=1 :: Every direction is gone by 1, whatever its distance is.
+        alpha=distance => alpha=-distance :: Every direction is gone backwards.
+        {MOVE} => parameter.add_(part.mul_(distance)) ::
+            The directions are multiplied in place. | Leave them as they are: {MOVE}.
+        {MOVE} => parameter = parameter + distance * part ::
+            This is the loss at the start. The model's own tensors have not moved when `loss` is
+            called, and `loss` knows no copies and no new tensors. | Move in place: {MOVE}.
+        {MOVE} => parameter.add_(part, alpha=distance) if parameter.dim() > 1 else 0 ::
+            Only tensors with two or more dimensions are moved. | {EACH}
+        {MOVE} => parameter.add_(part / {NORM}, alpha=distance) ::
+            Each direction is scaled to length 1 first. | A direction is gone as it is.
+        {MOVE} => parameter.copy_(distance * part) ::
+            The direction replaces the parameters. | It is added to them: {MOVE}.
+        instead back_by_steps :: Going back by the same steps gives other bits. | {BACK}
+        instead back_if_all_goes_well :: Going back by the same steps gives other bits, and where
+            `loss` raises an error the parameters are not put back.
+        around lambda truth: lambda loss, *rest: truth(loss, *rest) - loss().item() :: The result is
+            the rise from the start, and not the loss itself. | Return the loss at the point.
+    """,
+    module=globals(),
 )
 
 # ---- 2.2 ------------------------------------------------------------------------------------
@@ -242,18 +225,13 @@ slice_between = Spec(
     tell=lambda case: f"slice_between(loss, parameters, end, {show(list(case.shares))})",
     same=lambda found, wanted, case: same(found, wanted, 1e-5),
     advice={"": TO_END, "the parameters are where they were": BY_LOSS_AT},
-    reasons={
-        "a leaf Variable that requires grad": (
-            "torch does not let a tensor that wants a gradient be changed in place while it "
-            "records gradients.",
-            BY_LOSS_AT,
-        ),
-        "must match the size of tensor": (
-            "A direction is a list of tensors, and loss_at takes a list of directions. Without the "
-            "list around it, each tensor of the line counts as a direction.",
-            f"Write {AT}.",
-        ),
-    },
+    reasons="""
+        a leaf Variable that requires grad :: torch does not let a tensor that wants a gradient be
+            changed in place while it records gradients. | {BY_LOSS_AT}
+        must match the size of tensor ::
+            A direction is a list of tensors, and loss_at takes a list of directions. Without the
+            list around it, each tensor of the line counts as a direction. | Write {AT}.
+    """,
     hints=(
         "The line is a direction: for each parameter it is end - parameter.",
         "Each share is a distance along that one direction. loss_at takes a list of directions and "
@@ -261,35 +239,24 @@ slice_between = Spec(
         "line = [other - own.detach() for own, other in zip(parameters, end)], and then "
         f"{AT} for each share.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {LINE} => own.detach() - other
-                The line leads away from `end`. | {TO_END}
-            {LINE} => other
-                `end` itself is used as the direction. | {TO_END}
-            {LINE} => other + own.detach()
-                end + parameters is used as the direction. | {TO_END}
-            [share]) => [1 - share])
-                The line begins at `end`. | Share 0 is at the parameters, and 1 at `end`.
-            [share]) => [min(max(share, 0), 1)])
-                Shares below 0 and above 1 are cut off. | The line goes on beyond both ends.
-            [share]) => [max(share, 0)])
-                Shares below 0 are cut off.
-            in shares] => in sorted(shares)]
-                The losses are in the order of sorted shares. | Keep the order of `shares`.
-            {LINE} => other.sub_(own.detach())
-                `end` is changed in place. | {TO_END}
-            """,
-            globals(),
-        ),
-        Mistake(instead(in_steps), "Each step begins where the last one ended.", TO_END),
-        Mistake(
-            instead(between_losses),
-            "The losses of both ends are mixed, and the loss between them is never computed.",
-            "Mix the parameters: move them by a share of the line, and compute the loss there.",
-        ),
-    ],
+    mistakes="""
+        {LINE} => own.detach() - other :: The line leads away from `end`. | {TO_END}
+        {LINE} => other :: `end` itself is used as the direction.
+        {LINE} => other + own.detach() :: end + parameters is used as the direction.
+        [share]) => [1 - share]) ::
+            The line begins at `end`. | Share 0 is at the parameters, and 1 at `end`.
+        [share]) => [min(max(share, 0), 1)]) ::
+            Shares below 0 and above 1 are cut off. | The line goes on beyond both ends.
+        [share]) => [max(share, 0)]) :: Shares below 0 are cut off.
+        in shares] => in sorted(shares)] ::
+            The losses are in the order of sorted shares. | Keep the order of `shares`.
+        {LINE} => other.sub_(own.detach()) :: `end` is changed in place. | {TO_END}
+        instead in_steps :: Each step begins where the last one ended.
+        instead between_losses ::
+            The losses of both ends are mixed, and the loss between them is never computed. | Mix
+            the parameters: move them by a share of the line, and compute the loss there.
+    """,
+    module=globals(),
 )
 
 # ---- 2.3 ------------------------------------------------------------------------------------
@@ -411,9 +378,9 @@ random_direction = Spec(
         "": BY_FILTER,
         "no tensor of the direction wants a gradient": "Write @torch.no_grad() above the function.",
     },
-    reasons={
-        "randn() received": ("torch.randn takes the generator by its name.", NORMAL),
-    },
+    reasons="""
+        randn() received :: torch.randn takes the generator by its name. | {NORMAL}
+    """,
     hints=(
         "Go through the parameters. One with fewer than two dimensions gets torch.zeros_like, and "
         f"the others get {RANDOM}.",
@@ -422,42 +389,36 @@ random_direction = Spec(
         "part * |parameter's filter| / |part's filter|, where both lengths come from "
         "torch.linalg.vector_norm(t, dim=tuple(range(1, t.dim())), keepdim=True).",
     ),
-    mistakes=mistakes(
-        r"""
-        part *= {SCALE} => part *= parameter.norm() / part.norm()
+    mistakes="""
+        part *= {SCALE} => part *= parameter.norm() / part.norm() ::
             Each tensor is scaled as a whole, and not filter by filter. | {BY_FILTER}
-        part *= {SCALE} => part *= lengths[0]
-            The random filter's own length has not been divided out. | {BY_FILTER}
-        part *= {SCALE} => part /= lengths[1]
-            Every filter has length 1. | {BY_FILTER}
-        {SCALE} => lengths[1] / lengths[0].clamp(min=1e-9)
-            The ratio of the lengths is upside down. | {BY_FILTER}
-        part *= {SCALE} => pass
-            The random numbers are not scaled. | {BY_FILTER}
-        part *= {SCALE} => part *= parameter.std(dim=inside, keepdim=True)
-            The filters are scaled by a standard deviation. | {BY_FILTER}
-        {INSIDE} => tuple(d for d in range(parameter.dim()) if d != 1)
+        part *= {SCALE} => part *= lengths[0] ::
+            The random filter's own length has not been divided out.
+        part *= {SCALE} => part /= lengths[1] :: Every filter has length 1.
+        {SCALE} => lengths[1] / lengths[0].clamp(min=1e-9) ::
+            The ratio of the lengths is upside down.
+        part *= {SCALE} => pass :: The random numbers are not scaled.
+        part *= {SCALE} => part *= parameter.std(dim=inside, keepdim=True) ::
+            The filters are scaled by a standard deviation.
+        {INSIDE} => tuple(d for d in range(parameter.dim()) if d != 1) ::
             The norm is taken over all dimensions but the second. | A filter is tensor[i].
-        {INSIDE} => tuple(range(2, parameter.dim())) or (1,)
+        {INSIDE} => tuple(range(2, parameter.dim())) or (1,) ::
             The norm is taken over each kernel. | A filter is tensor[i], with all its kernels.
-        {INSIDE} => (1,)
-            The norm is taken along the second dimension alone, as is right for a matrix. In a
-            convolution this scales each place of the kernels on its own.
-            | The norm of a filter goes over all dimensions but the first: {INSIDE}.
-        if parameter.dim() > 1: => if True:
+        {INSIDE} => (1,) :: The norm is taken along the second dimension alone, as is right for a
+            matrix. In a convolution this scales each place of the kernels on its own. | The norm of
+            a filter goes over all dimensions but the first: {INSIDE}.
+        if parameter.dim() > 1: => if True: ::
             Tensors with fewer than two dimensions are moved as well. | Their direction is 0.
-        {RANDOM} => torch.rand(parameter.shape, generator=generator)
+        {RANDOM} => torch.rand(parameter.shape, generator=generator) ::
             No number is below 0, as in what torch.rand draws. | {NORMAL}
-        {RANDOM} => torch.rand(parameter.shape, generator=generator) - 0.5
-            The numbers are not normally distributed. | {NORMAL}
-        {RANDOM} => parameter * {RANDOM}
-            The numbers are not normally distributed, as where they are multiplied by the
-            parameters. | {NORMAL}
-        {RANDOM} => torch.randn(parameter.shape, generator=generator.manual_seed(0))
+        {RANDOM} => torch.rand(parameter.shape, generator=generator) - 0.5 ::
+            The numbers are not normally distributed.
+        {RANDOM} => parameter * {RANDOM} :: The numbers are not normally distributed, as where they
+            are multiplied by the parameters.
+        {RANDOM} => torch.randn(parameter.shape, generator=generator.manual_seed(0)) ::
             The generator is seeded anew. | Use it as it is given.
-        {RANDOM} => torch.randn(parameter.shape)
+        {RANDOM} => torch.randn(parameter.shape) ::
             The direction does not follow from `generator`. | {NORMAL}
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

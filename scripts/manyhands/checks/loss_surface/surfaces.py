@@ -8,7 +8,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import same, show, tensor
 from manyhands.checks.loss_surface.hill import Hill, equal, loss_number
@@ -79,16 +78,12 @@ surface = Spec(
         "no rank computes more points than its share": MINE,
         "all points travel in one message": ONE_CALL,
     },
-    reasons={
-        "no attribute 'rank'": (
-            "group=None stands for all ranks, and None has no methods.",
-            "Use dist.get_rank(group) and dist.get_world_size(group).",
-        ),
-        "missing 2 required positional arguments: 'rank'": (
-            "my_share has to know whose share it is.",
-            MINE,
-        ),
-    },
+    reasons="""
+        no attribute 'rank' :: group=None stands for all ranks, and None has no methods. | Use
+            dist.get_rank(group) and dist.get_world_size(group).
+        missing 2 required positional arguments: 'rank' ::
+            my_share has to know whose share it is. | {MINE}
+    """,
     hints=(
         "Number the points from 0 to G^2 - 1. divmod(point, G) gives the row i and the column j of "
         "a point.",
@@ -96,38 +91,35 @@ surface = Spec(
         f"{SUM} adds up the tables of all ranks. Call it once, outside of loops, also on a rank "
         "without points; then .view(G, G).",
     ),
-    mistakes=mistakes(
-        r"""
-        {SHARE} => range(len(losses))
+    mistakes=r"""
+        {SHARE} => range(len(losses)) ::
             Every rank computes all points, and the tables are added up. | {MINE}
         {SHARE} => range(len(losses))
-        {SUM} => pass
-            Every rank computes all points, so nothing is shared. | {MINE}
-        {SUM} => pass
-            Each rank has only its own points. | {ONE_CALL}
-        {SUM} => {SUM}\n    losses /= world_size
+        {SUM} => pass :: Every rank computes all points, so nothing is shared.
+        {SUM} => pass :: Each rank has only its own points. | {ONE_CALL}
+        {SUM} => {SUM}\n    losses /= world_size ::
             The table is divided by the number of ranks. | One rank adds each loss, and others 0.
-        {SUM} => dist.all_reduce(losses, op=dist.ReduceOp.MAX, group=group)
+        {SUM} => dist.all_reduce(losses, op=dist.ReduceOp.MAX, group=group) ::
             The tables are put together by MAX, in which losses below 0 are lost. | {ONE_CALL}
-        {SUM} => dist.reduce(losses, group_dst=0, group=group)\n    losses *= rank == 0
-            Only the first rank has the whole surface. | {ONE_CALL}
-        i, j = divmod(point, len(grid)) => j, i = divmod(point, len(grid))
+        {SUM} => dist.reduce(losses, group_dst=0, group=group)\n    losses *= rank == 0 ::
+            Only the first rank has the whole surface.
+        i, j = divmod(point, len(grid)) => j, i = divmod(point, len(grid)) ::
             Rows and columns have changed places. | i, j = divmod(point, G).
-        {SHARE} => range(rank * {EACH}, (rank + 1) * {EACH})
-            Points that are left over by a division are computed by no rank. | {MINE}
-        (grid[i], grid[j]) => (i, j)
+        {SHARE} => range(rank * (len(losses) // world_size), (rank + 1) * (len(losses) //
+            world_size)) :: Points that are left over by a division are computed by no rank.
+            | {MINE}
+        (grid[i], grid[j]) => (i, j) ::
             The numbers of row and column are used as distances. | Use grid[i] and grid[j].
-        dtype=torch.float64 => dtype=torch.float32
+        dtype=torch.float64 => dtype=torch.float32 ::
             The table is float32, which rounds the losses. | Make it with dtype=torch.float64.
-        losses.view(len(grid), len(grid)) => losses
+        losses.view(len(grid), len(grid)) => losses ::
             The points are in one row. | The result has shape (G, G): losses.view(G, G).
-        {SHARE} => range(len(losses) if rank == 0 else 0)
+        {SHARE} => range(len(losses) if rank == 0 else 0) ::
             The first rank computes all points. | {MINE}
-        {SUM} => for one in losses:\n        dist.all_reduce(one, group=group)
+        {SUM} => for one in losses:\n        dist.all_reduce(one, group=group) ::
             Each point has a message of its own. | {ONE_CALL}
-        """,
-        {**globals(), "EACH": "(len(losses) // world_size)"},
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 2.5 ------------------------------------------------------------------------------------
@@ -174,12 +166,10 @@ roughness = Spec(
     same=lambda found, wanted, case: torch.isclose(found, wanted, 1e-4, 1e-5).item(),
     say=lambda found, wanted: f"gives {show(found.item())}, not {show(wanted.item())}",
     advice={"": "It is the sum of all walks, divided by the sum of all single valleys, minus 1."},
-    reasons={
-        "torch.return_types.min": (
-            "losses.min(dim=1) gives the lowest values together with their places.",
-            "Write losses.min(dim=1).values.",
-        ),
-    },
+    reasons="""
+        torch.return_types.min :: losses.min(dim=1) gives the lowest values together with their
+            places. | Write losses.min(dim=1).values.
+    """,
     hints=(
         "A walk climbs and descends the absolute differences of neighbours: "
         "losses.diff(dim=1).abs().",
@@ -188,37 +178,30 @@ roughness = Spec(
         f"Do it for rows and columns, {BOTH}. The result is the sum of all walks / the sum of all "
         "valleys - 1.",
     ),
-    mistakes=mistakes(
-        """
-        .item() - 1 => .item()
-            The 1 is not subtracted. | A smooth bowl has roughness 0.
-        {RATIO}.item() - 1 => (walked - ({SINGLE}).sum()).item()
+    mistakes="""
+        .item() - 1 => .item() :: The 1 is not subtracted. | A smooth bowl has roughness 0.
+        {RATIO}.item() - 1 => (walked - ({SINGLE}).sum()).item() ::
             This is the difference between the walks and the valleys. | Divide, and subtract 1.
-        {RATIO} => (({SINGLE}).sum() / walked)
+        {RATIO} => (({SINGLE}).sum() / walked) ::
             The ratio is upside down. | Divide the walks by the valleys.
-        {BOTH} => losses
-            Only the rows are walked. | Walk along rows and columns: {BOTH}.
-        {BOTH} => losses.T
-            Only the columns are walked.
-        {LOWEST} => walks.min()
+        {BOTH} => losses :: Only the rows are walked. | Walk along rows and columns: {BOTH}.
+        {BOTH} => losses.T :: Only the columns are walked.
+        {LOWEST} => walks.min() ::
             The lowest point of the whole surface is used for every walk. | {VALLEY}
-        ({SINGLE}) => (walks.max(dim=1).values - lowest)
-            A valley is counted on one side only. | {VALLEY}
-        {LOWEST} => walks.max(dim=1).values
-            The highest point is used in place of the lowest. | {VALLEY}
-        {LOWEST} => walks[:, walks.shape[1] // 2]
-            The point in the middle is used in place of the lowest. | {VALLEY}
-        ({SINGLE}) => (walks[:, 0] - walks[:, -1]).abs()
-            A valley is counted as the way straight from the first point to the last. | {VALLEY}
-        walks.diff(dim=1).abs() => walks.diff(dim=1)
+        ({SINGLE}) => (walks.max(dim=1).values - lowest) :: A valley is counted on one side only.
+        {LOWEST} => walks.max(dim=1).values :: The highest point is used in place of the lowest.
+        {LOWEST} => walks[:, walks.shape[1] // 2] ::
+            The point in the middle is used in place of the lowest.
+        ({SINGLE}) => (walks[:, 0] - walks[:, -1]).abs() ::
+            A valley is counted as the way straight from the first point to the last.
+        walks.diff(dim=1).abs() => walks.diff(dim=1) ::
             Steps up and down cancel, because no absolute value is taken. | Use .diff(dim=1).abs().
-        walks.diff(dim=1).abs() => walks.diff(dim=1).square()
+        walks.diff(dim=1).abs() => walks.diff(dim=1).square() ::
             The steps are squared. | Add up their absolute values.
-        walks.diff(dim=1).abs() => walks.diff(n=2, dim=1).abs()
+        walks.diff(dim=1).abs() => walks.diff(n=2, dim=1).abs() ::
             These are differences of differences. | Use .diff(dim=1).abs().
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 2.6 ------------------------------------------------------------------------------------
@@ -309,16 +292,13 @@ sharpness = Spec(
     ),
     same=lambda found, wanted, case: same(found, wanted, 1e-3),
     advice={"": LOOP},
-    reasons={
-        "does not require grad and does not have a grad_fn": (
-            "A gradient has no graph of its own, unless it is asked for.",
-            "Compute it with create_graph=True, and not under torch.no_grad().",
-        ),
-        "Trying to backward through the graph a second time": (
-            "The graph of the gradient is used once in each step, and freed after the first.",
-            f"Write {PRODUCT}.",
-        ),
-    },
+    reasons="""
+        does not require grad and does not have a grad_fn ::
+            A gradient has no graph of its own, unless it is asked for. | Compute it with
+            create_graph=True, and not under torch.no_grad().
+        Trying to backward through the graph a second time :: The graph of the gradient is used once
+            in each step, and freed after the first. | Write {PRODUCT}.
+    """,
     hints=(
         "Compute the gradient once, with create_graph=True, and flatten it to one vector. v is a "
         "random vector of the same length, from `generator`.",
@@ -326,35 +306,28 @@ sharpness = Spec(
         "In the loop: v = v / v.norm(), then Hv. The result is v @ Hv of the last step, and the "
         "next v is Hv. nn.utils.parameters_to_vector flattens a list of tensors.",
     ),
-    mistakes=mistakes(
-        r"""
-        unit = {UNIT} => unit = v
-            v is not scaled to length 1. | {LOOP}
-        unit = {UNIT} => unit = {UNIT} if _ == 0 else v
-            v is scaled to length 1 in the first step only. | {LOOP}
-        (unit @ v).item() => v.norm().item()
+    mistakes="""
+        unit = {UNIT} => unit = v :: v is not scaled to length 1. | {LOOP}
+        unit = {UNIT} => unit = {UNIT} if _ == 0 else v ::
+            v is scaled to length 1 in the first step only.
+        (unit @ v).item() => v.norm().item() ::
             This is the length of H v, which has no sign. | The result is v @ Hv.
-        (unit @ v).item() => (v @ v).item()
-            This is Hv @ Hv, the square of the eigenvalue. | The result is v @ Hv.
-        (unit @ v).item() => slope.norm().item()
+        (unit @ v).item() => (v @ v).item() :: This is Hv @ Hv, the square of the eigenvalue.
+        (unit @ v).item() => slope.norm().item() ::
             This is the length of the gradient. | The result is v @ Hv of the last step.
-        (unit @ v).item() => (unit @ v).item() / 2
+        (unit @ v).item() => (unit @ v).item() / 2 ::
             This is half of the eigenvalue. | The result is v @ Hv.
-        range(steps) => range(1)
+        range(steps) => range(1) ::
             Only one step is done, or each step does the first one again. | {LOOP}
-        range(steps) => range(max(1, steps - 1))
-            One step too few is done.
-        range(steps) => range(steps + 1)
-            One step too many is done.
-        torch.randn(slope.shape, generator=generator) => torch.ones(slope.shape)
+        range(steps) => range(max(1, steps - 1)) :: One step too few is done.
+        range(steps) => range(steps + 1) :: One step too many is done.
+        torch.randn(slope.shape, generator=generator) => torch.ones(slope.shape) ::
             v is not random. | Draw it with torch.randn(..., generator=generator).
-        torch.randn(slope.shape, generator=generator) => torch.randn(slope.shape)
+        torch.randn(slope.shape, generator=generator) => torch.randn(slope.shape) ::
             v does not follow from `generator`.
         torch.autograd.grad(slope @ unit, => torch.autograd.grad(slope.sum(),
-        v = torch.cat([row.flatten() for row in rows]) => v = {ROWS} * unit
-            The sum of the gradient is differentiated, and then multiplied by v.
-            | H v is {PRODUCT}.
-        """,
-        globals(),
-    ),
+        v = torch.cat([row.flatten() for row in rows]) => v = {ROWS} * unit ::
+            The sum of the gradient is differentiated, and then multiplied by v. | H v is {PRODUCT}.
+    """,
+    module=globals(),
 )

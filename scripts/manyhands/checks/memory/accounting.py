@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, around, instead, mistakes, patch
+from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import malformed, number, record, whole
 from manyhands.memory import accounting
 from manyhands.memory.accounting import Offload, Recipe
@@ -79,53 +80,41 @@ recipe = Spec(
         "Put all states into a list, and master behind them unless it is None. The optimizer's "
         "number is the sum of the itemsizes of that list.",
     ),
-    reasons={
-        "'NoneType' object has no attribute 'itemsize'": (
-            "`master` is None where the optimizer keeps no copy of its own.",
-            "Count it only if it is not None.",
-        ),
-        "KeyError: torch.": ("Types that are not in this table may come, too.", EACH_SIZE),
-    },
-    mistakes=[
-        *mistakes(
-            """
-            {KEPT} => states
-                The optimizer's own copy of the weights is left out. | {STATES}
-            {KEPT} => [master] if master else []
-                The optimizer's states are left out.
-            {KEPT} => [*states[:1], *([master] if master else [])]
-                Only the first of the states is counted.
-            {KEPT} => [*set(states), *([master] if master else [])]
-                States of the same type are counted only once.
-            {KEPT} => [*states[:1] * len(states), *([master] if master else [])]
-                Every state is counted with the bytes of the first one. | {EACH_SIZE}
-            {KEPT} => [*[weights] * len(states), *([master] if master else [])]
-                Every state is counted with the bytes of the weights.
-            {KEPT} => [*[torch.float32] * 2, *([master] if master else [])]
-                Two states in fp32 are those of Adam, and other optimizers keep something else.
-            {KEPT} => [*states, *([weights] if master else [])]
-                The master copy is counted with the bytes of the weights. | Use master.itemsize.
-            {KEPT} => [*states, master or torch.float32]
-                A master copy is counted where there is none. | `master` may be None.
-            {KEPT} => [*states, *([master] if master and master != weights else [])]
-                A master copy of the same type as the weights is left out, but it is kept as well.
-            Recipe(weights.itemsize => Recipe(weights.itemsize + (master.itemsize if master else 0)
-                {MASTER} | Leave it out of the other two numbers.
-            gradients.itemsize => weights.itemsize
-                The gradients are counted with the bytes of the weights.
-                | Gradients need not have the type of the weights.
-            {SUM} => 8 * {SUM}
-            weights.itemsize, gradients.itemsize => 8 * weights.itemsize, 8 * gradients.itemsize
-                These are bits, and 8 bits make a byte. | {EACH_SIZE}
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(lambda weights, gradients, states, master=None: Recipe(4, 4, 4 * len(states))),
-            "Every number is counted with 4 bytes, and the master copy is left out.",
-            EACH_SIZE,
-        ),
-    ],
+    reasons="""
+        'NoneType' object has no attribute 'itemsize' :: `master` is None where the optimizer keeps
+            no copy of its own. | Count it only if it is not None.
+        KeyError: torch. :: Types that are not in this table may come, too. | {EACH_SIZE}
+    """,
+    mistakes="""
+        {KEPT} => states :: The optimizer's own copy of the weights is left out. | {STATES}
+        {KEPT} => [master] if master else [] :: The optimizer's states are left out.
+        {KEPT} => [*states[:1], *([master] if master else [])] ::
+            Only the first of the states is counted.
+        {KEPT} => [*set(states), *([master] if master else [])] ::
+            States of the same type are counted only once.
+        {KEPT} => [*states[:1] * len(states), *([master] if master else [])] ::
+            Every state is counted with the bytes of the first one. | {EACH_SIZE}
+        {KEPT} => [*[weights] * len(states), *([master] if master else [])] ::
+            Every state is counted with the bytes of the weights.
+        {KEPT} => [*[torch.float32] * 2, *([master] if master else [])] ::
+            Two states in fp32 are those of Adam, and other optimizers keep something else.
+        {KEPT} => [*states, *([weights] if master else [])] ::
+            The master copy is counted with the bytes of the weights. | Use master.itemsize.
+        {KEPT} => [*states, master or torch.float32] ::
+            A master copy is counted where there is none. | `master` may be None.
+        {KEPT} => [*states, *([master] if master and master != weights else [])] ::
+            A master copy of the same type as the weights is left out, but it is kept as well.
+        Recipe(weights.itemsize => Recipe(weights.itemsize + (master.itemsize if master else 0) ::
+            {MASTER} | Leave it out of the other two numbers.
+        gradients.itemsize => weights.itemsize :: The gradients are counted with the bytes of the
+            weights. | Gradients need not have the type of the weights.
+        {SUM} => 8 * {SUM}
+        weights.itemsize, gradients.itemsize => 8 * weights.itemsize, 8 * gradients.itemsize ::
+            These are bits, and 8 bits make a byte. | {EACH_SIZE}
+        instead lambda weights, gradients, states, master=None: Recipe(4, 4, 4 * len(states)) ::
+            Every number is counted with 4 bytes, and the master copy is left out.
+    """,
+    module=globals(),
 )
 
 # ---- 9.2 ------------------------------------------------------------------------------------
@@ -209,43 +198,29 @@ bytes_per_rank = Spec(
         "stage >= 2, else sum(sizes); the optimizer shard if stage >= 1, else whole. Here whole is "
         "shard * world_size, and in stage 0 sum(sizes). Then add the counters.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {WHOLE} => shard * world_size
-                {STAGE_0} | In stage 0 a rank holds sum(sizes) numbers.
-            {WHOLE} => sum(sizes)
-                In stages 1 and 2 the weights are whole, but they lie in the padded vectors.
-                | They take world_size shards, where a shard was rounded up.
-            else sum(sizes)) => else whole)
-                Whole gradients are the parameters' own .grad, which nobody pads.
-                | They have sum(sizes) numbers as long as they are not sharded.
-            {EACH} => size // world_size
-                A shard is rounded down, so the last numbers of a vector are lost. | {ROUND_UP}
-            {SHARD} => -(-sum(sizes) // world_size)
-                The sum of all vectors is padded, not each vector by itself.
-            {EACH} => -(-size // world_size) * world_size
-                The vectors are padded, but not sharded.
-            stage >= 3 => stage >= 1
-                The weights are sharded from stage 1 on. | {EARLY}
-            stage >= 2 => stage >= 3
-                The gradients are sharded only in stage 3.
-            stage >= 1 => stage >= 2
-                The optimizer's state is whole in stage 1.
-            {COUNTERS} => 0
-                The counters are left out. | {ONLY_IF}
-            {COUNTERS} => 4 * len(sizes)
-                Counters are counted where the optimizer keeps nothing.
-            4 * len(sizes) => 4 * len(sizes) // (world_size if stage else 1)
-                The counters are sharded, but every rank has one for each of its shards.
-            4 * len(sizes) => 4
-                One counter is counted in all, and there is one for each vector.
-            """,
-            globals(),
-        ),
-        Mistake(instead(bytes_padded), "Bytes are padded, but a vector is padded in numbers."),
-        Mistake(around(times_ranks), "These are the bytes of all ranks.", "One rank is asked for."),
-    ],
+    mistakes="""
+        {WHOLE} => shard * world_size :: {STAGE_0} | In stage 0 a rank holds sum(sizes) numbers.
+        {WHOLE} => sum(sizes) :: In stages 1 and 2 the weights are whole, but they lie in the padded
+            vectors. | They take world_size shards, where a shard was rounded up.
+        else sum(sizes)) => else whole) :: Whole gradients are the parameters' own .grad, which
+            nobody pads. | They have sum(sizes) numbers as long as they are not sharded.
+        {EACH} => size // world_size ::
+            A shard is rounded down, so the last numbers of a vector are lost. | {ROUND_UP}
+        {SHARD} => -(-sum(sizes) // world_size) ::
+            The sum of all vectors is padded, not each vector by itself.
+        {EACH} => -(-size // world_size) * world_size :: The vectors are padded, but not sharded.
+        stage >= 3 => stage >= 1 :: The weights are sharded from stage 1 on. | {EARLY}
+        stage >= 2 => stage >= 3 :: The gradients are sharded only in stage 3.
+        stage >= 1 => stage >= 2 :: The optimizer's state is whole in stage 1.
+        {COUNTERS} => 0 :: The counters are left out. | {ONLY_IF}
+        {COUNTERS} => 4 * len(sizes) :: Counters are counted where the optimizer keeps nothing.
+        4 * len(sizes) => 4 * len(sizes) // (world_size if stage else 1) ::
+            The counters are sharded, but every rank has one for each of its shards.
+        4 * len(sizes) => 4 :: One counter is counted in all, and there is one for each vector.
+        instead bytes_padded :: Bytes are padded, but a vector is padded in numbers. |
+        around times_ranks :: These are the bytes of all ranks. | One rank is asked for.
+    """,
+    module=globals(),
 )
 
 # ---- 9.3 ------------------------------------------------------------------------------------
@@ -332,12 +307,12 @@ block_activations = Spec(
     mistakes=[
         *mistakes(
             """
-            {SCALE} => tokens * numbers
-                Numbers are counted, and the exercise asks for bytes. | Multiply by nbytes.
-            {SCALE} => nbytes * numbers
-                These are the bytes of one token. | Multiply by tokens.
-            {SCALE} => 4 * tokens * numbers
-                Every number is counted with 4 bytes, whatever `nbytes` says. | Multiply by nbytes.
+                {SCALE} => tokens * numbers ::
+                    Numbers are counted, and the exercise asks for bytes. | Multiply by nbytes.
+                {SCALE} => nbytes * numbers ::
+                    These are the bytes of one token. | Multiply by tokens.
+                {SCALE} => 4 * tokens * numbers :: Every number is counted with 4 bytes, whatever
+                    `nbytes` says. | Multiply by nbytes.
             """,
             globals(),
         ),
@@ -496,18 +471,13 @@ saved_bytes = Spec(
         "its gradients": BACK,
         "afterwards hooks of the answer are no longer called": "Leave the with block.",
     },
-    reasons={
-        "run() takes": ("run is a function without arguments.", "Call run()."),
-        "Boolean value of Tensor": ("`in` and == compare the numbers in tensors.", BY_STORAGE),
-        "must match the size of tensor": (
-            "`in` and == compare the numbers in tensors.",
-            BY_STORAGE,
-        ),
-        "'unpack_hook'": (
-            "saved_tensors_hooks takes two functions: pack and unpack.",
-            "Both return the tensor.",
-        ),
-    },
+    reasons="""
+        run() takes :: run is a function without arguments. | Call run().
+        Boolean value of Tensor :: `in` and == compare the numbers in tensors. | {BY_STORAGE}
+        must match the size of tensor :: `in` and == compare the numbers in tensors.
+        'unpack_hook' ::
+            saved_tensors_hooks takes two functions: pack and unpack. | Both return the tensor.
+    """,
     hints=(
         "torch.autograd.graph.saved_tensors_hooks(pack, unpack) is a context: pack gets each "
         "tensor as it is saved, and returns what is to be kept; unpack gets that in backward.",
@@ -515,47 +485,39 @@ saved_bytes = Spec(
         "storage.data_ptr(), and return the tensor. Two views of one storage are then one entry.",
         "After run(), the data_ptr() of each parameter's storage does not count; add up the rest.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {KEEP} => kept[len(kept), storage.data_ptr()] = storage.nbytes()
-            pointer not in own => pointer[1] not in own
-                Memory that several tensors share is counted once for each of them. | {BY_STORAGE}
-            {KEEP} => kept[len(kept), storage.data_ptr()] = tensor.nbytes
-            pointer not in own => pointer[1] not in own
-                Each tensor is counted as if it had memory of its own, and some are views of one.
-            {KEEP} => kept[storage.data_ptr()] = tensor.nbytes
-                A view keeps all the memory alive that it is a part of. | Use {NBYTES}.
-            {KEEP} => kept[storage.data_ptr()] = tensor.numel()
-                Numbers are counted, not bytes.
-            {KEEP} => kept[storage.data_ptr()] = 1
-                Storages are counted, not their bytes.
-            {TOTAL} => sum(kept.values())
-                The memory of params is counted as well. | {LEAVE_OUT}
-            for param in params} => for param in params if param.requires_grad}
-                The memory of frozen parameters is counted. | {LEAVE_OUT}
-            {OWN} => {param.data_ptr() for param in params}
-                A parameter that begins inside a longer storage is counted. | {LEAVE_OUT}
-            {TOTAL} => sum({nbytes for pointer, nbytes in kept.items() if pointer not in own})
-                Two storages of the same size are counted as one. | Use a dict, not a set of sizes.
-            {TOTAL} => {TOTAL} + size
-            del result => size = result.nbytes
-                The result of run() is counted as well. | Only what was saved counts.
-            return tensor.detach() => return None
-                {BACK} | Let pack and unpack return the tensor.
-            result = run() => result = torch.no_grad()(run)()
-                Without autograd nothing is kept, so nothing can be counted. | Leave out no_grad().
-            result = run() => result = run(); result = run()
-                run() is called twice, and each call keeps memory of its own. | Call it once.
-            with {HOOKS}: => {HOOKS}.__enter__()\n    if True:
-                The hooks are still called for everything that is computed afterwards.
-                | Use saved_tensors_hooks in a with statement, and leave it before you return.
-            result = run() => result = run(); result.sum().backward()
-                ! Backward frees the graph, and it is the caller's. | Only call run().
-            """,
-            globals(),
-        ),
-    ],
+    mistakes=r"""
+        {KEEP} => kept[len(kept), storage.data_ptr()] = storage.nbytes()
+        pointer not in own => pointer[1] not in own ::
+            Memory that several tensors share is counted once for each of them. | {BY_STORAGE}
+        {KEEP} => kept[len(kept), storage.data_ptr()] = tensor.nbytes
+        pointer not in own => pointer[1] not in own ::
+            Each tensor is counted as if it had memory of its own, and some are views of one.
+        {KEEP} => kept[storage.data_ptr()] = tensor.nbytes ::
+            A view keeps all the memory alive that it is a part of. | Use {NBYTES}.
+        {KEEP} => kept[storage.data_ptr()] = tensor.numel() :: Numbers are counted, not bytes.
+        {KEEP} => kept[storage.data_ptr()] = 1 :: Storages are counted, not their bytes.
+        {TOTAL} => sum(kept.values()) :: The memory of params is counted as well. | {LEAVE_OUT}
+        for param in params} => for param in params if param.requires_grad} ::
+            The memory of frozen parameters is counted.
+        {OWN} => {param.data_ptr() for param in params} ::
+            A parameter that begins inside a longer storage is counted.
+        {TOTAL} => sum({nbytes for pointer, nbytes in kept.items() if pointer not in own}) ::
+            Two storages of the same size are counted as one. | Use a dict, not a set of sizes.
+        {TOTAL} => {TOTAL} + size
+        del result => size = result.nbytes ::
+            The result of run() is counted as well. | Only what was saved counts.
+        return tensor.detach() => return None :: {BACK} | Let pack and unpack return the tensor.
+        result = run() => result = torch.no_grad()(run)() ::
+            Without autograd nothing is kept, so nothing can be counted. | Leave out no_grad().
+        result = run() => result = run(); result = run() ::
+            run() is called twice, and each call keeps memory of its own. | Call it once.
+        with {HOOKS}: => {HOOKS}.__enter__()\n    if True: ::
+            The hooks are still called for everything that is computed afterwards. | Use
+            saved_tensors_hooks in a with statement, and leave it before you return.
+        result = run() => result = run(); result.sum().backward() ::
+            ! Backward frees the graph, and it is the caller's. | Only call run().
+    """,
+    module=globals(),
 )
 
 # ---- 9.8 ------------------------------------------------------------------------------------
@@ -632,53 +594,33 @@ offload = Spec(
         "Take the first number for which 16 * sum(shards[blocks:]) is at most free. Then 8 "
         "bytes of every number of shards[:blocks] go up and 4 come down.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {FEWEST} => 16 * sum(shards[number:]) < max(free, 1)
-                Shards that fill the memory to the last byte fit. | {AWAY}
-            {FEWEST} => 4 * sum(shards[number:]) <= free
-                Only the weights are counted on the GPU. | {AWAY}
-            {FEWEST} => 8 * sum(shards[number:]) <= free
-                Of the four numbers for each parameter only two are counted on the GPU.
-            Offload(blocks => Offload(len(shards) - blocks
-                These are the blocks that stay on the GPU.
-                | The first number counts those that are left to the CPU.
-            {MOVED} => sum(shards[blocks:])
-                These are the bytes of the blocks that stay, and they do not move.
-                | What moves are shards[:blocks].
-            {MOVED} => (sum(shards) if blocks else 0)
-                The blocks that stay on the GPU are moved as well. | What moves are shards[:blocks].
-            up=2 * 4 * moved => up=4 * moved
-                The weights go up only once. | {TWICE}
-            up=2 * 4 * moved => up=2 * 16 * moved
-                The gradients and the moments go up as well. | {TWICE}
-            up=2 * 4 * moved, down=4 * moved => up=2 * 2 * moved, down=2 * moved
-                Weights and gradients move with 2 bytes each, and they are kept in float32.
-                | A number of float32 has 4 bytes.
-            up=2 * 4 * moved, down=4 * moved => up=4 * moved, down=2 * 4 * moved
-                Up and down are exchanged. | Weights go up, and gradients come down.
-            down=4 * moved => down=2 * 4 * moved
-                The gradients come down twice. | There are gradients only in backward.
-            down=4 * moved => down=16 * moved
-                All four numbers come down. | The CPU has the other three already.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(what_fits_anywhere),
-            "A block in front stays on the GPU although one behind it was left to the CPU.",
-            AWAY,
-        ),
-        Mistake(
-            around(largest_first),
-            "The largest blocks are offloaded, and the first ones are to be.",
-            AWAY,
-        ),
-        Mistake(
-            around(from_behind),
-            "The last blocks are offloaded, and the first ones are to be.",
-            AWAY,
-        ),
-    ],
+    mistakes="""
+        {FEWEST} => 16 * sum(shards[number:]) < max(free, 1) ::
+            Shards that fill the memory to the last byte fit. | {AWAY}
+        {FEWEST} => 4 * sum(shards[number:]) <= free :: Only the weights are counted on the GPU.
+        {FEWEST} => 8 * sum(shards[number:]) <= free ::
+            Of the four numbers for each parameter only two are counted on the GPU.
+        Offload(blocks => Offload(len(shards) - blocks :: These are the blocks that stay on the GPU.
+            | The first number counts those that are left to the CPU.
+        {MOVED} => sum(shards[blocks:]) :: These are the bytes of the blocks that stay, and they do
+            not move. | What moves are shards[:blocks].
+        {MOVED} => (sum(shards) if blocks else 0) ::
+            The blocks that stay on the GPU are moved as well.
+        up=2 * 4 * moved => up=4 * moved :: The weights go up only once. | {TWICE}
+        up=2 * 4 * moved => up=2 * 16 * moved :: The gradients and the moments go up as well.
+        up=2 * 4 * moved, down=4 * moved => up=2 * 2 * moved, down=2 * moved ::
+            Weights and gradients move with 2 bytes each, and they are kept in float32. | A number
+            of float32 has 4 bytes.
+        up=2 * 4 * moved, down=4 * moved => up=4 * moved, down=2 * 4 * moved ::
+            Up and down are exchanged. | Weights go up, and gradients come down.
+        down=4 * moved => down=2 * 4 * moved ::
+            The gradients come down twice. | There are gradients only in backward.
+        down=4 * moved => down=16 * moved ::
+            All four numbers come down. | The CPU has the other three already.
+        instead what_fits_anywhere ::
+            A block in front stays on the GPU although one behind it was left to the CPU. | {AWAY}
+        around largest_first :: The largest blocks are offloaded, and the first ones are to be.
+        around from_behind :: The last blocks are offloaded, and the first ones are to be.
+    """,
+    module=globals(),
 )

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, number, tensor
 from manyhands.memory import savings
@@ -166,25 +165,18 @@ accumulate = Spec(
         "the gradient of tokens": WEIGH,
         "the returned loss": "Return the sum of the weighted losses.",
     },
-    reasons={
-        "does not require grad and does not have": (
-            "Backward was called for a loss that has no graph.",
-            "Call backward() first, then detach what you keep.",
-        ),
-        "backward through the graph a second time": (
-            "Backward went through the graph of an earlier micro-batch again.",
-            "Call backward() of this micro-batch's own loss.",
-        ),
-        "missing 1 required positional argument: 'targets'": (
-            "This model computes its loss itself.",
-            "loss = model(inputs, targets)",
-        ),
-        "unsupported operand type(s) for /=: 'NoneType'": (
-            "A parameter may have no gradient, as a frozen one: then its .grad is None.",
-            "Weigh each loss before its backward(); then .grad needs no division.",
-        ),
-        "zero-dimensional tensor (at position 0)": ("torch.cat joins vectors.", "torch.stack"),
-    },
+    reasons="""
+        does not require grad and does not have :: Backward was called for a loss that has no graph.
+            | Call backward() first, then detach what you keep.
+        backward through the graph a second time :: Backward went through the graph of an earlier
+            micro-batch again. | Call backward() of this micro-batch's own loss.
+        missing 1 required positional argument: 'targets' ::
+            This model computes its loss itself. | loss = model(inputs, targets)
+        unsupported operand type(s) for /=: 'NoneType' ::
+            A parameter may have no gradient, as a frozen one: then its .grad is None. | Weigh each
+            loss before its backward(); then .grad needs no division.
+        zero-dimensional tensor (at position 0) :: torch.cat joins vectors. | torch.stack
+    """,
     hints=(
         "The loss that `model` returns is the mean over one micro-batch's targets. What part of "
         "the large batch's mean does it stand for?",
@@ -193,44 +185,38 @@ accumulate = Spec(
         "backward() adds to .grad by itself and frees the activations. Keep each weighted loss "
         "with .detach(), and return their sum.",
     ),
-    mistakes=mistakes(
-        r"""
-        {SHARE} => 1 / len(micro_batches)
-            This is the mean of the means, in which a target of a small micro-batch counts more.
-            | {WEIGH}
-        {LOSS} => loss = model(inputs, targets)
+    mistakes=r"""
+        {SHARE} => 1 / len(micro_batches) :: This is the mean of the means, in which a target of a
+            small micro-batch counts more. | {WEIGH}
+        {LOSS} => loss = model(inputs, targets) ::
             This is the sum of the means, and each of them is the loss of a whole batch.
-        {SHARE} => len(targets) / sum(len(t) for _, t in micro_batches)
+        {SHARE} => len(targets) / sum(len(t) for _, t in micro_batches) ::
             Losses are weighed by the number of rows, and rows differ in length.
-        {SHARE} => inputs.numel() / sum(x.numel() for x, _ in micro_batches)
+        {SHARE} => inputs.numel() / sum(x.numel() for x, _ in micro_batches) ::
             Losses are weighed by the number of inputs, and some inputs have no target.
-        {SHARE} => targets.numel()
-            This is the sum of all targets' losses, not their mean.
-        {LOSS} => model.zero_grad(); {LOSS}
+        {SHARE} => targets.numel() :: This is the sum of all targets' losses, not their mean.
+        {LOSS} => model.zero_grad(); {LOSS} ::
             Only the last micro-batch's gradient is left: each one clears those before. | {ADD}
-        losses = [] => losses = []; model.zero_grad()
+        losses = [] => losses = []; model.zero_grad() ::
             What was in .grad before is lost, and the caller may have put it there to be added to.
-        {SUM} => losses[-1]
+        {SUM} => losses[-1] ::
             This is the weighted loss of the last micro-batch alone. | Return the sum of all.
-        {SUM} => {SUM} / len(losses)
-            The loss is divided by the number of micro-batches once more. | Return the sum of all.
-        loss.detach() => loss
+        {SUM} => {SUM} / len(losses) ::
+            The loss is divided by the number of micro-batches once more.
+        loss.detach() => loss ::
             The returned loss still has its graph, which keeps memory. | Add up loss.detach().
         {BACK} => loss.backward(retain_graph=True)
-        loss.detach() => loss
+        loss.detach() => loss ::
             The graph of each micro-batch is kept after backward. | Leave out retain_graph=True.
         {BACK}\n => \n
         return torch. => torch.stack(losses).sum().backward()\n    return torch.
-        loss.detach() => loss
-            All graphs are alive at once, which takes the memory of the large batch.
-            | Call backward() inside the loop, on this micro-batch's loss.
-        losses = [] => losses = []; model.train()
+        loss.detach() => loss :: All graphs are alive at once, which takes the memory of the large
+            batch. | Call backward() inside the loop, on this micro-batch's loss.
+        losses = [] => losses = []; model.train() ::
             The model was put into train mode. | Leave the mode to the caller.
-        losses = [] => losses = []; model.eval()
-            The model was put into eval mode. | Leave the mode to the caller.
-        """,
-        globals(),
-    ),
+        losses = [] => losses = []; model.eval() :: The model was put into eval mode.
+    """,
+    module=globals(),
 )
 
 # ---- 9.6 ------------------------------------------------------------------------------------
@@ -395,56 +381,35 @@ checkpoint = Spec(
         "the gradients of the parameters": GRAD,
         "the gradient of x": GRAD,
     },
-    reasons={
-        "maximum recursion depth": (
-            "A call ends in the same call again, without end.",
-            "Run the function itself: function(x) in forward, ctx.function(x) in backward.",
-        ),
-        "rng_states() missing": (
-            "These two functions take the device, too.",
-            "rng_states(x.device), and set_rng_states(states, x.device)",
-        ),
-        "element 0 of tensors does not require grad": (
-            "In backward autograd records nothing by itself, so this result has no graph.",
-            "Run it inside `with torch.enable_grad():`, on an x that requires a gradient.",
-        ),
-        "One of the differentiated Tensors does not require grad": (
-            "A tensor whose gradient is asked for does not require one.",
-            DETACH,
-        ),
-        "have been used in the graph": (
-            "A tensor whose gradient is asked for was not used in the second run.",
-            "Run ctx.function on the same detached x, and take the params as they were saved.",
-        ),
-        "backward through the graph a second time": (
-            "Backward went through a graph that had been used already.",
-            DETACH,
-        ),
-        "grad can be implicitly created only for scalar": (
-            "The result is no loss: backward starts from the gradient that comes in.",
-            GRAD,
-        ),
-        "returned an incorrect number of gradients": (
-            "backward returns one entry for each argument of forward.",
-            "Return a tuple: None for the function, x's gradient, and one for each of params.",
-        ),
-        "returned a gradient different than None": (
-            "The function is no tensor and has no gradient, but its place in the tuple counts.",
-            "Return None first, for the function.",
-        ),
-        "save_for_backward can only save": (
-            "save_for_backward takes tensors only.",
-            "ctx.function = function, and so for everything that is no tensor.",
-        ),
-        "RNG state must be a torch.ByteTensor": (
-            "rng_states returns a list of states.",
-            "set_rng_states(ctx.rng, x.device)",
-        ),
-        "not enough values to unpack": (
-            "ctx.saved_tensors holds only what forward gave to save_for_backward.",
-            SAVE,
-        ),
-    },
+    reasons="""
+        maximum recursion depth :: A call ends in the same call again, without end. | Run the
+            function itself: function(x) in forward, ctx.function(x) in backward.
+        rng_states() missing :: These two functions take the device, too. | rng_states(x.device),
+            and set_rng_states(states, x.device)
+        element 0 of tensors does not require grad ::
+            In backward autograd records nothing by itself, so this result has no graph. | Run it
+            inside `with torch.enable_grad():`, on an x that requires a gradient.
+        One of the differentiated Tensors does not require grad ::
+            A tensor whose gradient is asked for does not require one. | {DETACH}
+        have been used in the graph ::
+            A tensor whose gradient is asked for was not used in the second run. | Run ctx.function
+            on the same detached x, and take the params as they were saved.
+        backward through the graph a second time ::
+            Backward went through a graph that had been used already. | {DETACH}
+        grad can be implicitly created only for scalar ::
+            The result is no loss: backward starts from the gradient that comes in. | {GRAD}
+        returned an incorrect number of gradients ::
+            backward returns one entry for each argument of forward. | Return a tuple: None for the
+            function, x's gradient, and one for each of params.
+        returned a gradient different than None :: The function is no tensor and has no gradient,
+            but its place in the tuple counts. | Return None first, for the function.
+        save_for_backward can only save :: save_for_backward takes tensors only. | ctx.function =
+            function, and so for everything that is no tensor.
+        RNG state must be a torch.ByteTensor ::
+            rng_states returns a list of states. | set_rng_states(ctx.rng, x.device)
+        not enough values to unpack ::
+            ctx.saved_tensors holds only what forward gave to save_for_backward. | {SAVE}
+    """,
     hints=(
         "forward: keep the function and rng_states(x.device) on ctx, and the tensors with "
         "ctx.save_for_backward; then run the function. When must the random state be read?",
@@ -453,43 +418,40 @@ checkpoint = Spec(
         "before, and put it back after.",
         f"{GRAD} Return None for the function before them.",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes="""
         {RESULT} => y = function(x); ctx.rng = rng_states(x.device); return y
-        set_rng_states(ctx.rng, x.device) =>
+        set_rng_states(ctx.rng, x.device) => ::
             The function draws other random numbers in backward than in forward. | {STATE}
-        {RESULT} => y = function(x); ctx.rng = rng_states(x.device); return y
+        {RESULT} => y = function(x); ctx.rng = rng_states(x.device); return y ::
             The random state is read only after the function has run, so the second run differs.
-        set_rng_states(now, x.device) =>
+        set_rng_states(now, x.device) => ::
             After backward old random numbers come again. | {PUT_BACK}
-        {GRADS} => {ONES}
+        {GRADS} => {ONES} ::
             The gradient that comes in is not used: as if it were 1 everywhere. | {GRAD}
-        return None, {GRADS} => {TWICE}
+        return None, {GRADS} => {TWICE} ::
             backward() has added to .grad already, and what is returned is added as well.
-        return None, {GRADS} => return None, grad, *[None] * len(params)
+        return None, {GRADS} => return None, grad, *[None] * len(params) ::
             `grad` is returned as it came in, and the parameters have no gradient.
-        {GRADS} => torch.autograd.grad(again, x, grad)[0], *[None] * len(params)
+        {GRADS} => torch.autograd.grad(again, x, grad)[0], *[None] * len(params) ::
             No gradient of the parameters is returned.
-        x = x.detach().requires_grad_() => x = x.requires_grad_()
+        x = x.detach().requires_grad_() => x = x.requires_grad_() ::
             The caller's own x was made to require a gradient. | {DETACH}
-        ctx.save_for_backward(x, *params) => ctx.save_for_backward(x.clone(), *params)
+        ctx.save_for_backward(x, *params) => ctx.save_for_backward(x.clone(), *params) ::
             What is kept is not just x as it was given, but a copy of it, or more. | {SAVE}
         ctx.save_for_backward(x, *params) => ctx.x = x; ctx.params = params
-        x, *params = ctx.saved_tensors => x, params = ctx.x, ctx.params
-            x is kept where autograd does not see it: it can neither count nor free it. | {SAVE}
-        {RESULT} => ctx.result = function(x); return ctx.result
+        x, *params = ctx.saved_tensors => x, params = ctx.x, ctx.params ::
+            x is kept where autograd does not see it: it can neither count nor free it.
+        {RESULT} => ctx.result = function(x); return ctx.result ::
             ctx keeps the result, and the result keeps ctx, so neither is freed. | Keep no result.
-        {RESULT} => function(x); {RESULT}
+        {RESULT} => function(x); {RESULT} ::
             The function runs twice in forward. | Run it once, and return what it gives.
         ctx.function, ctx.rng = function, => Checkpoint.function, ctx.rng = function,
-        ctx.function(x) => Checkpoint.function(x)
+        ctx.function(x) => Checkpoint.function(x) ::
             What is kept on the class belongs to the last call only. | {ON_CTX}
         ctx.function(x) => ctx.function(x.clone())
-        {GRADS} => None, *torch.autograd.grad(again, params, grad)
-            x has no gradient. | {GRAD}
-        """,
-        globals(),
-    ),
+        {GRADS} => None, *torch.autograd.grad(again, params, grad) :: x has no gradient. | {GRAD}
+    """,
+    module=globals(),
 )
 
 # ---- 9.7 ------------------------------------------------------------------------------------
@@ -599,18 +561,14 @@ master_weights = Spec(
     observe=steps_seen,
     tell=lambda case: f"{NUM_STEPS} steps of MasterWeights with {case.kind}",
     advice={"": "Gradients to the copies, one step of the optimizer, the copies to the weights."},
-    reasons={
-        "data of a different type": ("The gradient's type is not that of its copy.", TO),
-        "to a tensor with grad_dtype": ("The gradient's type is not that of its copy.", TO),
-        "requires grad is being used in an in-place": (
-            "Autograd does not let a parameter be changed in place while it records.",
-            "Keep the line @torch.no_grad() above step.",
-        ),
-        "'NoneType' object has no attribute": (
-            "A parameter may have no gradient: then its .grad is None.",
-            FROM,
-        ),
-    },
+    reasons="""
+        data of a different type :: The gradient's type is not that of its copy. | {TO}
+        to a tensor with grad_dtype :: The gradient's type is not that of its copy.
+        requires grad is being used in an in-place :: Autograd does not let a parameter be changed
+            in place while it records. | Keep the line @torch.no_grad() above step.
+        'NoneType' object has no attribute ::
+            A parameter may have no gradient: then its .grad is None. | {FROM}
+    """,
     hints=(
         "There are three parts: gradients from the parameters to the copies, one step of the "
         "optimizer, and weights from the copies to the parameters.",
@@ -619,43 +577,35 @@ master_weights = Spec(
         "After the step, param.copy_(master) rounds into the parameter's own memory. Set "
         "param.grad to None, and let self.optimizer.zero_grad() drop the copies' gradients.",
     ),
-    mistakes=mistakes(
-        r"""
-        {ROUND} => {EACH}param = master.bfloat16()
-            The parameters do not change: `param = ...` only gives the name to another tensor.
-            | {COPY}
-        {ROUND} => {EACH}param.data = master.data
-            The parameters turn into fp32 tensors.
+    mistakes=r"""
+        {ROUND} => {EACH}param = master.bfloat16() :: The parameters do not change: `param = ...`
+            only gives the name to another tensor. | {COPY}
+        {ROUND} => {EACH}param.data = master.data :: The parameters turn into fp32 tensors.
         {STEP} => [p.copy_(m) for p, m in zip(self.params, self.masters)]; {STEP}
-        {ROUND} => {EACH}pass
+        {ROUND} => {EACH}pass ::
             The copies are rounded into the parameters before the optimizer's step, not after it.
-        {STEP} => [m.copy_(p) for p, m in zip(self.params, self.masters)]; {STEP}
-            The copies are made anew from the rounded weights, so small steps are lost each time.
-            | Copy only from the copies to the parameters.
-        {TO} => param.grad.half().float()
+        {STEP} => [m.copy_(p) for p, m in zip(self.params, self.masters)]; {STEP} ::
+            The copies are made anew from the rounded weights, so small steps are lost each time. |
+            Copy only from the copies to the parameters.
+        {TO} => param.grad.half().float() ::
             Gradients passed through float16, which has no numbers as small as bfloat16. | {TO}
-        {FROM} => pass
-            The optimizer steps without gradients. | {FROM}
-        None if param.grad is None => torch.zeros_like(master) if param.grad is None
+        {FROM} => pass :: The optimizer steps without gradients. | {FROM}
+        None if param.grad is None => torch.zeros_like(master) if param.grad is None ::
             A parameter without a gradient gives its copy zeros, and weight decay then moves it.
-        {FROM} => master.grad = param.grad.float() if master is self.masters[0] else None
+        {FROM} => master.grad = param.grad.float() if master is self.masters[0] else None ::
             Only the first copy gets its gradient.
-        {CLEAR} => pass\n
-            The parameters keep their gradients. | param.grad = None
-        {ZERO} => pass
+        {CLEAR} => pass\n :: The parameters keep their gradients. | param.grad = None
+        {ZERO} => pass ::
             The copies still have gradients after the step, and these take memory. | {ZERO}
-        {STEP} => {STEP}; {STEP}
-            The optimizer steps twice. | {ONCE}
+        {STEP} => {STEP}; {STEP} :: The optimizer steps twice. | {ONCE}
         self.masters = [ => self.make = make_optimizer; self.masters = [
-        {STEP} => self.optimizer = self.make(self.masters); {STEP}
-            A new optimizer in each step has forgotten the moments of all steps before. | {ONCE}
+        {STEP} => self.optimizer = self.make(self.masters); {STEP} ::
+            A new optimizer in each step has forgotten the moments of all steps before.
         make_optimizer(self.masters) => make_optimizer(self.params)
         {FROM} => pass
         {CLEAR} => pass\n
-        {ROUND} => {EACH}pass
-            The optimizer was given the short weights themselves, so small steps vanish in rounding.
-            | It gets self.masters.
-        """,
-        globals(),
-    ),
+        {ROUND} => {EACH}pass :: The optimizer was given the short weights themselves, so small
+            steps vanish in rounding. | It gets self.masters.
+    """,
+    module=globals(),
 )

@@ -3,7 +3,6 @@
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import show, text
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
@@ -109,50 +108,40 @@ approach = Spec(
         "node of GPUs.",
         f"{ORDER} A share that is exactly as large as the room fits.",
     ),
-    mistakes=mistakes(
-        """
-        {STATE} => 2 * num_parameters
-            Only the weights are counted, with 2 bytes each. | A parameter needs STATE_BYTES = 16
-            bytes with its gradient and optimizer state.
-        gpu_bytes / 2 => gpu_bytes
+    mistakes=r"""
+        {STATE} => 2 * num_parameters :: Only the weights are counted, with 2 bytes each. | A
+            parameter needs STATE_BYTES = 16 bytes with its gradient and optimizer state.
+        gpu_bytes / 2 => gpu_bytes ::
             The state may fill the whole GPU here, which leaves no room for activations. | {HALF}
         state <= room: => state < room:
         state / num_gpus <= room => state / num_gpus < room
-        state / per_node <= room => state / per_node < room
+        state / per_node <= room => state / per_node < room ::
             A state that fills the room exactly is said not to fit. | Use <= in all three rules.
-        "one GPU" if num_gpus == 1 else "DDP" => "one GPU"
-            Only one of several GPUs is used. | Where the state fits and there are more GPUs, the
-            answer is "DDP".
-        if state <= room: => if state <= room and (num_gpus == 1 or sequences >= num_gpus):
+        "one GPU" if num_gpus == 1 else "DDP" => "one GPU" :: Only one of several GPUs is used. |
+            Where the state fits and there are more GPUs, the answer is "DDP".
+        if state <= room: => if state <= room and (num_gpus == 1 or sequences >= num_gpus): ::
             DDP is refused where there are fewer sequences than GPUs. | The first rule asks only
             whether the state fits on a GPU.
-        sequences >= num_gpus => True
-            FSDP is chosen although there are more GPUs than sequences, so that some would have
-            nothing to do. | {ONE_EACH}
-        sequences >= num_gpus => sequences > num_gpus
-            FSDP is refused where there are exactly as many sequences as GPUs. | {ONE_EACH}
-        sequences >= num_gpus => sequences % num_gpus == 0
-            FSDP is refused where the GPUs do not divide the sequences. | {ONE_EACH}
-        state / num_gpus <= room => True
-            FSDP is chosen although the share of a GPU does not fit. | {ONE_EACH}
-        state / per_node => state / 8
-            `per_node` is not used: every node has 8 GPUs. | {NODE}
-        state / per_node => state / num_gpus
-            The third rule divides the state by all GPUs, but a copy of the model has to fit in one
-            node. | {NODE}
-        {NODE_RULE} => state / per_node <= room
+        sequences >= num_gpus => True :: FSDP is chosen although there are more GPUs than sequences,
+            so that some would have nothing to do. | {ONE_EACH}
+        sequences >= num_gpus => sequences > num_gpus ::
+            FSDP is refused where there are exactly as many sequences as GPUs.
+        sequences >= num_gpus => sequences % num_gpus == 0 ::
+            FSDP is refused where the GPUs do not divide the sequences.
+        state / num_gpus <= room => True :: FSDP is chosen although the share of a GPU does not fit.
+        state / per_node => state / 8 :: `per_node` is not used: every node has 8 GPUs. | {NODE}
+        state / per_node => state / num_gpus :: The third rule divides the state by all GPUs, but a
+            copy of the model has to fit in one node.
+        {NODE_RULE} => state / per_node <= room ::
             The third rule is taken with fewer GPUs than a node has. | {FULL}
-        {NODE_RULE} => state / min(per_node, num_gpus) <= room
-            Where there are fewer GPUs than a node has, they are taken for a node. | {FULL}
-        num_gpus >= per_node => num_gpus > per_node
-            A job of exactly one node is refused. | {FULL}
+        {NODE_RULE} => state / min(per_node, num_gpus) <= room ::
+            Where there are fewer GPUs than a node has, they are taken for a node.
+        num_gpus >= per_node => num_gpus > per_node :: A job of exactly one node is refused.
         {FIRST_FSDP} =>
-        {FIRST_NODE} => {FIRST_NODE}\\n    if {FSDP_RULE}:\\n        return "FSDP"
-            The third rule is asked before the second, so the model is cut where FSDP would do.
-            | {ORDER}
-        """,
-        globals(),
-    ),
+        {FIRST_NODE} => {FIRST_NODE}\n    if {FSDP_RULE}:\n        return "FSDP" :: The third rule
+            is asked before the second, so the model is cut where FSDP would do. | {ORDER}
+    """,
+    module=globals(),
 )
 
 # ---- 14.10 ----------------------------------------------------------------------------------
@@ -244,13 +233,11 @@ smallest_tensor_degree = Spec(
         "a ValueError.",
         "Put the raise ValueError(...) behind the loop.",
     ),
-    reasons={
-        "ValueError": ("A number of tensor ranks does it here.", f"{ALL_TRIED} {EVEN}"),
-        "modulo by zero": (
-            "With more tensor ranks than GPUs there is no share.",
-            "Ask whether tp divides num_gpus before you divide by the number of shares.",
-        ),
-    },
+    reasons="""
+        ValueError :: A number of tensor ranks does it here. | {ALL_TRIED} {EVEN}
+        modulo by zero :: With more tensor ranks than GPUs there is no share. | Ask whether tp
+            divides num_gpus before you divide by the number of shares.
+    """,
     hints=(
         "A few numbers of tensor ranks are possible, and the smallest is asked for. So try them in "
         "their order.",
@@ -258,51 +245,30 @@ smallest_tensor_degree = Spec(
         "number of shares, num_gpus // tp.",
         f"{ALL_TRIED} Behind the loop, raise ValueError.",
     ),
-    mistakes=[
-        *mistakes(
-            """
-            {TRIED} => range(1, per_node)
-                As many tensor ranks as a node has are never tried. | range(1, per_node + 1) ends
-                with per_node.
-            {TRIED} => range(1, 9)
-                `per_node` is not used: every node has 8 GPUs. | {ALL_TRIED}
-            {TRIED} => range(1, num_gpus + 1)
-                There are more tensor ranks than a node has GPUs. | {ALL_TRIED}
-            {TRIED} => [2**k for k in range(per_node.bit_length())]
-                Only powers of two are tried. | {ALL_TRIED}
-            {TRIED} => range(2, per_node + 1)
-                tp = 1 is never tried, although a batch may be large enough without tensor
-                parallelism. | {ALL_TRIED}
-            {TRIED} => range(per_node, 0, -1)
-                This is the largest number of tensor ranks that is possible. | {ALL_TRIED}
-            {EQUAL} => sequences >= num_gpus // tp
-                Every share has a sequence, but not every share has the same number of them.
-                | {EVEN}
-            {EQUAL} => sequences == num_gpus // tp
-                Only shares of a single sequence are accepted. | A share may have several, as long
-                as all have the same number.
-            {EQUAL} => sequences % tp == 0
-                The sequences are divided by the tensor ranks, but these share the same sequences.
-                | {EVEN}
-            {EQUAL} => (num_gpus // tp) % sequences == 0
-                The division is upside down: the number of shares is divided by the sequences.
-                | {EVEN}
-            return tp => return num_gpus // tp
-                This is the number of copies of the model, and the tensor ranks of each are asked
-                for. | Return tp.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(by_division),
-            "The GPUs are divided by the sequences, and the result is rounded up. It need not "
-            "divide the GPUs, and the shares need not be equal.",
-            ALL_TRIED,
-        ),
-        Mistake(
-            instead(in_whole_shares),
-            "The number of shares is rounded down, so some GPUs belong to no copy of the model.",
-            "tp has to divide num_gpus: num_gpus % tp == 0.",
-        ),
-    ],
+    mistakes="""
+        {TRIED} => range(1, per_node) :: As many tensor ranks as a node has are never tried. |
+            range(1, per_node + 1) ends with per_node.
+        {TRIED} => range(1, 9) :: `per_node` is not used: every node has 8 GPUs. | {ALL_TRIED}
+        {TRIED} => range(1, num_gpus + 1) :: There are more tensor ranks than a node has GPUs.
+        {TRIED} => [2**k for k in range(per_node.bit_length())] :: Only powers of two are tried.
+        {TRIED} => range(2, per_node + 1) ::
+            tp = 1 is never tried, although a batch may be large enough without tensor parallelism.
+        {TRIED} => range(per_node, 0, -1) ::
+            This is the largest number of tensor ranks that is possible.
+        {EQUAL} => sequences >= num_gpus // tp ::
+            Every share has a sequence, but not every share has the same number of them. | {EVEN}
+        {EQUAL} => sequences == num_gpus // tp :: Only shares of a single sequence are accepted. | A
+            share may have several, as long as all have the same number.
+        {EQUAL} => sequences % tp == 0 :: The sequences are divided by the tensor ranks, but these
+            share the same sequences. | {EVEN}
+        {EQUAL} => (num_gpus // tp) % sequences == 0 ::
+            The division is upside down: the number of shares is divided by the sequences.
+        return tp => return num_gpus // tp :: This is the number of copies of the model, and the
+            tensor ranks of each are asked for. | Return tp.
+        instead by_division :: The GPUs are divided by the sequences, and the result is rounded up.
+            It need not divide the GPUs, and the shares need not be equal. | {ALL_TRIED}
+        instead in_whole_shares :: The number of shares is rounded down, so some GPUs belong to no
+            copy of the model. | tp has to divide num_gpus: num_gpus % tp == 0.
+    """,
+    module=globals(),
 )

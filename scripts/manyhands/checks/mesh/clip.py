@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, show
 from manyhands.checks.tensor.common import costs_no_more
@@ -169,20 +168,14 @@ mesh_norm = Spec(
         "messages": f"Add up this rank's squares first, and then {REDUCE}.",
         "bytes of them": f"Add up this rank's squares first, and then {REDUCE}.",
     },
-    reasons={
-        "list index out of range": (
-            "A rank may have no parts at all.",
-            "Start with torch.zeros((), dtype=torch.float64), whatever the parts are.",
-        ),
-        "expected a non-empty list": (
-            "A rank may have no parts at all.",
-            "Start with torch.zeros((), dtype=torch.float64), and add to it.",
-        ),
-        "must be Tensor, not": (
-            "Only a tensor can be sent.",
-            "Add up in a tensor: torch.zeros((), dtype=torch.float64).",
-        ),
-    },
+    reasons="""
+        list index out of range :: A rank may have no parts at all. | Start with torch.zeros((),
+            dtype=torch.float64), whatever the parts are.
+        expected a non-empty list :: A rank may have no parts at all. | Start with torch.zeros((),
+            dtype=torch.float64), and add to it.
+        must be Tensor, not ::
+            Only a tensor can be sent. | Add up in a tensor: torch.zeros((), dtype=torch.float64).
+    """,
     hints=(
         "Norms cannot be added up, but their squares can. Which squares would the sum over the "
         "ranks count twice?",
@@ -190,41 +183,31 @@ mesh_norm = Spec(
         "their squares.",
         f"total += {DIVIDED} for each part, with total in float64; {REDUCE}; and return its root.",
     ),
-    mistakes=mistakes(
-        """
-        {DIVIDED} => {SQUARES}
-            What several ranks hold is counted once for each of them. | {ONCE}
-        {DIVIDED} => {SQUARES} * holders
-            The squares are multiplied by their holders. | {ONCE}
-        {DIVIDED} => {SQUARES} / holders**2
-            The squares are divided by the square of the holders. | {ONCE}
-        {DIVIDED} => {SQUARES} // holders
-            The squares are divided by // and lose their fraction. | {ONCE}
-        {SQUARES} / => torch.linalg.vector_norm(grad, dtype=torch.float64) /
+    mistakes="""
+        {DIVIDED} => {SQUARES} :: What several ranks hold is counted once for each of them. | {ONCE}
+        {DIVIDED} => {SQUARES} * holders :: The squares are multiplied by their holders.
+        {DIVIDED} => {SQUARES} / holders**2 :: The squares are divided by the square of the holders.
+        {DIVIDED} => {SQUARES} // holders :: The squares are divided by // and lose their fraction.
+        {SQUARES} / => torch.linalg.vector_norm(grad, dtype=torch.float64) / ::
             Norms are added up, and not their squares. | {ROOT}
-        {DIVIDED} => {SQUARES} if holders == 1 else 0
+        {DIVIDED} => {SQUARES} if holders == 1 else 0 ::
             Parts that several ranks hold are left out. | {ONCE}
-        {SQUARES} => grad.square().sum()
-            The numbers are squared in their own type, which may have few digits, and in which
-            large squares become infinite. | {WIDE}
-        {SQUARES} => grad.float().square().sum()
-            The numbers are squared in float32, which has 7 digits, and in which large squares
-            become infinite. | {WIDE}
-        {REDUCE} => dist.all_reduce(total.sqrt_(), group=group); total.square_()
+        {SQUARES} => grad.square().sum() :: The numbers are squared in their own type, which may
+            have few digits, and in which large squares become infinite. | {WIDE}
+        {SQUARES} => grad.float().square().sum() :: The numbers are squared in float32, which has 7
+            digits, and in which large squares become infinite.
+        {REDUCE} => dist.all_reduce(total.sqrt_(), group=group); total.square_() ::
             The norms of the ranks are added up, and not their squares. | {ROOT}
-        {REDUCE} => pass
-            This is the norm of the rank's own parts. | {REDUCE}
-        {REDUCE} => {REDUCE}; total.div_(dist.get_world_size(group))
+        {REDUCE} => pass :: This is the norm of the rank's own parts. | {REDUCE}
+        {REDUCE} => {REDUCE}; total.div_(dist.get_world_size(group)) ::
             The squares are averaged over the ranks. | {ONCE}
-        {REDUCE} => dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        {REDUCE} => dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group) ::
             This is the largest norm of any rank. | all_reduce sums by itself, without an op.
-        {REDUCE} => dist.all_reduce(total)
+        {REDUCE} => dist.all_reduce(total) ::
             The sum is taken over the whole job, and not over the group. | {REDUCE}
-        total.sqrt() => total
-            This is the square of the norm. | Take the root at the end.
-        total.sqrt() => total.sqrt().float()
+        total.sqrt() => total :: This is the square of the norm. | Take the root at the end.
+        total.sqrt() => total.sqrt().float() ::
             The norm is not in float64. | Keep float64 to the end.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

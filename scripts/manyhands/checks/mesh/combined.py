@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, kind, malformed
 from manyhands.checks.mesh.common import say_first
@@ -189,17 +188,13 @@ shard_and_cut = Spec(
         "units of FSDP": "The units are list(part.blocks).",
         "the whole model is gone": "Keep no other name for a weight of `model`.",
     },
-    reasons={
-        "KeyError: 'replicate'": (
-            "A mesh may have no such axis.",
-            'groups.get("replicate") is None then.',
-        ),
-        "a sharded weight was used while": (
-            "A layer used a weight outside of the forward of its unit.",
-            "The units are list(part.blocks), and all else belongs to the root.",
-        ),
-        "has no attribute 'tokens'": ("TensorParallel takes a Transformer.", "Cut first."),
-    },
+    reasons="""
+        KeyError: 'replicate' ::
+            A mesh may have no such axis. | groups.get("replicate") is None then.
+        a sharded weight was used while :: A layer used a weight outside of the forward of its unit.
+            | The units are list(part.blocks), and all else belongs to the root.
+        has no attribute 'tokens' :: TensorParallel takes a Transformer. | Cut first.
+    """,
     hints=(
         "TensorParallel cuts a model by the shapes of its matrices, and FSDP makes vectors of what "
         "it finds. Which of them has to come first?",
@@ -208,46 +203,34 @@ shard_and_cut = Spec(
         f"{MARK}; {CUT}; and return FSDP(part, list(part.blocks), "
         'replicas=groups.get("replicate"), group=groups["dp"]).',
     ),
-    mistakes=[  # a verdict has time for the first few: those that are made most
-        *mistakes(
-            r"""
+    mistakes=r"""
         model, group=groups["tp"]) => model, group=groups["dp"])
-        replicas, group=groups["dp"]) => replicas, group=groups["tp"])
+        replicas, group=groups["dp"]) => replicas, group=groups["tp"]) ::
             The two groups have changed places. | {OVER_TP} {OVER_DP}
-        {REPLICAS} => replicas = None
+        {REPLICAS} => replicas = None ::
             Replicas of the shards are never averaged. | replicas=groups.get("replicate")
-        , group=groups["dp"]) => )
+        , group=groups["dp"]) => ) ::
             FSDP shards over all ranks, of which some hold different parts of a matrix. | {OVER_DP}
-        TensorParallel(model, group=groups["tp"]) => TensorParallel(model)
+        TensorParallel(model, group=groups["tp"]) => TensorParallel(model) ::
             The model is cut over all ranks, of which some have other samples. | {OVER_TP}
-        {MARK} => pass
-            The parameters are not marked, so what is whole on every tensor rank is counted like
-            what is cut. | {MARK_FIRST}
-        {MARK} => mark_holders(model, dist.get_world_size())
+        {MARK} => pass :: The parameters are not marked, so what is whole on every tensor rank is
+            counted like what is cut. | {MARK_FIRST}
+        {MARK} => mark_holders(model, dist.get_world_size()) ::
             The marks are the number of all ranks, and not of those that hold the same numbers.
-            | {MARK_FIRST}
-        {MARK} => mark_holders(model, dist.get_world_size(groups["dp"]))
-            The marks are the number of the ranks of dp, which hold different shards. | {MARK_FIRST}
-        {CUT} => {CUT}\n    {MARK}
+        {MARK} => mark_holders(model, dist.get_world_size(groups["dp"])) ::
+            The marks are the number of the ranks of dp, which hold different shards.
+        {CUT} => {CUT}\n    {MARK} ::
             All is marked once more after the cut, and what is cut is on one rank only.
-            | {MARK_FIRST}
         {MARK} => pass
-        {CUT} => {CUT}\n    mark_holders(part, dist.get_world_size(groups["tp"]))
-            The mark comes after the cut, so it marks also what is cut. | {MARK_FIRST}
-        list(part.blocks) => []
-            FSDP has no units, so the whole model is gathered at once. | The units are
-            list(part.blocks).
-        list(part.blocks) => list(part.blocks)[1:]
-            The first block is no unit. | The units are list(part.blocks).
-        {REPLICAS} => replicas = groups["dp"]
+        {CUT} => {CUT}\n    mark_holders(part, dist.get_world_size(groups["tp"])) ::
+            The mark comes after the cut, so it marks also what is cut.
+        list(part.blocks) => [] :: FSDP has no units, so the whole model is gathered at once. | The
+            units are list(part.blocks).
+        list(part.blocks) => list(part.blocks)[1:] :: The first block is no unit.
+        {REPLICAS} => replicas = groups["dp"] ::
             dp is taken for the replicas as well. | replicas=groups.get("replicate")
-        """,
-            globals(),
-        ),
-        Mistake(
-            instead(shards_first),
-            "FSDP comes first, and finds whole matrices that are cut after that.",
-            "First cut, then shard.",
-        ),
-    ],
+        instead shards_first :: FSDP comes first, and finds whole matrices that are cut after that.
+            | First cut, then shard.
+    """,
+    module=globals(),
 )

@@ -5,7 +5,6 @@ import random
 from typing import NamedTuple
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import show
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
@@ -95,7 +94,9 @@ ranks_to_fit = Spec(
     facts=room_of,
     tell=in_words("ranks_to_fit"),
     advice={"": LIMIT},
-    reasons={"by zero": ("The whole units fill the GPU exactly here.", NO_ROOM)},
+    reasons="""
+        by zero :: The whole units fill the GPU exactly here. | {NO_ROOM}
+    """,
     hints=(
         "A rank holds two things: its share of the state, which shrinks with the number of ranks, "
         "and whole units, which do not.",
@@ -103,42 +104,34 @@ ranks_to_fit = Spec(
         "What if there is no room?",
         "Divide 16 N by the room, and round up.",
     ),
-    mistakes=mistakes(
-        """
-        {ROOM} => gpu_bytes
-            The whole units are left out. | {UNITS}
-        {ROOM} => gpu_bytes - 2 * unit_parameters
+    mistakes="""
+        {ROOM} => gpu_bytes :: The whole units are left out. | {UNITS}
+        {ROOM} => gpu_bytes - 2 * unit_parameters ::
             Only one unit is whole. | One computes while the next one comes. {UNITS}
-        {ROOM} => gpu_bytes - 2 * 2 * unit_parameters
+        {ROOM} => gpu_bytes - 2 * 2 * unit_parameters ::
             The whole gradients of one unit are left out, or the weights of one. | {UNITS}
-        {ROOM} => gpu_bytes - 4 * 2 * unit_parameters
-            The gradients of two units are whole. | Those of a unit are reduced before the next ones
-            are complete. {UNITS}
-        {ROOM} => gpu_bytes - 3 * 4 * unit_parameters
+        {ROOM} => gpu_bytes - 4 * 2 * unit_parameters :: The gradients of two units are whole. |
+            Those of a unit are reduced before the next ones are complete. {UNITS}
+        {ROOM} => gpu_bytes - 3 * 4 * unit_parameters ::
             The whole units have 4 bytes per parameter, but they are gathered in 16 bits. | {UNITS}
-        {ROOM} => gpu_bytes - 2 * STATE_BYTES * unit_parameters
+        {ROOM} => gpu_bytes - 2 * STATE_BYTES * unit_parameters ::
             The whole units have 16 bytes per parameter, but their optimizer state is never whole.
-            | {UNITS}
-        {ROOM} => gpu_bytes / 2 - 3 * 2 * unit_parameters
+        {ROOM} => gpu_bytes / 2 - 3 * 2 * unit_parameters ::
             Half of the GPU is kept free, as in 14.9. | Here the state may fill the GPU.
-        if room <= 0: => if room < 0:
-            ! A room of 0 bytes is divided by. | {NO_ROOM}
-        {ALL_STATE} => STATE_BYTES * num_parameters // room
+        if room <= 0: => if room < 0: :: ! A room of 0 bytes is divided by. | {NO_ROOM}
+        {ALL_STATE} => STATE_BYTES * num_parameters // room ::
             The number of ranks is rounded down, so a share does not fit. | {UP}
-        {ALL_STATE} => STATE_BYTES * num_parameters // room + 1
-            Where the shares fill the room exactly there is one rank too many. | {UP}
-        {ALL_STATE} => STATE_BYTES * num_parameters / room
-            The number of ranks is not rounded. | {UP}
-        {ALL_STATE} => round(STATE_BYTES * num_parameters / room)
-            The number of ranks is rounded to the nearest one. | {UP}
-        STATE_BYTES * num_parameters => 2 * num_parameters
+        {ALL_STATE} => STATE_BYTES * num_parameters // room + 1 ::
+            Where the shares fill the room exactly there is one rank too many.
+        {ALL_STATE} => STATE_BYTES * num_parameters / room :: The number of ranks is not rounded.
+        {ALL_STATE} => round(STATE_BYTES * num_parameters / room) ::
+            The number of ranks is rounded to the nearest one.
+        STATE_BYTES * num_parameters => 2 * num_parameters ::
             Only the weights are shared, with 2 bytes each. | Each parameter needs STATE_BYTES = 16
             bytes with its gradient and optimizer state.
-        {ALL_STATE} => 1 << (-(-STATE_BYTES * num_parameters // room) - 1).bit_length()
+        {ALL_STATE} => 1 << (-(-STATE_BYTES * num_parameters // room) - 1).bit_length() ::
             The number of ranks is rounded up to a power of two. | Any whole number is allowed.
-        return None => return 0
-            Where no number of ranks will do, 0 is returned. | {NO_ROOM}
-        """,
-        globals(),
-    ),
+        return None => return 0 :: Where no number of ranks will do, 0 is returned. | {NO_ROOM}
+    """,
+    module=globals(),
 )

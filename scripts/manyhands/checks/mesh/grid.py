@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, kind, listing, malformed, record, whole
 from manyhands.checks.mesh.common import say_first
@@ -81,10 +80,10 @@ places = Spec(
         "coordinates": DIGITS,
         "the names of coordinates, in order": "Return a dict with the names in `sizes`'s order.",
     },
-    reasons={
-        "'dict_keys' object is not reversible": ("", "reversed(list(sizes))"),
-        "'dict_keys' object is not subscriptable": ("", "list(sizes)"),
-    },
+    reasons="""
+        'dict_keys' object is not reversible :: Keys are no list. | reversed(list(sizes))
+        'dict_keys' object is not subscriptable :: Keys are no list. | list(sizes)
+    """,
     hints=(
         "coordinates: with sizes of 10 these would be the digits of the rank. How do you get the "
         "last digit of a number, and what is left without it?",
@@ -93,46 +92,41 @@ places = Spec(
         f"coordinates: {DIGITS} ranks_along: {STEP} Start at the rank less that step times its own "
         "place there.",
     ),
-    mistakes=mistakes(
-        """
-        for axis in reversed(list(sizes)): => for axis in list(sizes):
-            coordinates: the first axis is counted first, and the last one should be the innermost.
-            | {DIGITS}
-        rank, place[axis] = {DIVMOD} => place[axis] = rank % sizes[axis]
-            coordinates: the rank is not divided before the next axis takes its part. | {DIGITS}
-        rank, place[axis] = {DIVMOD} => place[axis], rank = {DIVMOD}
-            coordinates: the two results of divmod have changed places. | {DIGITS}
-        place[axis] = {DIVMOD} => place[axis] = rank, rank // {BEHIND} % sizes[axis]
+    mistakes="""
+        for axis in reversed(list(sizes)): => for axis in list(sizes): :: coordinates: the first
+            axis is counted first, and the last one should be the innermost. | {DIGITS}
+        rank, place[axis] = {DIVMOD} => place[axis] = rank % sizes[axis] ::
+            coordinates: the rank is not divided before the next axis takes its part.
+        rank, place[axis] = {DIVMOD} => place[axis], rank = {DIVMOD} ::
+            coordinates: the two results of divmod have changed places.
+        place[axis] = {DIVMOD} => place[axis] = rank, rank // {BEHIND} % sizes[axis] ::
             coordinates: the rank is divided by the size of the next axis only, and not by those of
-            all the axes behind it. | {DIGITS}
-        return {axis: place[axis] for axis in sizes} => return place
-            coordinates: the names come in the order in which they were computed, the last first.
-            | {axis: place[axis] for axis in sizes}
-        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) :])
+            all the axes behind it.
+        return {axis: place[axis] for axis in sizes} => return place ::
+            coordinates: the names come in the order in which they were computed, the last first. |
+            {axis: place[axis] for axis in sizes}
+        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) :]) ::
             ranks_along: the step has the size of the axis itself in it. | {STEP}
-        {INNER} => prod(sizes[inner] for inner in axes[: axes.index(axis)])
-            ranks_along: the step is that of the axes before this one. | {STEP}
-        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) + 1 :][:1])
-            ranks_along: the step is the size of the next axis only. | {STEP}
-        {INNER} => 1
-            ranks_along: the ranks follow one another, as they do along the last axis only. | {STEP}
-        {FIRST_IN_LINE} => first = rank
+        {INNER} => prod(sizes[inner] for inner in axes[: axes.index(axis)]) ::
+            ranks_along: the step is that of the axes before this one.
+        {INNER} => prod(sizes[inner] for inner in axes[axes.index(axis) + 1 :][:1]) ::
+            ranks_along: the step is the size of the next axis only.
+        {INNER} => 1 ::
+            ranks_along: the ranks follow one another, as they do along the last axis only.
+        {FIRST_IN_LINE} => first = rank ::
             ranks_along: the line begins with the rank itself. | {FIRST}
-        {FIRST_IN_LINE} => first = 0
-            ranks_along: this is the line through rank 0, whatever rank is asked for. | {FIRST}
-        {FIRST_IN_LINE} => first = rank % step
-            ranks_along: the line begins among the ranks of the first step of all, and so with a
-            place of 0 in the axes before this one, too. | {FIRST}
-        {LINE} => sorted({LINE}, key=lambda other: other != rank)
+        {FIRST_IN_LINE} => first = 0 ::
+            ranks_along: this is the line through rank 0, whatever rank is asked for.
+        {FIRST_IN_LINE} => first = rank % step :: ranks_along: the line begins among the ranks of
+            the first step of all, and so with a place of 0 in the axes before this one, too.
+        {LINE} => sorted({LINE}, key=lambda other: other != rank) ::
             ranks_along: the rank itself comes first. | The ranks are in the axis's order.
-        {LINE} => [other for other in {LINE} if other != rank]
+        {LINE} => [other for other in {LINE} if other != rank] ::
             ranks_along: the rank itself is missing. | It is one of those in its line.
-        {LINE} => {SAME_NUMBER}
-            ranks_along: these are the ranks with the same number in this axis, and they differ in
-            the other ones. | All but this axis has to be the same.
-        """,
-        globals(),
-    ),
+        {LINE} => {SAME_NUMBER} :: ranks_along: these are the ranks with the same number in this
+            axis, and they differ in the other ones. | All but this axis has to be the same.
+    """,
+    module=globals(),
 )
 
 # ---- 14.2 -----------------------------------------------------------------------------------
@@ -244,13 +238,11 @@ make_groups = Spec(
         "the axes": "Return a dict with every axis of `sizes`, in that order.",
     },
     refusal=("The mesh has not as many places as there are ranks.", PLACES),
-    reasons={
-        "the new group's world size should be": (
-            "A group of more ranks than there are: is the mesh larger than the job?",
-            PLACES,
-        ),
-        "unhashable type: 'list'": ("A list cannot be in a set.", "tuple(ranks_along(...))"),
-    },
+    reasons="""
+        the new group's world size should be ::
+            A group of more ranks than there are: is the mesh larger than the job? | {PLACES}
+        unhashable type: 'list' :: A list cannot be in a set. | tuple(ranks_along(...))
+    """,
     waits={
         "dist.new_group(": (
             "A rank waits for others that do not make this group, or make another one first.",
@@ -265,34 +257,29 @@ make_groups = Spec(
         "Keep the group where dist.get_rank() is in its ranks. Before all that, raise ValueError "
         "if prod(sizes.values()) is not dist.get_world_size().",
     ),
-    mistakes=mistakes(
-        r"""
-        if places != world_size: => if places > world_size:
-            A mesh with fewer places than ranks is not refused, and some ranks are in no group.
-            | {PLACES}
-        raise ValueError( => raise RuntimeError(
+    mistakes=r"""
+        if places != world_size: => if places > world_size: :: A mesh with fewer places than ranks
+            is not refused, and some ranks are in no group. | {PLACES}
+        raise ValueError( => raise RuntimeError( ::
             The error is of another kind than the docstring says. | raise ValueError(...)
-        for axis in sizes: => for axis in reversed(list(sizes)):
+        for axis in sizes: => for axis in reversed(list(sizes)): ::
             The axes come in reverse order. | Return them in the order of `sizes`.
-        for axis in sizes: => for axis in list(sizes)[:-1]:
+        for axis in sizes: => for axis in list(sizes)[:-1]: ::
             The last axis has no group. | for axis in sizes:
-        for axis in sizes: => for axis in [a for a in sizes if sizes[a] > 1]:
+        for axis in sizes: => for axis in [a for a in sizes if sizes[a] > 1]: ::
             An axis of size 1 has no group. | A group of a single rank is one as well.
-        {KEEP} => mine[axis] = group
-            Every rank keeps the group that was made last, whether it is in it or not.
-            | if rank in ranks: mine[axis] = group
-        {KEEP} => if rank in ranks:\n                mine[axis] = list(ranks)
+        {KEEP} => mine[axis] = group :: Every rank keeps the group that was made last, whether it is
+            in it or not. | if rank in ranks: mine[axis] = group
+        {KEEP} => if rank in ranks:\n                mine[axis] = list(ranks) ::
             These are the ranks of the groups, and not the groups. | Keep what new_group returns.
-        dist.new_group(list(ranks)) => dist.new_group()
+        dist.new_group(list(ranks)) => dist.new_group() ::
             Each group has all ranks of the job. | dist.new_group(list(ranks))
-        dist.new_group(list(ranks)) => dist.new_group(list(ranks)[:-1] or list(ranks))
-            The last rank of each line is not in its group. | dist.new_group(list(ranks))
-        {EVERY} => [tuple(ranks_along(axis, rank, sizes))]
+        dist.new_group(list(ranks)) => dist.new_group(list(ranks)[:-1] or list(ranks)) ::
+            The last rank of each line is not in its group.
+        {EVERY} => [tuple(ranks_along(axis, rank, sizes))] ::
             ! Each rank makes its own groups only. | {ALL_CALL}
-        {EVERY} => sorted({EVERY}, key=lambda line: rank not in line)
+        {EVERY} => sorted({EVERY}, key=lambda line: rank not in line) ::
             ! Each rank makes its own group first, so the ranks make them in different orders.
-            | {ALL_CALL}
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -3,7 +3,6 @@
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import record, whole
 from manyhands.mesh import hsdp
@@ -68,39 +67,34 @@ hsdp_bytes = Spec(
         "there are two gathers and one reduction.",
         f"{AVERAGE} Multiply first, and divide by r with // last. {OF_A_SHARD}",
     ),
-    mistakes=mistakes(
-        """
-        {MINE} => num_params // shards * bytes_per_number
+    mistakes="""
+        {MINE} => num_params // shards * bytes_per_number ::
             A shard is rounded down, and the vector is padded to a multiple of `shards`. | {PADDED}
-        {MINE} => (num_params // shards + 1) * bytes_per_number
-            A shard has one number too many where `shards` divides the parameters. | {PADDED}
-        {MINE} => -(-num_params // (shards * replicas)) * replicas * bytes_per_number
-            The vector is padded to a multiple of all ranks, and of `shards` is enough. | {PADDED}
-        {MINE} => num_params * bytes_per_number // shards
-            The padding of the vector is left out. | {PADDED}
-        {MINE} => -(-num_params // (shards * replicas)) * bytes_per_number
-            The model is divided over all ranks, but each replica has a whole one. | {PADDED}
-        {MINE} => -(-num_params // shards) * 4
+        {MINE} => (num_params // shards + 1) * bytes_per_number ::
+            A shard has one number too many where `shards` divides the parameters.
+        {MINE} => -(-num_params // (shards * replicas)) * replicas * bytes_per_number ::
+            The vector is padded to a multiple of all ranks, and of `shards` is enough.
+        {MINE} => num_params * bytes_per_number // shards :: The padding of the vector is left out.
+        {MINE} => -(-num_params // (shards * replicas)) * bytes_per_number ::
+            The model is divided over all ranks, but each replica has a whole one.
+        {MINE} => -(-num_params // shards) * 4 ::
             `bytes_per_number` is not used. | Multiply a shard's numbers by it.
-        {MINE} => num_params * bytes_per_number
+        {MINE} => num_params * bytes_per_number ::
             Every rank is taken to have the whole vector. | {PADDED}
-        3 * (shards - 1) * mine => 2 * (shards - 1) * mine
+        3 * (shards - 1) * mine => 2 * (shards - 1) * mine ::
             One of the two gathers or the reduction is left out. | {ROW}
-        3 * (shards - 1) * mine => 3 * shards * mine
-            A rank sends a shard to itself as well. | {ROW}
-        {COLUMN} => (replicas - 1) * mine // replicas
-            This is half an all-reduce. | {AVERAGE}
-        {COLUMN} => 2 * (replicas - 1) * mine * shards // replicas
-            The replicas average the whole gradient, and not a shard of it. | {AVERAGE}
-        {COLUMN} => 2 * (replicas - 1) * mine
-            A shard is sent whole to every other replica, and twice. | {AVERAGE}
-        {COLUMN} => 2 * (replicas - 1) * (mine // replicas)
+        3 * (shards - 1) * mine => 3 * shards * mine :: A rank sends a shard to itself as well.
+        {COLUMN} => (replicas - 1) * mine // replicas :: This is half an all-reduce. | {AVERAGE}
+        {COLUMN} => 2 * (replicas - 1) * mine * shards // replicas ::
+            The replicas average the whole gradient, and not a shard of it.
+        {COLUMN} => 2 * (replicas - 1) * mine ::
+            A shard is sent whole to every other replica, and twice.
+        {COLUMN} => 2 * (replicas - 1) * (mine // replicas) ::
             The division comes too early and loses a part. | Multiply first, and divide last.
-        (1 + 1 + 2) * mine => 3 * mine
+        (1 + 1 + 2) * mine => 3 * mine ::
             One of weights, gradients and the optimizer's two numbers is left out. | {OF_A_SHARD}
-        (1 + 1 + 2) * mine => (4 * mine) // replicas
-            What a rank keeps is divided by the replicas, which hold the same shards. | {OF_A_SHARD}
-        """,
-        globals(),
-    ),
+        (1 + 1 + 2) * mine => (4 * mine) // replicas ::
+            What a rank keeps is divided by the replicas, which hold the same shards.
+    """,
+    module=globals(),
 )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import number, pair, same, show
 from manyhands.checks.mesh.calls import called, in_words
@@ -83,11 +82,11 @@ spread_of_sum = Spec(
     facts=times_too_large("A sum of one term has no error."),
     tell=in_words("spread_of_sum"),
     advice={"": BOTH},
-    reasons={
-        "has no attribute 'eps'": ("A type has no eps of its own.", "It is torch.finfo(dtype).eps"),
-        "must be Tensor": ("This function of torch takes a tensor.", "math.sqrt takes a number."),
-        "must be real number": ("math.sqrt takes a number.", "It is torch.finfo(dtype).eps"),
-    },
+    reasons="""
+        has no attribute 'eps' :: A type has no eps of its own. | It is torch.finfo(dtype).eps
+        must be Tensor :: This function of torch takes a tensor. | math.sqrt takes a number.
+        must be real number :: math.sqrt takes a number. | It is torch.finfo(dtype).eps
+    """,
     hints=(
         "Random errors add up by their squares. Write down the sum of the squares for both orders, "
         "take its square root, and divide it by the usual size of the sum, r sqrt(n).",
@@ -95,50 +94,42 @@ spread_of_sum = Spec(
         "next number, and a sum of one term has no error.",
         f"{BOTH} For n = 1 return 0.0.",
     ),
-    mistakes=mistakes(
-        """
-        if num_terms == 1: => if False:
-            A single term is given a rounding error, but nothing is added there. | For one term
-            return 0.0.
-        {RESULT} => return eps * roundings
-            The square root is missing: the squares of the errors were added up, and a spread is
-            the root of that sum. | Take the square root of n / 24 or log2(n) / 12, and multiply it
-            by eps.
-        {RESULT} => return math.sqrt(eps * roundings)
-            The square root is taken of eps as well. | eps is already the size of an error, and not
-            its square.
-        {RESULT} => return eps * math.sqrt(num_terms * roundings)
+    mistakes="""
+        if num_terms == 1: => if False: :: A single term is given a rounding error, but nothing is
+            added there. | For one term return 0.0.
+        {RESULT} => return eps * roundings :: The square root is missing: the squares of the errors
+            were added up, and a spread is the root of that sum. | Take the square root of n / 24 or
+            log2(n) / 12, and multiply it by eps.
+        {RESULT} => return math.sqrt(eps * roundings) :: The square root is taken of eps as well. |
+            eps is already the size of an error, and not its square.
+        {RESULT} => return eps * math.sqrt(num_terms * roundings) ::
             The error is not divided by the usual size of the sum. | With terms of size r the sum
             has a size of about r sqrt(n): divide by it.
-        {RESULT} => return eps * math.sqrt(12 * roundings)
+        {RESULT} => return eps * math.sqrt(12 * roundings) ::
             The spread of a single rounding is taken for eps. | An error that is uniform between
             -eps / 2 and eps / 2 has a standard deviation of eps / sqrt(12).
-        num_terms / 24 => num_terms / 12
-            One by one, every partial sum is given the size of the last one. | The k-th has a size
-            of r sqrt(k) only, and 1 + 2 + ... + n is about n^2 / 2.
-        num_terms / 24 => (num_terms - 1) / 24
-            n - 1 stands in place of n. | {ONE_BY_ONE}
-        / 12 if in_pairs => / 24 if in_pairs
-            In pairs, the levels are given half of their squares. | Every level contributes
-            r^2 eps^2 n / 12 in full, because all terms are added on every level.
-        math.log2(num_terms) => math.log(num_terms)
-            The number of levels is a natural logarithm. | Every level halves the number of terms,
-            so there are log2(n) levels.
-        math.log2(num_terms) => int(math.log2(num_terms))
+        num_terms / 24 => num_terms / 12 :: One by one, every partial sum is given the size of the
+            last one. | The k-th has a size of r sqrt(k) only, and 1 + 2 + ... + n is about n^2 / 2.
+        num_terms / 24 => (num_terms - 1) / 24 :: n - 1 stands in place of n. | {ONE_BY_ONE}
+        / 12 if in_pairs => / 24 if in_pairs ::
+            In pairs, the levels are given half of their squares. | Every level contributes r^2
+            eps^2 n / 12 in full, because all terms are added on every level.
+        math.log2(num_terms) => math.log(num_terms) :: The number of levels is a natural logarithm.
+            | Every level halves the number of terms, so there are log2(n) levels.
+        math.log2(num_terms) => int(math.log2(num_terms)) ::
             The number of levels is rounded down. | {PAIRS}
-        {ROUNDINGS} => num_terms / 24
-            `in_pairs` is not used: the terms are always added one by one. | {PAIRS}
-        {ROUNDINGS} => num_terms / 24 if in_pairs else math.log2(num_terms) / 12
+        {ROUNDINGS} => num_terms / 24 ::
+            `in_pairs` is not used: the terms are always added one by one.
+        {ROUNDINGS} => num_terms / 24 if in_pairs else math.log2(num_terms) / 12 ::
             The two orders have changed places. | {BOTH}
-        {EPS} => torch.finfo(torch.float32).eps
+        {EPS} => torch.finfo(torch.float32).eps ::
             `dtype` is not used: this is the eps of float32. | torch.finfo(dtype).eps
-        {EPS} => {EPS} / 2
+        {EPS} => {EPS} / 2 ::
             Half of eps is taken, which is the largest error of a rounding. | {BOTH}
-        {EPS} => torch.finfo(dtype).resolution
+        {EPS} => torch.finfo(dtype).resolution ::
             This is the resolution in decimal digits, and not eps. | torch.finfo(dtype).eps
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 14.7 -----------------------------------------------------------------------------------
@@ -191,6 +182,7 @@ GATHERS = (
 OF_RING = (
     "A ring sends (n - 1) / n b bytes per parameter in a gather, and twice that in an all-reduce."
 )
+ADDED_UP = TAKE_MAX.replace("max(", "sum(")
 tokens_to_hide = Spec(
     todo="14.7",
     truth=ratio.tokens_to_hide,
@@ -208,46 +200,35 @@ tokens_to_hide = Spec(
         "2 (n - 1) / n b and f = 4. FSDP has two passes, and the slower one decides.",
         "Every pass leads to the same number: (n - 1) / n * b / 2 * flops_per_byte.",
     ),
-    mistakes=mistakes(
-        """
-        {RING} => bytes_per_number
-            A rank is thought to send all bytes, but 1/n of them are already where they have to be.
-            | {OF_RING}
-        {RING} => (num_ranks - 1) * bytes_per_number
-            The division by the number of ranks is missing. | {OF_RING} The tokens per rank are
-            asked for.
-        {RING} => bytes_per_number / num_ranks
-            Only one chunk of the ring is counted. | A ring has n - 1 steps, and sends 1/n of the
-            bytes in each of them.
-        {RING} => num_ranks / (num_ranks + 1) * bytes_per_number
+    mistakes="""
+        {RING} => bytes_per_number :: A rank is thought to send all bytes, but 1/n of them are
+            already where they have to be. | {OF_RING}
+        {RING} => (num_ranks - 1) * bytes_per_number :: The division by the number of ranks is
+            missing. | {OF_RING} The tokens per rank are asked for.
+        {RING} => bytes_per_number / num_ranks :: Only one chunk of the ring is counted. | A ring
+            has n - 1 steps, and sends 1/n of the bytes in each of them.
+        {RING} => num_ranks / (num_ranks + 1) * bytes_per_number ::
             n / (n + 1) stands in place of (n - 1) / n. | {OF_RING}
-        {RING} => (num_ranks - 1) / num_ranks * 2
-            `bytes_per_number` is not used: every number is given 2 bytes. | {OF_RING}
-        {RING} => (num_ranks - 1) / num_ranks * 8 * bytes_per_number
+        {RING} => (num_ranks - 1) / num_ranks * 2 ::
+            `bytes_per_number` is not used: every number is given 2 bytes.
+        {RING} => (num_ranks - 1) / num_ranks * 8 * bytes_per_number ::
             These are bits. | W is in bytes per second, so count bytes.
-        {REPLICAS} => (ring_bytes, 4)
+        {REPLICAS} => (ring_bytes, 4) ::
             The all-reduce of the replicas is counted as a single trip around the ring. | It is a
             reduce-scatter and a gather, so it sends 2 (n - 1) / n b bytes per parameter.
-        {REPLICAS} => (2 * ring_bytes, 6)
-            The gradients of the replicas are hidden behind forward as well, but there are none
-            before backward. | {ALL_REDUCE}
-        {REPLICAS} => (2 * ring_bytes, 2)
+        {REPLICAS} => (2 * ring_bytes, 6) :: The gradients of the replicas are hidden behind forward
+            as well, but there are none before backward. | {ALL_REDUCE}
+        {REPLICAS} => (2 * ring_bytes, 2) ::
             The backward of the replicas is given 2 FLOPs, which are those of forward.
-            | {ALL_REDUCE}
-        {SHARDS} => [(3 * ring_bytes, 4)]
-            All three messages of FSDP are hidden behind backward, but one of them is hidden behind
-            forward. | {GATHERS}
-        {SHARDS} => [(ring_bytes, 4)]
-            Of the messages of FSDP only one counts. | {GATHERS}
-        {TAKE_MAX} => {SUM}
-            The tokens of the two passes of FSDP are added up, but every pass computes with all
-            tokens. | {GATHERS} Take the larger one of the two results.
-        * flops_per_byte => / flops_per_byte
-            The result is divided by C/W, but a slower network needs more tokens. | The bytes come
-            first: bytes / W = FLOPs / C.
-        """,
-        globals() | {"SUM": TAKE_MAX.replace("max(", "sum(")},
-    ),
+        {SHARDS} => [(3 * ring_bytes, 4)] :: All three messages of FSDP are hidden behind backward,
+            but one of them is hidden behind forward. | {GATHERS}
+        {SHARDS} => [(ring_bytes, 4)] :: Of the messages of FSDP only one counts.
+        {TAKE_MAX} => {ADDED_UP} :: The tokens of the two passes of FSDP are added up, but every
+            pass computes with all tokens. | {GATHERS} Take the larger one of the two results.
+        * flops_per_byte => / flops_per_byte :: The result is divided by C/W, but a slower network
+            needs more tokens. | The bytes come first: bytes / W = FLOPs / C.
+    """,
+    module=globals(),
 )
 
 # ---- 14.8 -----------------------------------------------------------------------------------
@@ -318,34 +299,27 @@ largest_tensor_degree = Spec(
         "flops_per_byte / (9 * width). For which N is it 1?",
         f"{SOLVED} {DOWN}",
     ),
-    mistakes=mistakes(
-        """
-        {FLOOR} => math.floor({QUOTIENT})
+    mistakes="""
+        {FLOOR} => math.floor({QUOTIENT}) ::
             This is N - 1, the number of the other ranks, rounded down. | {SOLVED}
-        {FLOOR} => max(1, math.floor({QUOTIENT}))
-            This is N - 1, and 1 where that would be 0. | {SOLVED}
-        {FLOOR} => 1 + {QUOTIENT}
-            The number of ranks is not rounded. | {DOWN}
-        math.floor( => math.ceil(
-            The number of ranks is rounded up, so messages take longer than products. | {DOWN}
-        math.floor( => round(
-            The number of ranks is rounded to the nearest one. | {DOWN}
-        {FLOOR} => math.ceil({QUOTIENT})
-            Where messages take exactly as long as products, one rank is missing. | That number of
-            ranks is still allowed: round down before you add 1.
-        bytes_per_number * => 2 *
+        {FLOOR} => max(1, math.floor({QUOTIENT})) :: This is N - 1, and 1 where that would be 0.
+        {FLOOR} => 1 + {QUOTIENT} :: The number of ranks is not rounded. | {DOWN}
+        math.floor( => math.ceil( ::
+            The number of ranks is rounded up, so messages take longer than products.
+        math.floor( => round( :: The number of ranks is rounded to the nearest one.
+        {FLOOR} => math.ceil({QUOTIENT}) :: Where messages take exactly as long as products, one
+            rank is missing. | That number of ranks is still allowed: round down before you add 1.
+        bytes_per_number * => 2 * ::
             `bytes_per_number` is not used: every number is given 2 bytes. | {SOLVED}
-        bytes_per_number * => 8 * bytes_per_number *
+        bytes_per_number * => 8 * bytes_per_number * ::
             These are bits. | C/W is in FLOPs per byte, so count bytes.
-        {QUOTIENT} => 9 * width * bytes_per_number / flops_per_byte
+        {QUOTIENT} => 9 * width * bytes_per_number / flops_per_byte ::
             More bytes per number allow more ranks here, but they make messages longer. | {SOLVED}
-        9 * width => width
-            The 9 of lesson 13's formula is missing. | {SOLVED}
-        {FLOOR} => 2 ** math.floor(math.log2(1 + {QUOTIENT}))
+        9 * width => width :: The 9 of lesson 13's formula is missing.
+        {FLOOR} => 2 ** math.floor(math.log2(1 + {QUOTIENT})) ::
             The number of ranks is rounded down to a power of two. | Any whole number is allowed.
-        {FLOOR} => min(8, 1 + math.floor({QUOTIENT}))
+        {FLOOR} => min(8, 1 + math.floor({QUOTIENT})) ::
             There are never more than 8 ranks. | The formula knows no nodes: leave out this limit.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import whole
 from manyhands.mesh import seeds as course
@@ -199,16 +198,12 @@ seed_of = Spec(
         **{f"seeds of {what} below 0": "Seeds are at least 0." for what in OTHERS},
         **{f"seeds of {what} along cp": LIKE_PP for what in OTHERS},
     },
-    reasons={
-        "process group has not been initialized": (
-            "The seed of any rank is asked, not of this one: `place` says where the rank stands.",
-            "Use `place`.",
-        ),
-        "Overflow when unpacking long": (
-            "torch.manual_seed takes no number that large.",
-            "Stay below 2**32.",
-        ),
-    },
+    reasons="""
+        process group has not been initialized :: The seed of any rank is asked, not of this one:
+            `place` says where the rank stands. | Use `place`.
+        Overflow when unpacking long ::
+            torch.manual_seed takes no number that large. | Stay below 2**32.
+    """,
     hints=(
         "For each purpose, write down along which axes ranks have to draw the same numbers. Ranks "
         "that differ in other axes as well need different seeds: give each place a number.",
@@ -217,43 +212,36 @@ seed_of = Spec(
         "Purposes need seeds apart, also on 2**20 ranks and in the last 32 bits: with `seed` below "
         "1024 and four purposes, (4 * seed + number of the purpose) * 2**20 + number just fits.",
     ),
-    mistakes=mistakes(
-        r"""
-        {FOR_WEIGHTS} => if what == "weights":\n        return 1000 * seed\n
+    mistakes=r"""
+        {FOR_WEIGHTS} => if what == "weights":\n        return 1000 * seed\n ::
             The seed of weights is another one than in one process. | Return `seed` itself.
-        {FOR_WEIGHTS} => if what == "weights":\n        return seed + sum(place.values())\n
+        {FOR_WEIGHTS} => if what == "weights":\n        return seed + sum(place.values())\n ::
             Ranks build different weights. | Every rank builds the whole one: return `seed` itself.
-        "data": axis not in DATA_AXES => "data": False
+        "data": axis not in DATA_AXES => "data": False ::
             Ranks that work on the same samples draw different ones. | {TABLE}
-        "data": axis not in DATA_AXES => "data": axis != "dp"
+        "data": axis not in DATA_AXES => "data": axis != "dp" ::
             Only dp is taken for an axis with samples of its own. | Ask `axis in DATA_AXES`.
-        "data": axis not in DATA_AXES => "data": axis == "tp"
+        "data": axis not in DATA_AXES => "data": axis == "tp" ::
             Stages of one pipeline draw different samples. | {TABLE}
-        "data": axis not in DATA_AXES => "data": axis in DATA_AXES
+        "data": axis not in DATA_AXES => "data": axis in DATA_AXES ::
             The data axes are left out for data, and all others for which they should be.
-            | {TABLE}
-        "dropout": axis == "tp" => "dropout": False
+        "dropout": axis == "tp" => "dropout": False ::
             Tensor ranks hold copies of one activation, and drop different elements of them.
-            | {TABLE}
-        "dropout": axis == "tp" => "dropout": axis in ("tp", "pp")
-            All stages drop the same places of each layer. | {TABLE}
-        "dropout": axis == "tp" => "dropout": axis not in DATA_AXES
+        "dropout": axis == "tp" => "dropout": axis in ("tp", "pp") ::
+            All stages drop the same places of each layer.
+        "dropout": axis == "tp" => "dropout": axis not in DATA_AXES ::
             Dropout differs along the data axes only, so ranks along the other ones drop the same.
-            | {TABLE}
-        "own dropout": False => "own dropout": axis == "tp"
-            Tensor ranks drop the same places of different parts of an activation. | {TABLE}
-        number = number * size + {NUMBER} => number = number + {NUMBER}
+        "own dropout": False => "own dropout": axis == "tp" ::
+            Tensor ranks drop the same places of different parts of an activation.
+        number = number * size + {NUMBER} => number = number + {NUMBER} ::
             The places are added up, so ranks (0, 1) and (1, 0) have one seed. | {LEAVE_OUT}
-        number = number * size + {NUMBER} => number = number * 10 + {NUMBER}
+        number = number * size + {NUMBER} => number = number * 10 + {NUMBER} ::
             Each axis has room for 10 ranks only, so longer ones overlap. | Multiply by its size.
-        {SCALED} => seed * MOST_RANKS + number
-            Two purposes have seeds in common. | {APART}
-        {SCALED} => (len(PURPOSES) * seed + PURPOSES.index(what)) * 1000 + number
-            A purpose has room for 1,000 ranks only, and with more it runs into the next. | {APART}
-        {SCALED} => (PURPOSES.index(what) << 40) + seed * MOST_RANKS + number
+        {SCALED} => seed * MOST_RANKS + number :: Two purposes have seeds in common. | {APART}
+        {SCALED} => (len(PURPOSES) * seed + PURPOSES.index(what)) * 1000 + number ::
+            A purpose has room for 1,000 ranks only, and with more it runs into the next.
+        {SCALED} => (PURPOSES.index(what) << 40) + seed * MOST_RANKS + number ::
             Purposes differ above the last 32 bits only, and PyTorch's CPU generator drops those.
-            | {APART}
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

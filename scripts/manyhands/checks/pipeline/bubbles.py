@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import Mistake, around, mistakes
+from manyhands.checks.engine.mistakes import Mistake, around
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show
 from manyhands.checks.pipeline.schedules import is_action, told
@@ -202,14 +202,13 @@ simulate = Spec(
     facts=facts_of_times,
     advice={"": LAST},
     refusal=("This schedule is a deadlock: no rank can go on.", ENDS),
-    reasons={
-        "KeyError: 'F'": ("`cost` takes a whole action.", "Call cost(action)."),
-        "KeyError: Action": (
-            "An action was looked up that is not done yet: ranks do not run one after the other.",
-            "Go on with a rank only while all that `needed` lists is done, then with the next one.",
-        ),
-        "argument: 'cost'": ("`cost` has a default.", "Keep cost=unit_cost in the signature."),
-    },
+    reasons="""
+        KeyError: 'F' :: `cost` takes a whole action. | Call cost(action).
+        KeyError: Action ::
+            An action was looked up that is not done yet: ranks do not run one after the other. | Go
+            on with a rank only while all that `needed` lists is done, then with the next one.
+        argument: 'cost' :: `cost` has a default. | Keep cost=unit_cost in the signature.
+    """,
     hints=(
         "Keep a dict that says when each action is done. An action starts at the largest of two: "
         "when its rank is done with the action before, and when each of "
@@ -219,41 +218,36 @@ simulate = Spec(
         "A round in which no rank could go on, although actions are left, is a deadlock: raise "
         "ValueError with a rank, its next action, and which of `needed` is not done.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {READY} => free
-                An action starts when its rank is free, and it waits for no other stage. | {LAST}
-            {NEEDS} => [one for one in {NEEDS} if action.kind == one.kind == "F"]
-                Only forwards wait for what they need.
-            {NEEDS} => [one for one in {NEEDS} if action.kind == "B"]
-                Only backwards wait for what they need.
-            {READY} => max([0, *(done[other] for other in before)])
-                An action does not wait for the action before it on its own rank.
-            {READY} => max([1, free, *(done[other] for other in before)])
-                Time begins at 1 here. | The first action of rank 0 starts at 0.
-            {READY} => round(max([free, *(done[other] for other in before)]))
-                The starts are rounded. | Costs may be fractions: leave the times as they are.
-            {DONE} => done[action] = start + unit_cost(action)
-                The argument `cost` is not used. | Call cost(action).
-            {MINE} => mine.append((action, start, cost(action)))
-                The third number of a span is its duration, and it should be the time of its stop.
-            {DONE} => done[action] = start
-            {FREE} => free = mine[-1][2] if mine else 0
-            {MINE} => mine.append((action, start, start + cost(action)))
-                An action waits until what it needs has started, not until that has stopped.
-            num_stages = 1 + max(action.stage for actions in schedule for action in actions)
-            => num_stages = len(schedule)
-                The number of ranks was taken for the number of stages.
-                | num_stages = 1 + the largest stage.
-            raise ValueError("deadlock: " + stuck(schedule, spans, done, num_stages)) => break
-                This schedule is a deadlock, and nothing is raised. | {ENDS}
-            "deadlock: " + stuck(schedule, spans, done, num_stages) => "deadlock"
-                The message names no rank that waits, and no action. | {ENDS}
-            """.replace("\n            => ", " => "),
-            globals(),
-        ),
-    ],
+    mistakes="""
+        {READY} => free ::
+            An action starts when its rank is free, and it waits for no other stage. | {LAST}
+        {NEEDS} => [one for one in {NEEDS} if action.kind == one.kind == "F"] ::
+            Only forwards wait for what they need.
+        {NEEDS} => [one for one in {NEEDS} if action.kind == "B"] ::
+            Only backwards wait for what they need.
+        {READY} => max([0, *(done[other] for other in before)]) ::
+            An action does not wait for the action before it on its own rank.
+        {READY} => max([1, free, *(done[other] for other in before)]) ::
+            Time begins at 1 here. | The first action of rank 0 starts at 0.
+        {READY} => round(max([free, *(done[other] for other in before)])) ::
+            The starts are rounded. | Costs may be fractions: leave the times as they are.
+        {DONE} => done[action] = start + unit_cost(action) ::
+            The argument `cost` is not used. | Call cost(action).
+        {MINE} => mine.append((action, start, cost(action))) ::
+            The third number of a span is its duration, and it should be the time of its stop.
+        {DONE} => done[action] = start
+        {FREE} => free = mine[-1][2] if mine else 0
+        {MINE} => mine.append((action, start, start + cost(action))) ::
+            An action waits until what it needs has started, not until that has stopped.
+        num_stages = 1 + max(action.stage for actions in schedule for action in actions) =>
+            num_stages = len(schedule) :: The number of ranks was taken for the number of stages. |
+            num_stages = 1 + the largest stage.
+        raise ValueError("deadlock: " + stuck(schedule, spans, done, num_stages)) => break ::
+            This schedule is a deadlock, and nothing is raised. | {ENDS}
+        "deadlock: " + stuck(schedule, spans, done, num_stages) => "deadlock" ::
+            The message names no rank that waits, and no action.
+    """,
+    module=globals(),
 )
 
 
@@ -362,37 +356,35 @@ bubble = Spec(
         "same p - 1 are divided by m, and by m + p - 1.",
         "With v stages per rank, write (p - 1)/v for p - 1 in both.",
     ),
-    mistakes=mistakes(
-        """
-        {SHARE} => return {WORK} / (total * len(spans))
+    mistakes="""
+        {SHARE} => return {WORK} / (total * len(spans)) ::
             idle_share gives the part of the time in which ranks work. | Subtract that from 1.
-        {SHARE} => return 1 - {WORK} / total
+        {SHARE} => return 1 - {WORK} / total ::
             All work is compared with the time of one rank. | {WHOLE_TIME}
-        {TOTAL} => max(stop for *_, stop in every)
+        {TOTAL} => max(stop for *_, stop in every) ::
             The time before the first start counts as idle. | Subtract the first start.
-        {SHARE} => return total * len(spans) - {WORK}
+        {SHARE} => return total * len(spans) - {WORK} ::
             idle_share gives a time, not a share. | {WHOLE_TIME}
-        {SHARE} => return 1 - {WORK} / {OWN}
-            Each rank counts from its own first start to its own last stop. | {WHOLE_TIME}
-        {TOTAL} => spans[-1][-1][2] - spans[0][0][1]
+        {SHARE} => return 1 - {WORK} / {OWN} ::
+            Each rank counts from its own first start to its own last stop.
+        {TOTAL} => spans[-1][-1][2] - spans[0][0][1] ::
             The last rank's stop is taken for the end, but other ranks have backwards left.
-        {BOTH} => return empty / (m + empty), empty / m
+        {BOTH} => return empty / (m + empty), empty / m ::
             The two numbers of bubble have changed places. | The one of ideal time comes first.
-        Fraction(p - 1, v) => Fraction(p, v)
+        Fraction(p - 1, v) => Fraction(p, v) ::
             The formulas have p where p - 1 slots are empty. | {EMPTY}
-        Fraction(p - 1, v) => (p - 1) // v
+        Fraction(p - 1, v) => (p - 1) // v ::
             (p - 1) // v drops the rest of the division. | Use / or Fraction(p - 1, v).
-        Fraction(p - 1, v) => Fraction(p - 1)
+        Fraction(p - 1, v) => Fraction(p - 1) ::
             The argument v is not used: with v stages a rank an empty slot is v times as short.
-        Fraction(p - 1, v) => Fraction((p - 1) * v)
+        Fraction(p - 1, v) => Fraction((p - 1) * v) ::
             The bubble grows with v here, and it should shrink.
-        {BOTH} => return empty / m, empty / m
+        {BOTH} => return empty / m, empty / m ::
             Both numbers are relative to the ideal time. | The second is divided by m + empty.
-        {BOTH} => return empty / m, empty / (m + p - 1)
+        {BOTH} => return empty / m, empty / (m + p - 1) ::
             In the second number v counts above the line and not below.
-        {BOTH} => return empty / m, Fraction(p - 1) / (m + p - 1)
+        {BOTH} => return empty / m, Fraction(p - 1) / (m + p - 1) ::
             v is left out of the second number.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

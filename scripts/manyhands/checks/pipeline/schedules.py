@@ -4,7 +4,6 @@ import itertools
 import random
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import Mistake, after, instead, mistakes
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, whole
 from manyhands.pipeline import bubble, schedules
@@ -169,36 +168,24 @@ gpipe = Spec(
         "For one rank, write Action('F', rank, i) for i in range(m), and then the same with 'B'.",
         "Return a list of p such lists, one for each rank in range(p).",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {KINDS} => {KINDS}\n    kinds[m:] = kinds[: m - 1 : -1]
-                The backwards go from the last micro-batch to the first, and the docstring asks for
-                the order of the micro-batches. | {IN_ORDER}
-            {KINDS} => for i in range(m) for kind in "FB"]
-                This is `naive`: F and B take turns, so one rank works at a time. | {ALL_FORWARDS}
-            {KINDS} => for kind in "F" for i in range(m)]
-                These are only the forwards.
-            {KINDS} => {KINDS}\n    if m < p: raise ValueError
-                {FEWER} | Refuse nothing.
-            {A_NEW} => Action(kind, 0, i)
-                Every rank has stage 0. | Rank r has stage r.
-            {A_NEW} => Action(kind, rank + 1, i)
-                Stages are counted from 1. | range(n) begins with 0.
-            {A_NEW} => Action(kind, rank, i + 1)
-                Micro-batches are counted from 1. | range(n) begins with 0.
-            {A_NEW} => Action(kind, i, rank)
-                Stage and micro-batch have changed places. | {TRIPLES}
-            """,
-            globals(),
-        ),
-        Mistake(
-            after(lambda schedule: [*schedule[:-1], schedule[-1][len(schedule[-1]) // 2 :]]),
-            "The last rank has no forwards, although it computes its stage as all others do.",
-            "What is sent to the last rank is only its input: all ranks have the same 2m actions.",
-        ),
-        Mistake(instead(schedules.one_f_one_b), "This is 1F1B.", ALL_FORWARDS),
-    ],
+    mistakes=r"""
+        {KINDS} => {KINDS}\n    kinds[m:] = kinds[: m - 1 : -1] ::
+            The backwards go from the last micro-batch to the first, and the docstring asks for the
+            order of the micro-batches. | {IN_ORDER}
+        {KINDS} => for i in range(m) for kind in "FB"] ::
+            This is `naive`: F and B take turns, so one rank works at a time. | {ALL_FORWARDS}
+        {KINDS} => for kind in "F" for i in range(m)] :: These are only the forwards.
+        {KINDS} => {KINDS}\n    if m < p: raise ValueError :: {FEWER} | Refuse nothing.
+        {A_NEW} => Action(kind, 0, i) :: Every rank has stage 0. | Rank r has stage r.
+        {A_NEW} => Action(kind, rank + 1, i) :: Stages are counted from 1. | range(n) begins with 0.
+        {A_NEW} => Action(kind, rank, i + 1) :: Micro-batches are counted from 1.
+        {A_NEW} => Action(kind, i, rank) :: Stage and micro-batch have changed places. | {TRIPLES}
+        after lambda schedule: [*schedule[:-1], schedule[-1][len(schedule[-1]) // 2:]] ::
+            The last rank has no forwards, although it computes its stage as all others do. | What
+            is sent to the last rank is only its input: all ranks have the same 2m actions.
+        instead schedules.one_f_one_b :: This is 1F1B. | {ALL_FORWARDS}
+    """,
+    module=globals(),
 )
 
 # ---- 12.7 -----------------------------------------------------------------------------------
@@ -235,45 +222,37 @@ one_f_one_b = Spec(
         "zip(forwards[warmup:], backwards) gives the pairs. What is left are "
         "backwards[m - warmup:], as many as the warm-up had forwards.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {WARMUP} => max(0, min(p - 2 - rank, m))
-                Each rank begins with one forward too few. | {BEHIND}
-            {WARMUP} => min(p - rank, m)
-                Each rank begins with one forward too many and keeps one micro-batch too many.
-            {WARMUP} => min(p - 1, m)
-                Every rank begins with the same number of forwards.
-            {WARMUP} => min(p, m)
-                Every rank begins with the same number of forwards, p or all.
-            {WARMUP} => min(rank, m)
-                The last rank begins with the most forwards, and it should begin with none.
-            {WARMUP} => min(2 * (p - 1 - rank), m)
-                Each rank begins with twice as many forwards as it needs.
-            for action in pair => for action in pair[::-1]
-                In each turn the backward comes before the forward. | F first, then B.
-            {DRAIN} =>
-                The backwards after the last forward are missing. | backwards[m - warmup:] are left.
-            zip(forwards[warmup:], backwards => zip(forwards[warmup:], backwards[warmup:]
-            backwards[m - warmup :] => backwards[:warmup]
-                A turn has F and B of the same micro-batch, so B0 comes too late.
-                | The first turn is forwards[warmup] with backwards[0].
-            schedule = [] => schedule = []\n    if m < p: return {LOOPS}
-                With few micro-batches this is GPipe. | The same rule holds for every m.
-            schedule = [] => schedule = []\n    if m < p: raise ValueError
-                {FEWER} | min(p - 1 - rank, m) forwards come first.
-            {F_NEW} => Action("F", rank, i + 1)
-            {B_NEW} => Action("B", rank, i + 1)
-                Micro-batches are counted from 1. | range(m) begins with 0.
-            {F_NEW} => Action("F", i, rank)
-            {B_NEW} => Action("B", i, rank)
-                Stage and micro-batch have changed places. | {TRIPLES}
-            """,
-            globals(),
-        ),
-        Mistake(instead(schedules.gpipe), "This is GPipe: all m micro-batches are kept.", BEHIND),
-        Mistake(instead(schedules.naive), "This is `naive`: no rank begins with forwards.", BEHIND),
-    ],
+    mistakes=r"""
+        {WARMUP} => max(0, min(p - 2 - rank, m)) ::
+            Each rank begins with one forward too few. | {BEHIND}
+        {WARMUP} => min(p - rank, m) ::
+            Each rank begins with one forward too many and keeps one micro-batch too many.
+        {WARMUP} => min(p - 1, m) :: Every rank begins with the same number of forwards.
+        {WARMUP} => min(p, m) :: Every rank begins with the same number of forwards, p or all.
+        {WARMUP} => min(rank, m) ::
+            The last rank begins with the most forwards, and it should begin with none.
+        {WARMUP} => min(2 * (p - 1 - rank), m) ::
+            Each rank begins with twice as many forwards as it needs.
+        for action in pair => for action in pair[::-1] ::
+            In each turn the backward comes before the forward. | F first, then B.
+        {DRAIN} => ::
+            The backwards after the last forward are missing. | backwards[m - warmup:] are left.
+        zip(forwards[warmup:], backwards => zip(forwards[warmup:], backwards[warmup:]
+        backwards[m - warmup :] => backwards[:warmup] :: A turn has F and B of the same micro-batch,
+            so B0 comes too late. | The first turn is forwards[warmup] with backwards[0].
+        schedule = [] => schedule = []\n    if m < p: return {LOOPS} ::
+            With few micro-batches this is GPipe. | The same rule holds for every m.
+        schedule = [] => schedule = []\n    if m < p: raise ValueError ::
+            {FEWER} | min(p - 1 - rank, m) forwards come first.
+        {F_NEW} => Action("F", rank, i + 1)
+        {B_NEW} => Action("B", rank, i + 1) ::
+            Micro-batches are counted from 1. | range(m) begins with 0.
+        {F_NEW} => Action("F", i, rank)
+        {B_NEW} => Action("B", i, rank) :: Stage and micro-batch have changed places. | {TRIPLES}
+        instead schedules.gpipe :: This is GPipe: all m micro-batches are kept. | {BEHIND}
+        instead schedules.naive :: This is `naive`: no rank begins with forwards.
+    """,
+    module=globals(),
 )
 
 # ---- 12.8 -----------------------------------------------------------------------------------
@@ -358,52 +337,29 @@ in_flight = Spec(
         "A forward adds one and a backward takes one away. What is asked for is the largest value "
         "that this number has on the way.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {ONE_ELSE} => 1 if action.kind == "F" else 0
-                All forwards are counted, also those whose backward is done.
-                | A backward takes one away.
-            {ONE_ELSE} => -1 if action.kind == "F" else 1
-                The result is 0, which is the count after the last action, not the largest one.
-                | {LARGEST}
-            most = max(most, num) => most = max(most, num)\n        return most
-                This is the count after the first action. | Return after the loop.
-            """,
-            globals(),
-        ),
-        Mistake(instead(len), "This is the number of actions.", "F adds one, B takes one away."),
-        Mistake(
-            instead(lambda actions: max(action.microbatch for action in actions)),
-            "This is the largest number of a micro-batch, and these are counted from 0.",
-            "Micro-batches whose backward is done are not in flight.",
-        ),
-        Mistake(
-            instead(first_forwards),
-            "This counts the forwards before the first backward, and more may follow.",
-            LARGEST,
-        ),
-        Mistake(
-            instead(longest_row),
-            "This is the longest row of forwards, and those before it may still be in flight.",
-            "A backward takes away one, not all.",
-        ),
-        Mistake(
-            instead(of_one_stage),
-            "This is the most on one stage; a rank keeps the micro-batches of all its stages.",
-            "Count over all stages together.",
-        ),
-        Mistake(
-            instead(of_numbers),
-            "A micro-batch that is in flight on two stages of the rank counts once here.",
-            "Each stage keeps activations of its own, so count stages and micro-batches.",
-        ),
-        Mistake(
-            instead(apart),
-            "This is the largest distance between a forward and its backward.",
-            LARGEST,
-        ),
-    ],
+    mistakes=r"""
+        {ONE_ELSE} => 1 if action.kind == "F" else 0 :: All forwards are counted, also those whose
+            backward is done. | A backward takes one away.
+        {ONE_ELSE} => -1 if action.kind == "F" else 1 :: The result is 0, which is the count after
+            the last action, not the largest one. | {LARGEST}
+        most = max(most, num) => most = max(most, num)\n        return most ::
+            This is the count after the first action. | Return after the loop.
+        instead len :: This is the number of actions. | F adds one, B takes one away.
+        instead lambda actions: max((action.microbatch for action in actions)) ::
+            This is the largest number of a micro-batch, and these are counted from 0. |
+            Micro-batches whose backward is done are not in flight.
+        instead first_forwards ::
+            This counts the forwards before the first backward, and more may follow. | {LARGEST}
+        instead longest_row :: This is the longest row of forwards, and those before it may still be
+            in flight. | A backward takes away one, not all.
+        instead of_one_stage :: This is the most on one stage; a rank keeps the micro-batches of all
+            its stages. | Count over all stages together.
+        instead of_numbers :: A micro-batch that is in flight on two stages of the rank counts once
+            here. | Each stage keeps activations of its own, so count stages and micro-batches.
+        instead apart ::
+            This is the largest distance between a forward and its backward. | {LARGEST}
+    """,
+    module=globals(),
 )
 
 
@@ -456,46 +412,34 @@ interleaved = Spec(
         "The backward of a pair is on stage (v - 1 - chunk) * p + rank. groups = max(1, m // p), "
         "g = m // groups, warmup = min(2 * (p - 1 - rank) + (v - 1) * g, m * v).",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {FORWARD_OF} => rank * v + chunk, i
-            {BACKWARD_OF} => rank * v + v - 1 - chunk, i
-                Neighbouring stages are on one rank. | Rank r has stages r, r + p, r + 2p, ...
-            {BACKWARD_OF} => {FORWARD_OF}
-                The backwards go from the first stage to the last.
-                | The backward of chunk c is on stage (v - 1 - c) * p + rank.
-            {ORDER} => for a in range(groups) for i in range(g) for chunk in range(v)
-                Each micro-batch passes all stages of the rank before the next one. | {GROUP}
-            {MADE} => groups, g, schedule = 1, m, []
-                There are no groups: all micro-batches pass the first stage first.
-            {PLACES} => {OF_P}
-                The groups have p micro-batches, not g. | g = m // max(1, m // p).
-            {PLACES} => {OF_P}
-            {WARM} => 2 * (p - 1 - rank) + (v - 1) * p
-                The groups have p micro-batches, not g, and so has the warm-up.
-            {WARM} => 2 * (p - 1 - rank) + (v - 1) * p
-                The warm-up counts p micro-batches for each earlier stage, and it should count g.
-            {WARM} => p - 1 - rank
-                The warm-up is that of 1F1B. | {WARM_UP}
-            {WARM} => 2 * (p - 1 - rank)
-                The warm-up leaves out what the last rank does before its last stage.
-            {WARM} => p - 1 - rank + (v - 1) * g
-                The warm-up has one forward for each rank behind, and the way back needs one more.
-            if m % groups => if m % p
-                The function refuses what p does not divide, although it makes groups of one size.
-                | {RAISE}
-            if m % groups => if m < p or m % groups
-                {FEWER} | {RAISE}
-            groups = max => v = 2\n    groups = max
-                Every rank has two stages here, whatever v is. | Use range(v).
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(lambda p, m, v=2: schedules.one_f_one_b(p, m)),
-            "This is 1F1B with one stage on each rank.",
-            "A rank has v stages: r, r + p, r + 2p, ...",
-        ),
-    ],
+    mistakes=r"""
+        {FORWARD_OF} => rank * v + chunk, i
+        {BACKWARD_OF} => rank * v + v - 1 - chunk, i ::
+            Neighbouring stages are on one rank. | Rank r has stages r, r + p, r + 2p, ...
+        {BACKWARD_OF} => {FORWARD_OF} :: The backwards go from the first stage to the last. | The
+            backward of chunk c is on stage (v - 1 - c) * p + rank.
+        {ORDER} => for a in range(groups) for i in range(g) for chunk in range(v) ::
+            Each micro-batch passes all stages of the rank before the next one. | {GROUP}
+        {MADE} => groups, g, schedule = 1, m, [] ::
+            There are no groups: all micro-batches pass the first stage first.
+        {PLACES} => {OF_P} :: The groups have p micro-batches, not g. | g = m // max(1, m // p).
+        {PLACES} => {OF_P}
+        {WARM} => 2 * (p - 1 - rank) + (v - 1) * p ::
+            The groups have p micro-batches, not g, and so has the warm-up.
+        {WARM} => 2 * (p - 1 - rank) + (v - 1) * p ::
+            The warm-up counts p micro-batches for each earlier stage, and it should count g.
+        {WARM} => p - 1 - rank :: The warm-up is that of 1F1B. | {WARM_UP}
+        {WARM} => 2 * (p - 1 - rank) ::
+            The warm-up leaves out what the last rank does before its last stage.
+        {WARM} => p - 1 - rank + (v - 1) * g ::
+            The warm-up has one forward for each rank behind, and the way back needs one more.
+        if m % groups => if m % p :: The function refuses what p does not divide, although it makes
+            groups of one size. | {RAISE}
+        if m % groups => if m < p or m % groups :: {FEWER}
+        groups = max => v = 2\n    groups = max ::
+            Every rank has two stages here, whatever v is. | Use range(v).
+        instead lambda p, m, v=2: schedules.one_f_one_b(p, m) ::
+            This is 1F1B with one stage on each rank. | A rank has v stages: r, r + p, r + 2p, ...
+    """,
+    module=globals(),
 )

@@ -5,8 +5,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manyhands.checks.engine.mistakes import Mistake, after, around, instead, mistakes
+from manyhands.checks.engine.mistakes import Mistake, around, instead
 from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import listing, show, whole
 from manyhands.pipeline import stages
 
@@ -168,22 +169,19 @@ partition = Spec(
         by_aim("the smallest difference between stages", lambda p: max(p) - min(p)),
         by_aim("the slowest fastest stage", lambda parts: -min(parts)),
         in_order_of_cost(),
-        Mistake(
-            after(lambda bounds: [y - x for x, y in itertools.pairwise(bounds)]),
-            "These are the sizes of the stages, not their bounds.",
-            "itertools.accumulate adds them up, and 0 comes first.",
-        ),
         *mistakes(
             """
-            {BEST} => return best[len(costs)][1][:-1] + [len(costs) - 1]
-                The last bound is the number of the last layer, and the last stage ends behind it.
-                | {BOUNDS}
-            {BEST} => return best[len(costs)][1][1:-1]
-                The first bound, 0, is missing, and so is the last.
-            if len(costs) < num_stages => if False
-            {BEST} => return best[len(costs)][1] if best else [0, *range(1, len(costs) + 1)]
-                There are fewer layers than stages, and each stage needs one.
-                | Raise ValueError if len(costs) < num_stages.
+                after lambda bounds: [y - x for x, y in itertools.pairwise(bounds)] ::
+                    These are the sizes of the stages, not their bounds. | itertools.accumulate adds
+                    them up, and 0 comes first.
+                {BEST} => return best[len(costs)][1][:-1] + [len(costs) - 1] :: The last bound is
+                    the number of the last layer, and the last stage ends behind it. | {BOUNDS}
+                {BEST} => return best[len(costs)][1][1:-1] ::
+                    The first bound, 0, is missing, and so is the last.
+                if len(costs) < num_stages => if False
+                {BEST} => return best[len(costs)][1] if best else [0, *range(1, len(costs) + 1)] ::
+                    There are fewer layers than stages, and each stage needs one. | Raise ValueError
+                    if len(costs) < num_stages.
             """,
             globals(),
         ),

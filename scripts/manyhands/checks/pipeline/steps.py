@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import difference, malformed, same
 from manyhands.pipeline import engine, schedules
@@ -357,59 +356,47 @@ Pipeline = Spec(
         "torch.autograd.backward(out, grad) inside the span, and wait for the forward's send. "
         "Where stage > 0 send x.grad to stage - 1 and append the work to self.sends.",
     ),
-    mistakes=mistakes(
-        r"""
-        {LOSS} => self.loss_fn(out, self.targets[i])
-            The loss is not divided by m, so m gradients add up to m times that of the mean.
-            | {DIVIDE}
-        {LOSS} => self.loss_fn(out, self.targets[i]) / self.p
+    mistakes=r"""
+        {LOSS} => self.loss_fn(out, self.targets[i]) :: The loss is not divided by m, so m gradients
+            add up to m times that of the mean. | {DIVIDE}
+        {LOSS} => self.loss_fn(out, self.targets[i]) / self.p ::
             The loss is divided by the number of ranks.
-        self.targets[i] => self.targets[0]
+        self.targets[i] => self.targets[0] ::
             Every micro-batch is compared with the targets of the first. | Use self.targets[i].
-        self.losses.append(out.detach()) => self.losses.append(out)
+        self.losses.append(out.detach()) => self.losses.append(out) ::
             The kept losses hold their graphs, and with these all activations, until the step ends.
             | Keep the loss without its graph: detach().
-        {CAME} => self.mail.receive("F", stage, i)
-            The saved input does not ask for a gradient, so autograd makes none for it.
-            | {ASKED}
-        {SEND_F} => self.mail.send("F", out, stage + 1, i)
+        {CAME} => self.mail.receive("F", stage, i) ::
+            The saved input does not ask for a gradient, so autograd makes none for it. | {ASKED}
+        {SEND_F} => self.mail.send("F", out, stage + 1, i) ::
             The output is sent with its graph, and only numbers should travel. | Send out.detach().
-        {SAVED} => {SAVED}\n        send and send.wait()
+        {SAVED} => {SAVED}\n        send and send.wait() ::
             forward waits until its message is taken; two ranks that do so can wait for each other.
             | Keep the work in self.saved: backward waits for it.
-        if send: => if False:
+        if send: => if False: ::
             Nobody waits for the forward's send. | backward calls wait() on the saved work.
-        self.saved.pop((stage, i)) => self.saved.popitem()[1]
-            backward takes what was saved last, which is another micro-batch in some schedules.
-            | The key is (stage, i).
-        self.saved.pop((stage, i)) => self.saved[stage, i]
+        self.saved.pop((stage, i)) => self.saved.popitem()[1] :: backward takes what was saved last,
+            which is another micro-batch in some schedules. | The key is (stage, i).
+        self.saved.pop((stage, i)) => self.saved[stage, i] ::
             What was saved stays, so all activations are kept to the end of the step. | Pop it.
-        {COMPUTE} => self.stages[stage](x)
-            The module is called directly, so the argument `recompute` has no effect.
-            | self.run(stage, x) calls it under checkpoint where that is asked for.
-        {TAKE_B}        {SPAN_B} => {SPAN_B}            {TAKE_B}
+        {COMPUTE} => self.stages[stage](x) ::
+            The module is called directly, so the argument `recompute` has no effect. |
+            self.run(stage, x) calls it under checkpoint where that is asked for.
+        {TAKE_B}        {SPAN_B} => {SPAN_B}            {TAKE_B} ::
             The gradient is received inside the span, so that waiting counts as work. | {OUTSIDE}
-        {SEND_B} => self.mail.send("B", x.grad if grad is None else grad, stage - 1, i)
+        {SEND_B} => self.mail.send("B", x.grad if grad is None else grad, stage - 1, i) ::
             backward passes on the gradient of its output, as it came. | Send x.grad.
-        self.sends.append({SEND_B}) => {SEND_B}
-            Nobody keeps the work of the gradient's send, so the step cannot wait for it.
-            | Append what self.mail.send returns to self.sends.
-        """,
-        globals(),
-    ),
-    reasons={
-        "implicitly created only for scalar": (
-            "Only a loss, which is one number, starts a backward by itself.",
-            "torch.autograd.backward(out, grad) starts from the gradient that came by mail.",
-        ),
-        "require gradients": (
-            "The first stage takes tokens, which are whole numbers and have no gradient.",
-            "Call requires_grad_() only on what came by mail.",
-        ),
-        "does not require grad and does not have a grad_fn": (
-            "The output that backward got has no graph.",
-            "Keep `out` itself in self.saved, and detach only what is sent.",
-        ),
-        "backward through the graph a second time": ("backward ran twice through one output.", ""),
-    },
+        self.sends.append({SEND_B}) => {SEND_B} :: Nobody keeps the work of the gradient's send, so
+            the step cannot wait for it. | Append what self.mail.send returns to self.sends.
+    """,
+    reasons="""
+        implicitly created only for scalar :: Only a loss, which is one number, starts a backward by
+            itself. | torch.autograd.backward(out, grad) starts from the gradient that came by mail.
+        require gradients :: The first stage takes tokens, which are whole numbers and have no
+            gradient. | Call requires_grad_() only on what came by mail.
+        does not require grad and does not have a grad_fn :: The output that backward got has no
+            graph. | Keep `out` itself in self.saved, and detach only what is sent.
+        backward through the graph a second time :: backward ran twice through one output. |
+    """,
+    module=globals(),
 )

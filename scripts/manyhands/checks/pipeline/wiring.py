@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import difference, malformed
 from manyhands.pipeline import wiring
@@ -93,32 +92,26 @@ sum_tied = Spec(
         "The others send param.grad to the first, and then receive the sum into param.grad. The "
         "ranks count inside the group, so use group_src= and group_dst=.",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes=r"""
         {LOOP} => param.grad += part\n            param.grad /= 1 + len(others)\n            {FOR}
-            The gradients are averaged, but each use has a part of its own, and parts add up.
-            | Divide by nothing.
-        {ADD} => param.grad.copy_(part)
+            :: The gradients are averaged, but each use has a part of its own, and parts add up. |
+            Divide by nothing.
+        {ADD} => param.grad.copy_(part) ::
             A part that comes replaces the gradient of the first rank. | Use param.grad += part.
-        {ADD} => param.data += part
+        {ADD} => param.data += part ::
             The parts are added to the weights, and what is summed is the gradient.
-        {ANSWER} => {TOTAL}; {ADD}
-            The others add the sum to their own part, which is in it already.
-            | The sum replaces their gradient.
+        {ANSWER} => {TOTAL}; {ADD} :: The others add the sum to their own part, which is in it
+            already. | The sum replaces their gradient.
         {BACK} => pass
-        {ANSWER} => pass
-            The sum never comes back: only the first rank has it. | {FIRST_TAKES}
-        {LOOP} => param.grad += part\n
-            The sum is sent back to a rank before all parts have come. | {FIRST_TAKES}
-        (first, *others) in tied: => (first, *others) in tied[:1]:
+        {ANSWER} => pass :: The sum never comes back: only the first rank has it. | {FIRST_TAKES}
+        {LOOP} => param.grad += part\n :: The sum is sent back to a rank before all parts have come.
+        (first, *others) in tied: => (first, *others) in tied[:1]: ::
             Only the first parameter is summed. | Go through all of `tied`.
-        (first, *others) in tied: => (first, *others) in tied:\n        others = others[:1]
+        (first, *others) in tied: => (first, *others) in tied:\n        others = others[:1] ::
             Only two ranks of each parameter take part. | Several ranks may use a parameter.
-        {THEIRS} => dist.send(param.detach(), group=group, group_dst=first)
+        {THEIRS} => dist.send(param.detach(), group=group, group_dst=first) ::
             The others send their weights, and their gradients are asked for. | Send param.grad.
-        """,
-        globals(),
-    ),
+    """,
     reasons={
         "'NoneType' object has no attribute": NO_USE,
         "Expected parameter `tensor`": NO_USE,
@@ -130,6 +123,7 @@ sum_tied = Spec(
             "What is added up is its gradient, param.grad.",
         ),
     },
+    module=globals(),
 )
 
 # ---- 12.10 ----------------------------------------------------------------------------------
@@ -218,40 +212,38 @@ torch_pipeline = Spec(
         "ScheduleInterleavedZeroBubble a list.",
         "Call schedule(stage or list, m, loss_fn=loss_fn). The device is that of the parameters.",
     ),
-    mistakes=mistakes(
-        r"""
-        {STAGE} => module, dist.get_rank(group), num_stages, device
+    mistakes=r"""
+        {STAGE} => module, dist.get_rank(group), num_stages, device ::
             A stage has the number of its rank, and a rank may have several stages. | {PARTS}
-        {STAGE} => module, index, dist.get_world_size(group), device
+        {STAGE} => module, index, dist.get_world_size(group), device ::
             num_stages is the number of ranks here. | {COUNTS}
-        {GIVEN} => parts, m, loss_fn=loss_fn
+        {GIVEN} => parts, m, loss_fn=loss_fn ::
             gpipe and 1f1b take one PipelineStage, not a list. | Give them parts[0].
-        {GIVEN} => parts[0], m, loss_fn=loss_fn
+        {GIVEN} => parts[0], m, loss_fn=loss_fn ::
             interleaved and zero-bubble take a list of PipelineStages. | Give them all parts.
-        schedules[kind]( => schedules["1f1b" if kind == "gpipe" else kind](
+        schedules[kind]( => schedules["1f1b" if kind == "gpipe" else kind]( ::
             The schedule for "gpipe" is another one. | Each of the four kinds has its class.
-        {GIVEN} => parts if several else parts[0], 2 * m, loss_fn=loss_fn
+        {GIVEN} => parts if several else parts[0], 2 * m, loss_fn=loss_fn ::
             There are twice as many micro-batches as asked for. | Hand over m.
-        {GIVEN} => parts if several else parts[0], m
+        {GIVEN} => parts if several else parts[0], m ::
             The schedule has no loss, so nothing starts a backward. | loss_fn=loss_fn
-        {GIVEN} => parts if several else parts[0], m, loss_fn=lambda out, y: loss_fn(out, y) / m
+        {GIVEN} => parts if several else parts[0], m, loss_fn=lambda out, y: loss_fn(out, y) / m ::
             The loss is divided by m twice. | {MEAN}
-        {GIVEN} => {GIVEN}, scale_grads=False
+        {GIVEN} => {GIVEN}, scale_grads=False ::
             The gradients are those of the sum over micro-batches. | Leave scale_grads on.
-        {GIVEN} => parts if several else parts[0], m, loss_fn=lambda out, y: loss_fn(y, out)
+        {GIVEN} => parts if several else parts[0], m, loss_fn=lambda out, y: loss_fn(y, out) ::
             loss_fn gets the targets first, and it takes the output first. | {MEAN}
-        parts = [ => [module.eval() for module in stages.values()]\n    parts = [
+        parts = [ => [module.eval() for module in stages.values()]\n    parts = [ ::
             The modules are switched to eval mode. | Training needs dropout: leave the mode alone.
-        """,
-        globals(),
-    ),
-    reasons={
-        "is out of range of": ("A stage's number is not below num_stages.", COUNTS),
-        "CUDA": ("The device is not that of the parameters.", "next(module.parameters()).device"),
-        "NVIDIA": ("The device is not that of the parameters.", "next(module.parameters()).device"),
-        "'n_microbatches'": ("The schedule needs the number of micro-batches.", "Give it m."),
-        "no attribute 'parameters'": ("A PipelineStage takes one module.", PARTS),
-    },
+    """,
+    reasons="""
+        is out of range of :: A stage's number is not below num_stages. | {COUNTS}
+        CUDA :: The device is not that of the parameters. | next(module.parameters()).device
+        NVIDIA :: The device is not that of the parameters.
+        'n_microbatches' :: The schedule needs the number of micro-batches. | Give it m.
+        no attribute 'parameters' :: A PipelineStage takes one module. | {PARTS}
+    """,
+    module=globals(),
 )
 
 # ---- 12.11 ----------------------------------------------------------------------------------
@@ -356,38 +348,30 @@ make_grid = Spec(
         "With d = N // num_stages, pipeline k has the ranks k, k + d, k + 2d, ...; stage s has "
         "s * d to (s + 1) * d - 1. Rank r is in pipeline r % d, and has stage r // d.",
     ),
-    mistakes=mistakes(
-        r"""
-        {RETURN} => return rows[rank // d], pipelines[rank % d]
+    mistakes="""
+        {RETURN} => return rows[rank // d], pipelines[rank % d] ::
             The two groups have changed places. | The pipeline comes first.
         {PIPES} => pipelines = [{CHUNKS}]
         {ROWS} => rows = [{STRIDES}]
-        {RETURN} => return pipelines[rank // num_stages], rows[rank % num_stages]
-            Neighbouring ranks make a pipeline here, and they should be replicas of a stage.
-            | {PLACES}
-        if world_size % num_stages: => if False:
+        {RETURN} => return pipelines[rank // num_stages], rows[rank % num_stages] :: Neighbouring
+            ranks make a pipeline here, and they should be replicas of a stage. | {PLACES}
+        if world_size % num_stages: => if False: ::
             4 ranks are no multiple of that many stages. | {RAISE_FIRST}
-        {RETURN} => return pipelines[rank % d], pipelines[rank % d]
+        {RETURN} => return pipelines[rank % d], pipelines[rank % d] ::
             The second group is the pipeline once more. | {PLACES}
-        {RETURN} => return pipelines[rank % d], dist.group.WORLD
+        {RETURN} => return pipelines[rank % d], dist.group.WORLD ::
             The second group is the whole job.
-        {RETURN} => return pipelines[0], rows[0]
+        {RETURN} => return pipelines[0], rows[0] ::
             Every rank returns the first groups, also where it is in others.
-        world_size // num_stages => world_size / num_stages
+        world_size // num_stages => world_size / num_stages ::
             d is a float here, also where it is whole. | N // num_stages
-        """,
-        globals(),
-    ),
-    reasons={
-        "not part of group": ("This rank is not in that group.", PLACES),
-        "is out of range": (
-            "The ranks of the job are 0 to N - 1, and a group lists others.",
-            "d = N // num_stages is the number of replicas.",
-        ),
-        "list index out of range": ("There are d pipelines, and num_stages rows.", PLACES),
-        "'float' object cannot be": (
-            "a / b is a float, also where it is whole.",
-            "N // num_stages",
-        ),
-    },
+    """,
+    reasons="""
+        not part of group :: This rank is not in that group. | {PLACES}
+        is out of range :: The ranks of the job are 0 to N - 1, and a group lists others. | d = N //
+            num_stages is the number of replicas.
+        list index out of range :: There are d pipelines, and num_stages rows. | {PLACES}
+        'float' object cannot be :: a / b is a float, also where it is whole. | N // num_stages
+    """,
+    module=globals(),
 )

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import Malformed, kind, malformed
 from manyhands.checks.tensor.common import costs_no_more
@@ -135,40 +134,35 @@ plan = Spec(
         "With sequence, Shard(1) in place of Replicate() wherever x goes between layers, norms are "
         'SequenceParallel(), and "dropout" is PrepareModuleOutput from Replicate() to Shard(1).',
     ),
-    mistakes=mistakes(
-        r"""
-        use_local_output=False => use_local_output=True
-            The scores are plain tensors, and loss_parallel must know that they are parts.
-            | use_local_output=False for the head.
-        output_layouts=Shard(-1) => output_layouts=Replicate()
-            The scores are gathered, and they should stay cut by the vocabulary.
-            | output_layouts=Shard(-1) for the head.
-        {BETWEEN} => sequence = False; between = Replicate()
+    mistakes="""
+        use_local_output=False => use_local_output=True :: The scores are plain tensors, and
+            loss_parallel must know that they are parts. | use_local_output=False for the head.
+        output_layouts=Shard(-1) => output_layouts=Replicate() :: The scores are gathered, and they
+            should stay cut by the vocabulary. | output_layouts=Shard(-1) for the head.
+        {BETWEEN} => sequence = False; between = Replicate() ::
             `sequence` is ignored. | With sequence, x between the layers is Shard(1).
-        {UP} => mlp.up": RowwiseParallel(output_layouts=between)
+        {UP} => mlp.up": RowwiseParallel(output_layouts=between) ::
             mlp.up is cut by input features. | {COLUMNS_FIRST}
-        {DOWN} => mlp.down": ColwiseParallel(input_layouts=between)
-            mlp.down is cut by output features. | {COLUMNS_FIRST}
-        {TOKENS} => ColwiseParallel()
+        {DOWN} => mlp.down": ColwiseParallel(input_layouts=between) ::
+            mlp.down is cut by output features.
+        {TOKENS} => ColwiseParallel() ::
             The embedding is cut by its width. | RowwiseParallel cuts it by tokens.
-        {TOKENS} => RowwiseParallel()
+        {TOKENS} => RowwiseParallel() ::
             The embedding's input is taken to be cut. | input_layouts=Replicate()
-        {OUT} => attention.out": RowwiseParallel()
+        {OUT} => attention.out": RowwiseParallel() ::
             With sequence, the attention's output is whole on every rank. | output_layouts=between
         for block in ( => for block in list(
-        for i in range(num_blocks)): => for i in range(num_blocks))[:1]:
+        for i in range(num_blocks)): => for i in range(num_blocks))[:1]: ::
             Only the first block is cut. | Write an entry for every block.
-        norms = [ => norms = [] and [
+        norms = [ => norms = [] and [ ::
             The blocks' norms are left out. | With sequence they are SequenceParallel().
-        {NORMS}"norm"] => for name in [*norms]
+        {NORMS}"norm"] => for name in [*norms] ::
             The last norm is left out. | With sequence it is SequenceParallel().
-        SequenceParallel() for name => SequenceParallel(sequence_dim=0) for name
+        SequenceParallel() for name => SequenceParallel(sequence_dim=0) for name ::
             The norms are told that dimension 0, the batch, is cut. | Positions are dimension 1.
-        styles["dropout"] => _ = {}; _["dropout"]
+        styles["dropout"] => _ = {}; _["dropout"] ::
             With sequence, "dropout" is left out, so x stays whole there. | {TO_SHARD}
-        f"{block}.{DOWN}, => 
-            mlp.down is left out. | {COLUMNS_FIRST}
-        """,
-        globals(),
-    ),
+        f"{block}.{DOWN}, =>  :: mlp.down is left out. | {COLUMNS_FIRST}
+    """,
+    module=globals(),
 )

@@ -11,7 +11,6 @@ from torch.autograd import Function
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import Mistake, instead, mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, tensor
 from manyhands.checks.tensor.common import (
@@ -107,68 +106,48 @@ regions = Spec(
         "dist.all_reduce(total, group=ctx.group) and returns total, None. SumOverRanks is the "
         "same the other way round.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            return x.view_as(x) => dist.all_reduce(x := x.clone(), group=group); return x
-                {SUMMED} | forward returns x as it is; backward sums.
-            {F_COPY} => return grad, None
-                f only copies in backward. | Call all_reduce in backward, on every rank.
-            {F_END} => {F_SUM}\n        return total / {N}, None
-                f: {MEAN} | Divide by nothing.
-            {F_COPY} => total = grad
-                f sums into the gradient that it was given. | {COPY}
-            {F_COPY} => total = grad.contiguous()
-                f sums into the given gradient: contiguous() copies only what is not contiguous.
-            {F_END} => return None, None
-                backward of f returns no gradient for x. | {COPY}
-            ctx.group = group => CopyToRanks.group = group
-            group=ctx.group => group=CopyToRanks.group
-                The group is kept on the class, where a later call replaces it.
-                | Keep it in ctx, which belongs to one call.
-            return grad, None => dist.all_reduce(g := grad.clone(), group=ctx.g); return g, None
-            {G_SUM} => ctx.g = group; {G_SUM}
-                g sums in backward as well, although every rank has the whole gradient already.
-                | backward of g returns grad, None.
-            {G_END} => ctx.n = dist.get_world_size(group); {G_END}
-            return grad, None => return grad / ctx.n, None
-                g divides the gradient by the number of ranks. | backward of g returns grad, None.
-            {G_END} => {G_SUM}\n        return total / dist.get_world_size(group)
-                g: {MEAN} | Divide by nothing.
-            {G_COPY} => total = x
-                g sums into x, which other layers may still read. | {COPY}
-            {F_COPY} => total = grad.clone()
-            {G_COPY} => total = x.clone()
-                clone() keeps a transposed view transposed, and all_reduce adds up memory, so
-                numbers of different places are added.
-                | Clone with memory_format=torch.contiguous_format.
-            {G_SUM} => pass
-                g does not sum in forward. | Call all_reduce on every rank, outside any `if`.
-            {F_END} => {F_SUM}\n        return total
-                ! backward has to return a gradient for each argument of forward after ctx.
-                | Return the gradient of x, and None for the group.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(Pair(layers.SumOverRanks, layers.CopyToRanks)), "f and g have changed places."
-        ),
-    ],
-    reasons={
-        "returned an incorrect number of gradients": (
-            "backward has to return a gradient for each argument of forward after ctx.",
-            "Return the gradient of x, and None for the group.",
-        ),
-        "save_for_backward": (
-            "save_for_backward takes only tensors, and a group is none.",
-            "Keep the group as an attribute: ctx.group = group.",
-        ),
-        "Backward' object has no attribute": (
-            "backward asks ctx for something that forward did not keep there.",
-            "Write ctx.group = group in forward.",
-        ),
-        "must be contiguous": ("A gradient may be a view, such as a transposed one.", COPY),
-    },
+    mistakes=r"""
+        return x.view_as(x) => dist.all_reduce(x := x.clone(), group=group); return x ::
+            {SUMMED} | forward returns x as it is; backward sums.
+        {F_COPY} => return grad, None ::
+            f only copies in backward. | Call all_reduce in backward, on every rank.
+        {F_END} => {F_SUM}\n        return total / {N}, None :: f: {MEAN} | Divide by nothing.
+        {F_COPY} => total = grad :: f sums into the gradient that it was given. | {COPY}
+        {F_COPY} => total = grad.contiguous() ::
+            f sums into the given gradient: contiguous() copies only what is not contiguous.
+        {F_END} => return None, None :: backward of f returns no gradient for x.
+        ctx.group = group => CopyToRanks.group = group
+        group=ctx.group => group=CopyToRanks.group :: The group is kept on the class, where a later
+            call replaces it. | Keep it in ctx, which belongs to one call.
+        return grad, None => dist.all_reduce(g := grad.clone(), group=ctx.g); return g, None
+        {G_SUM} => ctx.g = group; {G_SUM} :: g sums in backward as well, although every rank has the
+            whole gradient already. | backward of g returns grad, None.
+        {G_END} => ctx.n = dist.get_world_size(group); {G_END}
+        return grad, None => return grad / ctx.n, None ::
+            g divides the gradient by the number of ranks.
+        {G_END} => {G_SUM}\n        return total / dist.get_world_size(group) ::
+            g: {MEAN} | Divide by nothing.
+        {G_COPY} => total = x :: g sums into x, which other layers may still read. | {COPY}
+        {F_COPY} => total = grad.clone()
+        {G_COPY} => total = x.clone() ::
+            clone() keeps a transposed view transposed, and all_reduce adds up memory, so numbers of
+            different places are added. | Clone with memory_format=torch.contiguous_format.
+        {G_SUM} => pass ::
+            g does not sum in forward. | Call all_reduce on every rank, outside any `if`.
+        {F_END} => {F_SUM}\n        return total :: ! backward has to return a gradient for each
+            argument of forward after ctx. | Return the gradient of x, and None for the group.
+        instead Pair(layers.SumOverRanks, layers.CopyToRanks) :: f and g have changed places. |
+    """,
+    reasons="""
+        returned an incorrect number of gradients :: backward has to return a gradient for each
+            argument of forward after ctx. | Return the gradient of x, and None for the group.
+        save_for_backward :: save_for_backward takes only tensors, and a group is none. | Keep the
+            group as an attribute: ctx.group = group.
+        Backward' object has no attribute :: backward asks ctx for something that forward did not
+            keep there. | Write ctx.group = group in forward.
+        must be contiguous :: A gradient may be a view, such as a transposed one. | {COPY}
+    """,
+    module=globals(),
 )
 
 # ---- 13.3 -----------------------------------------------------------------------------------
@@ -291,51 +270,41 @@ linear_layers = Spec(
         "RowLinear.forward: the product without a bias, then self.leave(part, self.group), and the "
         "bias last, or it is added N times. In both layers the bias may be None.",
     ),
-    mistakes=mistakes(
-        r"""
-        self.enter(x, self.group) => x
-            x does not go through `enter`, so nobody adds up the ranks' gradients of x.
-            | F.linear(self.enter(x, self.group), self.weight, self.bias)
-        self.weight, self.bias) => self.weight)
+    mistakes=r"""
+        self.enter(x, self.group) => x :: x does not go through `enter`, so nobody adds up the
+            ranks' gradients of x. | F.linear(self.enter(x, self.group), self.weight, self.bias)
+        self.weight, self.bias) => self.weight) ::
             ColumnLinear leaves out the bias. | Give F.linear the bias as well.
-        my_part(linear.weight, 1, unit, group) => linear.weight
+        my_part(linear.weight, 1, unit, group) => linear.weight ::
             RowLinear keeps the whole weight: nothing is cut. | Take my_part of it.
-        my_part(linear.weight, 1, unit => my_part(linear.weight, 1, 1
+        my_part(linear.weight, 1, unit => my_part(linear.weight, 1, 1 ::
             RowLinear ignores `unit`, so what belongs together is cut through. | {TO_MY_PART}
-        my_part(linear.weight, 1, unit => my_part(linear.weight, 0, 1
+        my_part(linear.weight, 1, unit => my_part(linear.weight, 0, 1 ::
             RowLinear is cut along its output features. | {OUT_IN}
-        self.bias = linear.bias\n => self.bias = {CUT_BIAS}\n
+        self.bias = linear.bias\n => self.bias = {CUT_BIAS}\n ::
             The bias of RowLinear is cut. | Every rank has the whole bias: the sum has all features.
         F.linear(x, self.weight), => F.linear(x, self.weight, self.bias),
-        return {PLUS_BIAS} => return total
+        return {PLUS_BIAS} => return total ::
             Every rank adds the bias before the sum, so it counts N times. | {LAST_ADDED}
-        return {PLUS_BIAS} => return total
-            RowLinear leaves out the bias. | {LAST_ADDED}
-        {SUM_OF_PARTS} => F.linear(x, self.weight)
+        return {PLUS_BIAS} => return total :: RowLinear leaves out the bias.
+        {SUM_OF_PARTS} => F.linear(x, self.weight) ::
             The ranks' parts are not summed. | self.leave(part, self.group), and then the bias.
-        {SUM_OF_PARTS} => {SUM_OF_PARTS} / len(dist.get_process_group_ranks(self.group))
+        {SUM_OF_PARTS} => {SUM_OF_PARTS} / len(dist.get_process_group_ranks(self.group)) ::
             {MEAN} | Divide by nothing.
-        {SUM_OF_PARTS} => SumOverRanks.apply(F.linear(x, self.weight), self.group)
+        {SUM_OF_PARTS} => SumOverRanks.apply(F.linear(x, self.weight), self.group) ::
             RowLinear does not use the `leave` that it is given. | self.leave(part, self.group)
-        self.enter(x, self.group) => CopyToRanks.apply(x, self.group)
+        self.enter(x, self.group) => CopyToRanks.apply(x, self.group) ::
             ColumnLinear does not use the `enter` that it is given. | self.enter(x, self.group)
-        """,
-        globals(),
-    ),
-    reasons={
-        "missing 1 required positional argument: 'group'": (
-            "`enter` and `leave` take two arguments, and were given one.",
-            "Call self.enter(x, self.group), and self.leave likewise.",
-        ),
-        "before Module.__init__": (
-            "A parameter was set before nn.Module was set up.",
-            "Call super().__init__() first.",
-        ),
-        "'NoneType' object has no attribute": (
-            "Something that may be None is used like a tensor; a layer may have no bias.",
-            "Ask linear.bias is None.",
-        ),
-    },
+    """,
+    reasons="""
+        missing 1 required positional argument: 'group' :: `enter` and `leave` take two arguments,
+            and were given one. | Call self.enter(x, self.group), and self.leave likewise.
+        before Module.__init__ ::
+            A parameter was set before nn.Module was set up. | Call super().__init__() first.
+        'NoneType' object has no attribute :: Something that may be None is used like a tensor; a
+            layer may have no bias. | Ask linear.bias is None.
+    """,
+    module=globals(),
 )
 
 # ---- 13.4 -----------------------------------------------------------------------------------
@@ -426,47 +395,33 @@ cut_block = Spec(
         "attention.qkv = ColumnLinear(attention.qkv, 3 * width, enter, group), and so on, in "
         "place; RowLinear takes leave.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            3 * width, => width,
-                qkv is cut in units of head_width rows, so q, k and v of different heads are mixed.
-                | {HEADS}
-            3 * width, => 1,
-                qkv is cut in units of one row, so a head can be cut through.
-            attention.out, width, => attention.out, 1,
-                out is cut in units of one column, so a head can be cut through.
-            attention.out, width, => attention.out, 3 * width,
-                out is cut in units of 3 * head_width columns.
-            mlp.up, 1, => mlp.up, 4 * width,
-            mlp.down, 1, => mlp.down, 4 * width,
-                The MLP is cut in units of 4 * head_width, and it has no heads. | Its unit is 1.
-            {OUT_CUT} => attention.out = ColumnLinear(attention.out, width, enter, group)
-                attention.out is cut by columns. | The second of two layers is cut by rows.
-            mlp.up = ColumnLinear(mlp.up, 1, enter => mlp.up = RowLinear(mlp.up, 1, leave
-                mlp.up is cut by rows. | The first of two layers is cut by columns.
-            {MLP_CUT} => pass
-                The MLP is not cut. | Cut four layers: qkv, out, up and down.
-            {QKV_CUT}\n    {OUT_CUT} => pass
-                The attention is not cut.
-            {MLP_END} => {MLP_END}\n    attention.head_width //= dist.get_world_size(group)
-                head_width is divided, and a rank has fewer heads, not narrower ones.
-                | Leave head_width as it is: the attention counts the heads by itself.
-            attention.out, width, leave => attention.out, width, enter
-                attention.out is given `enter` in place of `leave`. | RowLinear takes `leave`.
-            {MLP_END} => {MLP_END}\n    block.dropout = nn.Identity()
-                The block's dropout is removed. | Only the four matrices change.
-            """,
-            globals(),
-        ),
-        Mistake(
-            instead(
-                lambda block, enter=None, leave=None, group=None: model.cut_block(
-                    block, group=group
-                )
-            ),
-            "The `enter` and `leave` that are given are not used.",
-            "Hand enter to each ColumnLinear, and leave to each RowLinear.",
-        ),
-    ],
+    mistakes=r"""
+        3 * width, => width, :: qkv is cut in units of head_width rows, so q, k and v of different
+            heads are mixed. | {HEADS}
+        3 * width, => 1, :: qkv is cut in units of one row, so a head can be cut through.
+        attention.out, width, => attention.out, 1, ::
+            out is cut in units of one column, so a head can be cut through.
+        attention.out, width, => attention.out, 3 * width, ::
+            out is cut in units of 3 * head_width columns.
+        mlp.up, 1, => mlp.up, 4 * width,
+        mlp.down, 1, => mlp.down, 4 * width, ::
+            The MLP is cut in units of 4 * head_width, and it has no heads. | Its unit is 1.
+        {OUT_CUT} => attention.out = ColumnLinear(attention.out, width, enter, group) ::
+            attention.out is cut by columns. | The second of two layers is cut by rows.
+        mlp.up = ColumnLinear(mlp.up, 1, enter => mlp.up = RowLinear(mlp.up, 1, leave ::
+            mlp.up is cut by rows. | The first of two layers is cut by columns.
+        {MLP_CUT} => pass :: The MLP is not cut. | Cut four layers: qkv, out, up and down.
+        {QKV_CUT}\n    {OUT_CUT} => pass :: The attention is not cut.
+        {MLP_END} => {MLP_END}\n    attention.head_width //= dist.get_world_size(group) ::
+            head_width is divided, and a rank has fewer heads, not narrower ones. | Leave head_width
+            as it is: the attention counts the heads by itself.
+        attention.out, width, leave => attention.out, width, enter ::
+            attention.out is given `enter` in place of `leave`. | RowLinear takes `leave`.
+        {MLP_END} => {MLP_END}\n    block.dropout = nn.Identity() ::
+            The block's dropout is removed. | Only the four matrices change.
+        instead lambda block, enter=None, leave=None, group=None: model.cut_block(block,
+            group=group) :: The `enter` and `leave` that are given are not used. | Hand enter to
+            each ColumnLinear, and leave to each RowLinear.
+    """,
+    module=globals(),
 )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import listing, record, whole
 from manyhands.checks.tensor.common import as_module, as_result, costs_no_more
@@ -124,38 +123,31 @@ tensor_parallel = Spec(
         "The scores are F.linear(x, self.tokens.weight), flattened to (B T, V/N), and "
         "vocab_cross_entropy takes them with targets.flatten(), self.tokens.mine and self.group.",
     ),
-    mistakes=mistakes(
-        r"""
-        {WITH_PLACES} => self.dropout(self.tokens(inputs))
+    mistakes="""
+        {WITH_PLACES} => self.dropout(self.tokens(inputs)) ::
             The positions are left out. | Add them to self.tokens(inputs).
-        {WITH_PLACES} => self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        {WITH_PLACES} => self.tokens(inputs) + self.positions.weight[: inputs.shape[1]] ::
             self.dropout is left out. | {WITH_PLACES}
         {WITH_PLACES} => self.dropout(self.tokens(inputs)) + self.positions.weight[:inputs.shape[1]]
-            Dropout comes before the places are added, so they are never dropped. | {WITH_PLACES}
-        x = block(x) => block(x)
-            The blocks' results are not used. | x = block(x)
-        {ENTERED} => self.enter(self.through_blocks(inputs), self.group)
+            :: Dropout comes before the places are added, so they are never dropped.
+        x = block(x) => block(x) :: The blocks' results are not used. | x = block(x)
+        {ENTERED} => self.enter(self.through_blocks(inputs), self.group) ::
             The last norm is left out. | {ENTERED}
-        {ENTERED} => self.norm(self.through_blocks(inputs))
-            x does not go through self.enter, and the head is a cut layer as well. | {ENTERED}
-        [: inputs.shape[1]] => [-inputs.shape[1] :]
+        {ENTERED} => self.norm(self.through_blocks(inputs)) ::
+            x does not go through self.enter, and the head is a cut layer as well.
+        [: inputs.shape[1]] => [-inputs.shape[1] :] ::
             The last T rows of the positions are taken. | Take the first ones.
-        {LOSS} => {LOSS} / {RANKS}
-            The loss is divided by the number of ranks. | {AS_IT_IS}
-        {LOSS} => SumOverRanks.apply({LOSS}, self.group)
-            The loss is summed over the ranks once more. | {AS_IT_IS}
-        {LOSS} => SumOverRanks.apply({LOSS}, self.group) / {RANKS}
+        {LOSS} => {LOSS} / {RANKS} :: The loss is divided by the number of ranks. | {AS_IT_IS}
+        {LOSS} => SumOverRanks.apply({LOSS}, self.group) ::
+            The loss is summed over the ranks once more.
+        {LOSS} => SumOverRanks.apply({LOSS}, self.group) / {RANKS} ::
             The loss is averaged over the ranks once more, and every gradient is divided.
-            | {AS_IT_IS}
-        """,
-        globals(),
-    ),
-    reasons={
-        "has no attribute 'head'": (
-            "This model has no head: its matrix is that of the embedding.",
-            "F.linear(x, self.tokens.weight)",
-        ),
-    },
+    """,
+    reasons="""
+        has no attribute 'head' :: This model has no head: its matrix is that of the embedding. |
+            F.linear(x, self.tokens.weight)
+    """,
+    module=globals(),
 )
 
 # ---- 13.14 ----------------------------------------------------------------------------------
@@ -185,34 +177,28 @@ tensor_sequence_parallel = Spec(
         "Everything that drops, from self.dropout to the last block, goes inside "
         "`with self.random.use():`. Else it is through_blocks of TensorParallel.",
     ),
-    mistakes=mistakes(
-        r"""
-        {OWN_ADDED} => self.dropout(self.tokens(inputs))
+    mistakes="""
+        {OWN_ADDED} => self.dropout(self.tokens(inputs)) ::
             The positions are left out. | Add this rank's part of them to self.tokens(inputs).
-        {OWN_ADDED} => self.tokens(inputs) + places
-            self.dropout is left out. | {OWN_ADDED}
-        {OWN_ADDED} => self.dropout(self.tokens(inputs)) + places
-            Dropout comes before the places are added, so they are never dropped. | {OWN_ADDED}
-        {OWN} => if True
+        {OWN_ADDED} => self.tokens(inputs) + places :: self.dropout is left out. | {OWN_ADDED}
+        {OWN_ADDED} => self.dropout(self.tokens(inputs)) + places ::
+            Dropout comes before the places are added, so they are never dropped.
+        {OWN} => if True ::
             All ranks drop the same places of their parts. | Use `with self.random.use():` there.
-        x = block(x) => block(x)
-            The blocks' results are not used. | x = block(x)
-        .chunk(n)[rank] => .chunk(n)[0]
-            Every rank adds the first T/N places. | {OWN_PLACES}
-        .chunk(n)[rank] => .chunk(n)[dist.get_rank() % n]
-            The rank that is used is the one in the job, not the one in the group.
-            | dist.get_rank(self.group)
-        .chunk(n)[rank] => .chunk(n)[n - 1 - rank]
+        x = block(x) => block(x) :: The blocks' results are not used. | x = block(x)
+        .chunk(n)[rank] => .chunk(n)[0] :: Every rank adds the first T/N places. | {OWN_PLACES}
+        .chunk(n)[rank] => .chunk(n)[dist.get_rank() % n] :: The rank that is used is the one in the
+            job, not the one in the group. | dist.get_rank(self.group)
+        .chunk(n)[rank] => .chunk(n)[n - 1 - rank] ::
             The parts are taken in reverse order. | {OWN_PLACES}
-        {MY_PLACES} => places = self.positions.weight.chunk(n)[rank][: inputs.shape[1] // n]
-            The whole table is cut into parts, and it can have more than T rows. | {OWN_PLACES}
-        {MY_PLACES} => places = self.positions.weight[rank : inputs.shape[1] : n]
-            A rank's positions follow one another, and these are every N-th. | {OWN_PLACES}
-        for block in self.blocks => for block in list(self.blocks)[:-1]
+        {MY_PLACES} => places = self.positions.weight.chunk(n)[rank][: inputs.shape[1] // n] ::
+            The whole table is cut into parts, and it can have more than T rows.
+        {MY_PLACES} => places = self.positions.weight[rank : inputs.shape[1] : n] ::
+            A rank's positions follow one another, and these are every N-th.
+        for block in self.blocks => for block in list(self.blocks)[:-1] ::
             The last block is left out. | for block in self.blocks: x = block(x)
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 13.11 ----------------------------------------------------------------------------------
@@ -250,37 +236,32 @@ data_place = Spec(
         "models are there? Of which one is this rank a part?",
         "Number of the share: rank // tensor_ranks. Number of shares: world_size // tensor_ranks.",
     ),
-    mistakes=mistakes(
-        r"""
+    mistakes=r"""
         {SHARE} => rank,
-        {SHARES} => world_size\n
-            Every rank gets a share of its own, also those that hold one model.
-            | Ranks of one model have to see the same batch: rank // tensor_ranks.
-        {SHARE} => rank % tensor_ranks,
+        {SHARES} => world_size\n :: Every rank gets a share of its own, also those that hold one
+            model. | Ranks of one model have to see the same batch: rank // tensor_ranks.
+        {SHARE} => rank % tensor_ranks, ::
             The first number is the rank's place inside its group. | {CONSECUTIVE}
         {SHARE} => rank % tensor_ranks,
-        {SHARES} => tensor_ranks\n
-            These are the rank's place inside its group, and the group's size. | {CONSECUTIVE}
-        {SHARE} => rank % (world_size // tensor_ranks),
-            The models are taken to be on ranks that are not consecutive. | {CONSECUTIVE}
-        {SHARES} => world_size\n
-            There are fewer shares than ranks. | world_size // tensor_ranks
-        {SHARES} => tensor_ranks\n
+        {SHARES} => tensor_ranks\n ::
+            These are the rank's place inside its group, and the group's size.
+        {SHARE} => rank % (world_size // tensor_ranks), ::
+            The models are taken to be on ranks that are not consecutive.
+        {SHARES} => world_size\n :: There are fewer shares than ranks. | world_size // tensor_ranks
+        {SHARES} => tensor_ranks\n ::
             The second number is the size of a group, not the number of groups.
-        {SHARE} => rank // (world_size // tensor_ranks),
+        {SHARE} => rank // (world_size // tensor_ranks), ::
             The rank is divided by the number of groups, not by their size. | {CONSECUTIVE}
         {SHARE} => world_size // tensor_ranks,
-        {SHARES} => rank // tensor_ranks\n
+        {SHARES} => rank // tensor_ranks\n ::
             The two numbers have changed places. | First comes the number of the share.
-        {SHARE} => rank // tensor_ranks + 1,
-            Shares are counted from 1. | Count them from 0.
-        {SHARE} => world_size // tensor_ranks - 1 - rank // tensor_ranks,
+        {SHARE} => rank // tensor_ranks + 1, :: Shares are counted from 1. | Count them from 0.
+        {SHARE} => world_size // tensor_ranks - 1 - rank // tensor_ranks, ::
             The shares are in reverse order. | Rank 0 has share 0.
-        if world_size % tensor_ranks => if False
+        if world_size % tensor_ranks => if False ::
             Some ranks are left without a group. | Raise ValueError.
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )
 
 # ---- 13.12 ----------------------------------------------------------------------------------
@@ -329,38 +310,31 @@ calls_per_step = Spec(
         "With sequence parallelism each of these all-reduces is one all_gather and one "
         "reduce_scatter, forward and backward; the loss keeps its 2, and finish_gradients has 1.",
     ),
-    mistakes=mistakes(
-        """
-        {PLAIN} => "all_reduce": 2 + each_way
+    mistakes="""
+        {PLAIN} => "all_reduce": 2 + each_way ::
             Without sequence parallelism only one way is counted. | {BOTH_WAYS}
-        {BOTH_HALVES} => "all_gather": each_way, "reduce_scatter": each_way
-            With sequence parallelism only one way is counted. | {BOTH_WAYS}
-        {PLAIN} => "all_reduce": 2 * each_way
+        {BOTH_HALVES} => "all_gather": each_way, "reduce_scatter": each_way ::
+            With sequence parallelism only one way is counted.
+        {PLAIN} => "all_reduce": 2 * each_way ::
             The loss's two all-reduces are left out. | {OF_LOSS}
-        {EACH_WAY} => 2 * num_blocks
-            Only the blocks are counted: forward the embedding sums as well, and backward the head.
-            | {BOTH_WAYS}
-        {EACH_WAY} => 4 * num_blocks + 1
+        {EACH_WAY} => 2 * num_blocks :: Only the blocks are counted: forward the embedding sums as
+            well, and backward the head. | {BOTH_WAYS}
+        {EACH_WAY} => 4 * num_blocks + 1 ::
             This counts every linear layer of a block, and only two of the four sum each way.
-        {PLAIN} => "all_reduce": 3 + 2 * each_way
-            This is one all-reduce too many without sequence parallelism.
-            | finish_gradients sums nothing there. {OF_LOSS}
-        {PLAIN} => "all_reduce": 4 + 2 * each_way
+        {PLAIN} => "all_reduce": 3 + 2 * each_way :: This is one all-reduce too many without
+            sequence parallelism. | finish_gradients sums nothing there. {OF_LOSS}
+        {PLAIN} => "all_reduce": 4 + 2 * each_way ::
             These are two all-reduces too many: embedding and head sum one way each.
-        {WITH_SEQUENCE} => "all_reduce": 2
-            One all-reduce is missing: finish_gradients sums the norms' and positions' gradients.
-            | 2 + 1
-        {WITH_SEQUENCE} => "all_reduce": 1
-            The loss's two all-reduces are left out. | {OF_LOSS}
-        {WITH_SEQUENCE} => "all_reduce": 2 + 2 * each_way
-            With sequence parallelism the all-reduces between the layers are counted as well.
-            | An all_gather and a reduce_scatter take the place of each.
-        {BOTH_HALVES} => "all_gather": 0, "reduce_scatter": 0
-            With sequence parallelism each all-reduce became an all_gather and a reduce_scatter.
-            | {BOTH_WAYS}
-        {WITH_SEQUENCE} => "all_reduce": 4
+        {WITH_SEQUENCE} => "all_reduce": 2 :: One all-reduce is missing: finish_gradients sums the
+            norms' and positions' gradients. | 2 + 1
+        {WITH_SEQUENCE} => "all_reduce": 1 :: The loss's two all-reduces are left out. | {OF_LOSS}
+        {WITH_SEQUENCE} => "all_reduce": 2 + 2 * each_way ::
+            With sequence parallelism the all-reduces between the layers are counted as well. | An
+            all_gather and a reduce_scatter take the place of each.
+        {BOTH_HALVES} => "all_gather": 0, "reduce_scatter": 0 :: With sequence parallelism each
+            all-reduce became an all_gather and a reduce_scatter. | {BOTH_WAYS}
+        {WITH_SEQUENCE} => "all_reduce": 4 ::
             With sequence parallelism this is one all-reduce too many. | {OF_LOSS}
-        """,
-        globals(),
-    ),
+    """,
+    module=globals(),
 )

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.mistakes import (
-    Change,
-    Mistake,
-    around,
-    instead,
-    mistakes,
-)
+from manyhands.checks.engine.mistakes import Change, Mistake, around
 from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.tensor.common import CALLS, as_result, costs_no_more, late_results, two_calls
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.tensor import sequence
@@ -201,29 +196,23 @@ positions_of_ranks = Spec(
     mistakes=in_helpers(
         mistakes(
             r"""
-            {CUT} => x.contiguous()
-                x is cut by its first dimension, the batch. | {BEHIND}
-            {G_BACK} => return {GRAD_MINE}.clone(), None
-                backward of GatherSequence returns this rank's own slice, without a sum.
-                | sum_positions sums over the ranks.
-            {G_BACK} => {G_SUM} / {N_CTX}, None
+            {CUT} => x.contiguous() :: x is cut by its first dimension, the batch. | {BEHIND}
+            {G_BACK} => return {GRAD_MINE}.clone(), None :: backward of GatherSequence returns this
+                rank's own slice, without a sum. | sum_positions sums over the ranks.
+            {G_BACK} => {G_SUM} / {N_CTX}, None ::
                 backward of GatherSequence gives a mean. | {NO_DIVISION}
-            {S_FORWARD} => return {X_MINE}.clone()
-                ScatterSequence returns this rank's own slice, without a sum.
-                | sum_positions sums over the ranks.
-            {S_FORWARD} => {S_FORWARD} / {N_GROUP}
-                ScatterSequence gives a mean. | {NO_DIVISION}
+            {S_FORWARD} => return {X_MINE}.clone() :: ScatterSequence returns this rank's own slice,
+                without a sum. | sum_positions sums over the ranks.
+            {S_FORWARD} => {S_FORWARD} / {N_GROUP} :: ScatterSequence gives a mean. | {NO_DIVISION}
             {S_FORWARD} => x = x.clone()\n        dist.all_reduce(x, group=group)\n        return x
-                ScatterSequence returns all positions. | Each rank keeps its own ones.
-            {S_FORWARD} => dist.all_reduce(x := x.clone(), group=group); return {X_MINE}
+                :: ScatterSequence returns all positions. | Each rank keeps its own ones.
+            {S_FORWARD} => dist.all_reduce(x := x.clone(), group=group); return {X_MINE} ::
                 ScatterSequence sums with an all-reduce, which sends twice as much. | {HALVES}
-            {S_BACK} => return {STRETCHED}, None
-                backward of ScatterSequence puts this rank's gradient into every position.
-                | Gather all ranks' gradients: gather_positions.
-            if num % n => if False
-                ! Positions that cannot be cut evenly must be refused.
-                | Raise ValueError with both numbers before any message if T % N.
-            """,
+            {S_BACK} => return {STRETCHED}, None :: backward of ScatterSequence puts this rank's
+                gradient into every position. | Gather all ranks' gradients: gather_positions.
+            if num % n => if False :: ! Positions that cannot be cut evenly must be refused. | Raise
+                ValueError with both numbers before any message if T % N.
+        """,
             globals(),
         )
     ),
@@ -343,58 +332,44 @@ gradient_sums = Spec(
         "Collect the gradients that are not None, in a list.",
         "`pack` makes one vector of them, one all_reduce sums it, and `unpack` writes it back.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-            {WRITTEN} => unpack(vector, gradients, dist.get_world_size(group))
-                This is a mean, and each rank has a part of one gradient. | Divide by nothing.
-            {WRITTEN} => pass
-                The sums are not written back: pack copies. | {IN_PLACE}
-            {WRITTEN} => unpack(vector, gradients[::-1])
-                The parts are not written back in the order in which they were packed. | {ONE_LIST}
-            {REDUCED} => [dist.all_reduce(grad, group=group) for grad in gradients]
-            {WRITTEN} => pass
-                Each gradient is sent by itself, and each message has a latency of its own.
-                | Pack them first: one vector is one message.
-            {REDUCED} => dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
-                This is the largest value of the ranks, and not the sum. | all_reduce sums.
-            {REDUCED} => dist.reduce(vector, group_dst=0, group=group)
-                Only rank 0 gets the sum. | all_reduce gives it to all ranks.
-            if param.grad is not None] => if param.requires_grad]
-                Trainable parameters are asked for, and not those with a gradient.
-                | Ask whether param.grad is None.
-            if param.grad is not None] => if param.requires_grad and param.grad is not None]
-                A frozen parameter's gradient is left out. | Ask only whether param.grad is None.
-            gradients = => if (params := list(params))[0].grad is None: return\n    gradients =
-                Nothing is done where the first parameter has no gradient. | Skip only that one.
-            gradients = => list(params)\n    gradients =
-                `params` is read twice, and an iterator can be read only once. | {ONE_LIST}
-            {COLLECTED} => [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
-                Parameters without a gradient are sent as zeros. | Skip those.
-            if gradients => if True
-                None of the parameters may have a gradient, and there is then nothing to send.
-                | Ask `if gradients:`.
-            """,
-            globals(),
-        ),
-        Mistake(instead(new_gradients), "param.grad is another tensor after that.", IN_PLACE),
-    ],
-    reasons={
-        "'NoneType' object has no attribute": (
-            "A parameter that is frozen or unused has .grad None.",
-            "Skip those.",
-        ),
-        "expected a non-empty list": (
-            "Nothing was found to pack: no parameter has a gradient, or `params` was at its end.",
-            f"Ask `if gradients:`, and read `params` once. {ONE_LIST}",
-        ),
-        "view size is not compatible": (
-            "The elements of a gradient need not lie side by side, and view() needs that.",
-            "Use pack, or reshape(-1).",
-        ),
-        "has no len()": ("`params` may be an iterator, which has no length.", ONE_LIST),
-        "not subscriptable": ("`params` may be an iterator, which has no index.", ONE_LIST),
-    },
+    mistakes=r"""
+        {WRITTEN} => unpack(vector, gradients, dist.get_world_size(group)) ::
+            This is a mean, and each rank has a part of one gradient. | Divide by nothing.
+        {WRITTEN} => pass :: The sums are not written back: pack copies. | {IN_PLACE}
+        {WRITTEN} => unpack(vector, gradients[::-1]) ::
+            The parts are not written back in the order in which they were packed. | {ONE_LIST}
+        {REDUCED} => [dist.all_reduce(grad, group=group) for grad in gradients]
+        {WRITTEN} => pass :: Each gradient is sent by itself, and each message has a latency of its
+            own. | Pack them first: one vector is one message.
+        {REDUCED} => dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group) ::
+            This is the largest value of the ranks, and not the sum. | all_reduce sums.
+        {REDUCED} => dist.reduce(vector, group_dst=0, group=group) ::
+            Only rank 0 gets the sum. | all_reduce gives it to all ranks.
+        if param.grad is not None] => if param.requires_grad] :: Trainable parameters are asked for,
+            and not those with a gradient. | Ask whether param.grad is None.
+        if param.grad is not None] => if param.requires_grad and param.grad is not None] ::
+            A frozen parameter's gradient is left out. | Ask only whether param.grad is None.
+        gradients = => if (params := list(params))[0].grad is None: return\n    gradients = ::
+            Nothing is done where the first parameter has no gradient. | Skip only that one.
+        gradients = => list(params)\n    gradients = ::
+            `params` is read twice, and an iterator can be read only once. | {ONE_LIST}
+        {COLLECTED} => [p.grad if p.grad is not None else torch.zeros_like(p) for p in params] ::
+            Parameters without a gradient are sent as zeros. | Skip those.
+        if gradients => if True :: None of the parameters may have a gradient, and there is then
+            nothing to send. | Ask `if gradients:`.
+        instead new_gradients :: param.grad is another tensor after that. | {IN_PLACE}
+    """,
+    reasons="""
+        'NoneType' object has no attribute ::
+            A parameter that is frozen or unused has .grad None. | Skip those.
+        expected a non-empty list :: Nothing was found to pack: no parameter has a gradient, or
+            `params` was at its end. | Ask `if gradients:`, and read `params` once. {ONE_LIST}
+        view size is not compatible :: The elements of a gradient need not lie side by side, and
+            view() needs that. | Use pack, or reshape(-1).
+        has no len() :: `params` may be an iterator, which has no length. | {ONE_LIST}
+        not subscriptable :: `params` may be an iterator, which has no index.
+    """,
+    module=globals(),
 )
 
 # ---- 13.9 -----------------------------------------------------------------------------------
@@ -501,54 +476,43 @@ own_random = Spec(
         "`device` may be a str. use: set self.states, yield, keep the new ones in self.states.",
         "What comes after `yield` has to happen after an error as well: try ... finally.",
     ),
-    mistakes=mistakes(
-        r"""
-        {SEED} => torch.manual_seed(seed)
-            The seed is the same on all ranks. | {PLUS_RANK}
-        {SEED} => torch.manual_seed(seed + dist.get_rank(group))
+    mistakes=r"""
+        {SEED} => torch.manual_seed(seed) :: The seed is the same on all ranks. | {PLUS_RANK}
+        {SEED} => torch.manual_seed(seed + dist.get_rank(group)) ::
             On rank 0 the seed is `seed` itself, with which the common numbers often begin.
-            | {PLUS_RANK}
-        {SEED} => torch.manual_seed(dist.get_rank(group))
-            `seed` is not used. | {PLUS_RANK}
-        {SEED} => torch.manual_seed(seed * dist.get_rank(group))
-            The seed is multiplied by the rank, which is 0 on rank 0. | {PLUS_RANK}
-        {SEED} => torch.manual_seed(seed); torch.rand(dist.get_rank(group) + 1)
+        {SEED} => torch.manual_seed(dist.get_rank(group)) :: `seed` is not used.
+        {SEED} => torch.manual_seed(seed * dist.get_rank(group)) ::
+            The seed is multiplied by the rank, which is 0 on rank 0.
+        {SEED} => torch.manual_seed(seed); torch.rand(dist.get_rank(group) + 1) ::
             All ranks draw from one row of numbers, which each of them enters a little later.
-            | {PLUS_RANK}
-        {SEED} => torch.seed()
+        {SEED} => torch.seed() ::
             The numbers are others each time, so no run could be repeated. | torch.manual_seed
-        set_rng_states(common, self.device)\n\n => \n
-            __init__ leaves its own seed behind, so from there on the ranks draw apart.
-            | Call rng_states before manual_seed, and set_rng_states after it.
-        {SET_OWN} => pass
-            The block draws the common numbers. | Call {SET_OWN} before the yield.
-        {KEEP_OWN} =>
+        set_rng_states(common, self.device)\n\n => \n ::
+            __init__ leaves its own seed behind, so from there on the ranks draw apart. | Call
+            rng_states before manual_seed, and set_rng_states after it.
+        {SET_OWN} => pass :: The block draws the common numbers. | Call {SET_OWN} before the yield.
+        {KEEP_OWN} => ::
             Each block starts at the same place. | Keep the new states in self.states in `finally`.
-        {KEEP_OWN}set_rng_states(common, self.device) => {KEEP_OWN}pass
+        {KEEP_OWN}set_rng_states(common, self.device) => {KEEP_OWN}pass ::
             After a block the common numbers do not go on where they stood. | {KEEP_COMMON}
         try: => if True:
-        finally: => if True:
+        finally: => if True: ::
             After an error nothing is put back. | What has to happen always stands in `finally`.
         yield => yield\n            self.states = rng_states(self.device)
-        {KEEP_OWN} =>
-            After an error the next block starts where that one had started.
-            | Keep the new states in `finally`.
-        finally: => except KeyError: pass\n        if True:
+        {KEEP_OWN} => :: After an error the next block starts where that one had started. | Keep the
+            new states in `finally`.
+        finally: => except KeyError: pass\n        if True: ::
             An error in the block is lost. | Write finally, and not except.
         {KEEP_FIRST} => {ON_CLASS}set_rng_states(common
-        {KEEP_OWN} => {ON_CLASS}    
-            Objects disturb one another, as when their states are kept on the class.
-            | Keep them in self.
-        """,
-        globals(),
-    ),
-    reasons={
-        "context manager protocol": ("`use` has lost its decorator.", "Keep @contextmanager."),
-        "is not an iterator": ("A function with @contextmanager has to yield.", "yield in try."),
-        "generator didn't stop": ("A second yield was reached.", "There may be one yield only."),
-        "has no attribute 'type'": (
-            "rng_states and set_rng_states take a torch.device, and were given something else.",
-            "self.device = torch.device(device)",
-        ),
-    },
+        {KEEP_OWN} => {ON_CLASS}     :: Objects disturb one another, as when their states are kept
+            on the class. | Keep them in self.
+    """,
+    reasons="""
+        context manager protocol :: `use` has lost its decorator. | Keep @contextmanager.
+        is not an iterator :: A function with @contextmanager has to yield. | yield in try.
+        generator didn't stop :: A second yield was reached. | There may be one yield only.
+        has no attribute 'type' :: rng_states and set_rng_states take a torch.device, and were given
+            something else. | self.device = torch.device(device)
+    """,
+    module=globals(),
 )

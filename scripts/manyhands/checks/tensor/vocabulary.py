@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import mistakes
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import tensor
 from manyhands.checks.tensor.common import (
@@ -124,44 +123,38 @@ embedding = Spec(
         "F.embedding(rows, self.weight) is (B, T, D) and the mask (B, T): unsqueeze(-1) makes it "
         "fit. At the end call self.leave(part, self.group).",
     ),
-    mistakes=mistakes(
-        r"""
-        {LOOKUP} => F.embedding(rows, self.weight)
+    mistakes=r"""
+        {LOOKUP} => F.embedding(rows, self.weight) ::
             The rows of other ranks' tokens are not zero, so the sum is wrong. | {MASK}
         {SHIFTED} => (inputs - self.mine.start).clamp(0, len(self.mine) - 1)
-        {LOOKUP} => F.embedding(rows, self.weight)
-            The indices are clamped, but the rows of other ranks' tokens are not zero. | {MASK}
-        {SHIFTED} => inputs - self.mine.start
-            Other ranks' tokens are looked up as well, in rows that do not exist.
-            | Look up a row that exists, with torch.where, and mask the rows afterwards.
-        {SHIFTED} => torch.where(is_mine, inputs, 0)
-            Tokens count over the whole vocabulary, and the rows of a part count from 0.
-            | Subtract self.mine.start.
-        inputs < self.mine.stop => inputs <= self.mine.stop
+        {LOOKUP} => F.embedding(rows, self.weight) ::
+            The indices are clamped, but the rows of other ranks' tokens are not zero.
+        {SHIFTED} => inputs - self.mine.start ::
+            Other ranks' tokens are looked up as well, in rows that do not exist. | Look up a row
+            that exists, with torch.where, and mask the rows afterwards.
+        {SHIFTED} => torch.where(is_mine, inputs, 0) :: Tokens count over the whole vocabulary, and
+            the rows of a part count from 0. | Subtract self.mine.start.
+        inputs < self.mine.stop => inputs <= self.mine.stop ::
             The token mine.stop is taken for one of this rank's. | It is the next rank's first.
         inputs < self.mine.stop => inputs <= self.mine.stop
-        {SHIFTED} => (inputs - self.mine.start).clamp(0, len(self.mine) - 1)
+        {SHIFTED} => (inputs - self.mine.start).clamp(0, len(self.mine) - 1) ::
             The token mine.stop is taken for one of this rank's.
-        inputs >= self.mine.start => inputs > self.mine.start
+        inputs >= self.mine.start => inputs > self.mine.start ::
             The first token of this rank's part is left out. | mine.start is in the part.
-        {LEFT} => self.leave(part, self.group)\n        return part
+        {LEFT} => self.leave(part, self.group)\n        return part ::
             What `leave` returns is not used. | {TAKE_LEAVE}
-        {LEFT} => return SumOverRanks.apply(part, self.group)
-            The `leave` that is given is not used. | {TAKE_LEAVE}
-        {LEFT} => {LEFT} / len(dist.get_process_group_ranks(self.group))
-            This is a mean; the other ranks' parts are zero, so their sum is the embedding.
-            | Divide by nothing.
-        part = {LOOKUP} => part = ({LOOKUP}).detach()
+        {LEFT} => return SumOverRanks.apply(part, self.group) ::
+            The `leave` that is given is not used.
+        {LEFT} => {LEFT} / len(dist.get_process_group_ranks(self.group)) :: This is a mean; the
+            other ranks' parts are zero, so their sum is the embedding. | Divide by nothing.
+        part = {LOOKUP} => part = ({LOOKUP}).detach() ::
             The rows get no gradient. | Leave out detach(), .data and no_grad().
-        """,
-        globals(),
-    ),
-    reasons={
-        "missing 1 required positional argument: 'group'": (
-            "`leave` takes two arguments, and was given one.",
-            "Call self.leave(part, self.group).",
-        ),
-    },
+    """,
+    reasons="""
+        missing 1 required positional argument: 'group' ::
+            `leave` takes two arguments, and was given one. | Call self.leave(part, self.group).
+    """,
+    module=globals(),
 )
 
 # ---- 13.6 -----------------------------------------------------------------------------------
@@ -259,64 +252,50 @@ cross_entropy = Spec(
         "has two all-reduces, and SumOverRanks.apply(parts, group). The loss is "
         "(log(sum) - score).mean().",
     ),
-    mistakes=mistakes(
-        r"""
-        {REDUCE_MAX} => pass
-            Each rank subtracts its own largest score, so the ranks' sums do not fit together.
-            | {FIRST_MAX}
-        op=dist.ReduceOp.MAX, =>
-            The ranks' largest scores are added up, and their maximum is needed. | {FIRST_MAX}
-        scores = scores - largest.unsqueeze(-1) => pass
-            The largest score is not subtracted, so exp overflows. | {FIRST_MAX}
-        {LARGEST} => scores.detach().max().expand(len(scores)).clone()
+    mistakes="""
+        {REDUCE_MAX} => pass :: Each rank subtracts its own largest score, so the ranks' sums do not
+            fit together. | {FIRST_MAX}
+        op=dist.ReduceOp.MAX, => ::
+            The ranks' largest scores are added up, and their maximum is needed.
+        scores = scores - largest.unsqueeze(-1) => pass ::
+            The largest score is not subtracted, so exp overflows.
+        {LARGEST} => scores.detach().max().expand(len(scores)).clone() ::
             One largest score is taken for all tokens. | Each token has its own: amax(-1).
-        {LARGEST} => {LARGEST}.clamp(min=0)
+        {LARGEST} => {LARGEST}.clamp(min=0) ::
             The largest score is taken to be at least 0, and scores can all be far below it.
-        {LARGEST} => scores.amax(-1)
+        {LARGEST} => scores.amax(-1) ::
             A gradient goes through the maximum. | scores.detach().amax(-1)
-        {OF_TARGET} => scores.gather(-1, columns).squeeze(-1)
-            Targets of other ranks are counted as well, with a column that is not theirs.
-            | Take 0 where the target is not in `mine`.
+        {OF_TARGET} => scores.gather(-1, columns).squeeze(-1) :: Targets of other ranks are counted
+            as well, with a column that is not theirs. | Take 0 where the target is not in `mine`.
         targets - mine.start, 0) => targets - dist.get_rank(group) * scores.shape[1], 0)
         targets >= mine.start => targets >= dist.get_rank(group) * scores.shape[1]
-        targets < mine.stop => targets < (dist.get_rank(group) + 1) * scores.shape[1]
-            The part's first token is taken to be rank * columns, and parts can be uneven.
-            | Use mine.start and mine.stop.
+        targets < mine.stop => targets < (dist.get_rank(group) + 1) * scores.shape[1] ::
+            The part's first token is taken to be rank * columns, and parts can be uneven. | Use
+            mine.start and mine.stop.
         [{EXP_SUM} => [{EXP_SUM}.log()
-        total.log() => total
+        total.log() => total ::
             The log is taken before the sum over the ranks. | Sum first: log(a) + log(b) differs.
-        {BOTH} => parts[0], {BOTH}[1]
+        {BOTH} => parts[0], {BOTH}[1] ::
             The sum of exp is this rank's own. | Both sums go over all ranks: SumOverRanks.
-        of_target]) => of_target + is_mine * largest])
-            The largest score is subtracted in the sum, and not from the target's score.
-            | Take the target's score from the shifted scores.
-        {BOTH} => (SumOverRanks.apply(part, group) for part in parts)
+        of_target]) => of_target + is_mine * largest]) :: The largest score is subtracted in the
+            sum, and not from the target's score. | Take the target's score from the shifted scores.
+        {BOTH} => (SumOverRanks.apply(part, group) for part in parts) ::
             The result is right, but one message is enough for both sums. | {ONE_MESSAGE}
-        of_target]) => of_target.detach()])
+        of_target]) => of_target.detach()]) ::
             The target's score gets no gradient. | Leave out detach() there.
-        .mean() => .sum()
-            This is the sum over the tokens. | {ALL_TOKENS}
-        .mean() => .mean() / dist.get_world_size(group)
-            The mean is divided by the number of ranks. | {ALL_TOKENS}
-        """,
-        globals(),
-    ),
-    reasons={
-        "return_types.max": (
-            "max(dim=-1) gives a pair: the largest scores, and where they stand.",
-            "Take scores.amax(-1), or .max(dim=-1).values.",
-        ),
-        "out of bounds": (
-            "A column is asked for that this part of the scores does not have.",
-            "Take column 0 for targets of other ranks, and a score of 0 afterwards.",
-        ),
-        "eaf Variable that requires grad": (
-            "The caller's scores would be changed in place.",
-            "scores = scores - ... makes a new tensor.",
-        ),
-        "modified by an inplace operation": (
-            "A tensor that backward still needs was changed in place.",
-            "Reduce a clone, or use SumOverRanks.apply.",
-        ),
-    },
+        .mean() => .sum() :: This is the sum over the tokens. | {ALL_TOKENS}
+        .mean() => .mean() / dist.get_world_size(group) ::
+            The mean is divided by the number of ranks.
+    """,
+    reasons="""
+        return_types.max :: max(dim=-1) gives a pair: the largest scores, and where they stand. |
+            Take scores.amax(-1), or .max(dim=-1).values.
+        out of bounds :: A column is asked for that this part of the scores does not have. | Take
+            column 0 for targets of other ranks, and a score of 0 afterwards.
+        eaf Variable that requires grad :: The caller's scores would be changed in place. | scores =
+            scores - ... makes a new tensor.
+        modified by an inplace operation :: A tensor that backward still needs was changed in place.
+            | Reduce a clone, or use SumOverRanks.apply.
+    """,
+    module=globals(),
 )

@@ -1,8 +1,8 @@
-"""Measure this machine: one row a figure, with its goal, into bench.json and README's table.
+"""Measure this machine: one row a figure, with its goal, into bench.json; bench.md shows them.
 
     python scripts/bench.py --data FOLDER        all rows; FOLDER holds tinyshakespeare
     python scripts/bench.py --only "weak"        the rows whose name holds these letters
-    python scripts/bench.py --table              measure nothing; write README's table from the file
+    python scripts/bench.py --table              measure nothing; write the file's table, bench.md
 
 A row keeps its earlier figure until it is measured anew, with the machine and the day of that, and
 with a hash of the files that it measures: a figure whose files have changed since is of older code,
@@ -46,6 +46,11 @@ ROOMS = (  # in the order of the table
     "training",
 )
 BUSY_CORES = 0.5  # what other programs may use before a note says so
+IN_README = {
+    "DDP": "data parallelism by hand, overlapped / PyTorch's DDP, time of a step",
+    "FSDP": "FSDP by hand / PyTorch's fully_shard, time of a step, 2 ranks",
+    "1F1B": "1F1B by hand / PyTorch's Schedule1F1B, time of a step, 2 ranks",
+}
 START = "<!-- measured -->\n"
 END = "<!-- /measured -->"
 
@@ -61,9 +66,9 @@ class Config:
     data: str = ""
     """Folder or file with tinyshakespeare, for the rows of nanoGPT's recipe."""
     table: bool = False
-    """Measure nothing; write README's table from the file."""
-    readme: str = str(ROOT / "README.md")
-    """The page with the table."""
+    """Measure nothing; write bench.md's table, and README's line of it, from the file."""
+    pages: str = str(ROOT)
+    """The folder with bench.md and README.md."""
 
 
 def measures() -> list[Measure]:
@@ -186,7 +191,7 @@ def older(rows: dict[str, dict]) -> list[str]:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """README's table of all rows, in order, with what they were taken on."""
+    """bench.md's table of all rows, in order, with what they were taken on."""
     of_older_code = older(rows)
     known = [row for measure in measures() for row in measure.rows if row.name in rows]
     one = rows[known[0].name]["machine"]
@@ -195,8 +200,8 @@ def table(rows: dict[str, dict]) -> str:
     intro = (
         f"On {one['cores']} cores ({one['cpu']}, Python {one['python']}, torch {one['torch']}, "
         f"{days}). `make bench` measures yours into `bench.json`: ratios are taken in turn within "
-        "one run, and the notes there hold the spread. `python scripts/bench.py --table` writes "
-        "this table from that file."
+        "one run, and the notes there hold the spread. `.venv/bin/python scripts/bench.py --table` "
+        "writes this table from that file."
     )
     lines = ["| figure | goal | measured |", "|---|---|---:|"]
     for row in known:
@@ -207,21 +212,35 @@ def table(rows: dict[str, dict]) -> str:
     return "\n".join([textwrap.fill(intro, 99), "", *lines, ""])
 
 
+def line(rows: dict[str, dict]) -> str:
+    """README's line: a step by hand in the time of PyTorch's, of the rows that there are."""
+    known = [
+        f"{name} {plain(rows[row]['value'])}" for name, row in IN_README.items() if row in rows
+    ]
+    text = f"A step by hand takes this share of the time of PyTorch's own: {', '.join(known)}."
+    return textwrap.fill(text, 99) + "\n"
+
+
 def words_of(row: Row) -> str:
-    """The goal for README."""
+    """The goal as the table says it."""
     signs = {"<=": "at most", ">=": "at least", "<": "under"}
     sign, _, bound = row.goal.partition(" ")
     return f"{signs[sign]} {bound}{' s' if row.unit == 's' else ''}"
 
 
-def write_table(readme: Path, rows: dict[str, dict]) -> None:
-    """Put the table between its marks in README."""
-    text = readme.read_text(encoding="utf-8")
-    before, mark, rest = text.partition(START)
+def with_measured(page: Path, content: str) -> str:
+    """The page's text with `content` between its marks."""
+    before, mark, rest = page.read_text(encoding="utf-8").partition(START)
     _, end, after = rest.partition(END)
     if not mark or not end:
-        raise BadInput(f"{readme} has no lines {START.strip()} and {END}")
-    readme.write_text(before + mark + table(rows) + end + after, encoding="utf-8")
+        raise BadInput(f"{page} has no lines {START.strip()} and {END}")
+    return before + mark + content + end + after
+
+
+def wanted_pages(folder: Path, rows: dict[str, dict]) -> dict[Path, str]:
+    """What bench.md and README have to hold."""
+    contents = {"bench.md": table(rows), "README.md": line(rows)}
+    return {folder / name: with_measured(folder / name, one) for name, one in contents.items()}
 
 
 def read(path: Path) -> dict[str, dict]:
@@ -243,11 +262,12 @@ def write(path: Path, rows: dict[str, dict]) -> None:
 
 
 def main(config: Config) -> None:
-    """Measure the rows asked for, print them, and write them down; or write README's table."""
+    """Measure the rows asked for, print them, and write them down; or write the pages."""
     path = Path(config.out)
     rows = read(path)
     if config.table:
-        write_table(Path(config.readme), rows)
+        for page, text in wanted_pages(Path(config.pages), rows).items():
+            page.write_text(text, encoding="utf-8")
     else:
         names = [row.name for measure in measures() for row in measure.rows]
         if not any(config.only in name for name in names):

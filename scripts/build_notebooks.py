@@ -1,8 +1,8 @@
-"""Build each lesson's two notebooks, and README's course map, from the sources in solutions/.
+"""Build each lesson's two notebooks, the course map and the paths, from the sources in solutions/.
 
     python scripts/build_notebooks.py            write what is out of date
     python scripts/build_notebooks.py --check    write nothing; exit 1 if something is out of date
-    python scripts/build_notebooks.py --release FOLDER --only 06_ddp    for students, see README
+    python scripts/build_notebooks.py --release FOLDER --only 06_ddp    for students: TEACHING.md
 
 solutions/NN_word.py is plain Python in jupytext's percent format, and it opens with a header:
 
@@ -74,7 +74,7 @@ class Config:
     release: str = ""
     """Write only this: the TODO notebooks, with the pictures that they show, into this folder."""
     root: Path = ROOT
-    """The folder that holds solutions/, notebooks/, scripts/ and README.md."""
+    """The folder that holds solutions/, notebooks/, scripts/ and the pages."""
     timeout_s: int = 300
     """The longest that one cell may run, in seconds."""
 
@@ -303,28 +303,28 @@ def course_map(lessons: list[Lesson]) -> str:
 
 
 def paths(lessons: list[Lesson]) -> str:
-    """README's table of paths through the course, as the header of the first page states them."""
+    """TEACHING.md's table of paths, as the header of the first page states them."""
     rows = ["| path | hours | lessons (minutes) | after it you can |", "|---|---:|---|---|"]
     for lesson in lessons:
         rows += [path_row(path, lessons) for path in lesson.meta.get("paths", [])]
     return "\n".join(rows)
 
 
-def replace_between(text: str, name: str, table: str) -> str:
-    """README's text with what stands between the marks of `name` replaced."""
-    before, start, rest = text.partition(f"<!-- {name} -->")
+def with_table(page: Path, name: str, table: str) -> str:
+    """The page's text with what stands between the marks of `name` replaced."""
+    before, start, rest = page.read_text().partition(f"<!-- {name} -->")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     if not start or not end:
-        raise BadInput(f"README.md needs a line <!-- {name} --> and below it <!-- /{name} -->")
+        raise BadInput(f"{page.name} needs a line <!-- {name} --> and below it <!-- /{name} -->")
     return f"{before}{start}\n{table}\n{end}{after}"
 
 
-def wanted_readme(root: Path, lessons: list[Lesson]) -> str:
-    """README with the course map and the paths brought up to date."""
-    text = (root / "README.md").read_text()
+def wanted_pages(root: Path, lessons: list[Lesson]) -> Iterator[tuple[Path, str]]:
+    """README with the course map, and TEACHING.md with the paths."""
     numbered = [lesson for lesson in lessons if lesson.is_numbered]
-    text = replace_between(text, "course map", course_map(numbered))
-    return replace_between(text, "paths", paths(lessons))
+    readme, teaching = root / "README.md", root / "TEACHING.md"
+    yield readme, with_table(readme, "course map", course_map(numbered))
+    yield teaching, with_table(teaching, "paths", paths(lessons))
 
 
 def add_outputs(notebook: NotebookNode, lesson: Lesson, config: Config) -> None:
@@ -361,7 +361,7 @@ def wanted_files(config: Config) -> Iterator[tuple[Path, str]]:
         add_outputs(solution, lesson, config)
         yield lesson.target("notebooks"), f"{nbformat.writes(todo)}\n"
         yield lesson.target("solutions"), f"{nbformat.writes(solution)}\n"
-    yield config.root / "README.md", wanted_readme(config.root, lessons)
+    yield from wanted_pages(config.root, lessons)
 
 
 def release(config: Config) -> None:

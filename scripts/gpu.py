@@ -8,6 +8,12 @@
                  gpu.json        its numbers, with the machine and the day
                  *.log           what each part printed; job-*/ are the runs of the jobs
 
+The parts are the bandwidth of NCCL by size, tokens per second and model FLOPs utilisation with and
+without torch.compile, memory predicted and measured, the step times of DDP, FSDP, 1F1B and tensor
+parallelism by hand and of PyTorch's, what gathering ahead gains and offloading saves, and a short
+run of every job. 1F1B and tensor parallelism need 2 GPUs. A part that fails has a row that says
+why, and the others go on.
+
 Exit codes: 0 all parts that ran are done, 1 a part failed and has a row that says why, 2 no GPU.
 """
 

@@ -1,8 +1,18 @@
 """Plan a training: every layout on some GPUs, what it needs and takes, and which one is best.
 
 python scripts/plan.py --model llama3-405b --gpu H100-80GB --gpus 16384 --batch-tokens 16777216
-python scripts/plan.py --model llama-13b --batch-sequences 2048 --dp 8 --pp 2 --tp 4 --zero 1
+
+python scripts/plan.py --model llama-13b --batch-sequences 2048 --dp 8 --pp 2 --tp 4 --explain
+
 python scripts/plan.py --json runs.json     one row for each configuration in the file
+
+python scripts/plan.py --published          how far it is from runs that others have published
+
+Each layout has its memory and time by part, its utilisation and, for a number of training tokens,
+GPU-hours, energy and cost. The planner adds up the formulas of the lessons. Its constants come from
+data sheets and from measurements of single operations, a few are estimates, and none is fitted to a
+run. Against 416 published step times it is within 20 % for 334, and too fast by 9 % in the median;
+of 425 runs that ran it says of 422 that they fit, and of 8 that ran out of memory it sees 6.
 
 A file holds an object, or a list of them, with the names of the flags (micro_batch or micro-batch).
 Where a value is a list, every one of its members is taken: a grid. Flags count where the file says

@@ -9,7 +9,6 @@ node. What this script leaves in the cache folder there is what `--data wikitext
 
 import hashlib
 import os
-import shlex
 import ssl
 import tempfile
 from collections.abc import Mapping
@@ -47,10 +46,10 @@ def main(config: Config) -> None:
         path = fetch(config.data)
     if config.data in images.HUB:
         note = images.load(config.data).note
-        command = "python scripts/train_batch_size.py"
+        program = "train_batch_size.py"
     else:
         note = corpus.load(config.data, 1, config.vocab, splits=config.splits).note
-        command = "torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py"
+        program = "train_ddp.py"
     print(note)
     if config.data != "embedded":
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
@@ -58,9 +57,11 @@ def main(config: Config) -> None:
                 content = file.read_bytes()
                 sha256 = hashlib.sha256(content).hexdigest()
                 print(f"{file}: {len(content):,} bytes, sha256 {sha256}")
-    vocab = f" --vocab {config.vocab}" if config.vocab else ""
-    splits = f" --splits {shlex.quote(config.splits)}" if config.splits else ""
-    print(f"next: {command} --data {shlex.quote(config.data)}{vocab}{splits}")
+    flags = ["--data", config.data]
+    flags += ["--vocab", str(config.vocab)] if config.vocab else []
+    flags += ["--splits", config.splits] if config.splits else []
+    script = str(Path(__file__).with_name(program))
+    print(f"next: {corpus.program('launch.py', script, *flags)}")
 
 
 def fetch(name: str) -> Path:
@@ -92,8 +93,8 @@ def fetch(name: str) -> Path:
         source = f"{repository}, {subset}" if subset else repository
         raise BadInput(
             f"cannot fetch {name} ({source}) into {folder}: {first_line(error)}{away}. Run "
-            f"`python scripts/prepare_data.py --data {name}` on a machine with internet (on a "
-            "cluster the login node), or take --data FOLDER or --data embedded"
+            f"`{corpus.program('prepare_data.py', '--data', name)}` on a machine with internet (on "
+            "a cluster the login node), or take --data FOLDER or --data embedded"
         ) from error
     return folder
 

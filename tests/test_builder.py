@@ -122,14 +122,8 @@ assert double(3) == 6
 """
 
 
-README = """\
-a
-<!-- course map -->
-<!-- /course map -->
-b
-<!-- paths -->
-<!-- /paths -->
-"""
+README = "a\n<!-- course map -->\n<!-- /course map -->\nb\n"
+TEACHING = "a\n<!-- paths -->\n<!-- /paths -->\nb\n"
 
 
 @pytest.fixture
@@ -141,6 +135,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "scripts/tiny/library.py").write_text(LIBRARY)
     (tmp_path / "scripts/tiny/check.py").write_text(CHECK)
     (tmp_path / "README.md").write_text(README)
+    (tmp_path / "TEACHING.md").write_text(TEACHING)
     (tmp_path / "solutions/06_sums.py").write_text(SOURCE)
     return tmp_path
 
@@ -236,7 +231,7 @@ def test_build_check_and_rebuild(root: Path, capsys: pytest.CaptureFixture[str])
         main(Config(check=True, root=root))
     assert stopped.value.code == 1 and snapshot(root) == before
     out = capsys.readouterr().out
-    for name in ("notebooks/06_sums.ipynb", "solutions/06_sums.ipynb", "README.md"):
+    for name in ("notebooks/06_sums.ipynb", "solutions/06_sums.ipynb", "README.md", "TEACHING.md"):
         assert f"out of date: {name}" in out
 
     main(Config(root=root))
@@ -303,7 +298,7 @@ def test_a_path_is_counted_from_the_cores(root: Path, change: dict, expected: st
     (root / "solutions/start.py").write_text("\n".join(lines) + "\n\n# %% [markdown]\n# # T\n")
     if expected.startswith("|"):
         main(Config(root=root))
-        assert expected in (root / "README.md").read_text()
+        assert expected in (root / "TEACHING.md").read_text()
     else:
         with pytest.raises(BadInput, match=expected):
             main(Config(root=root))
@@ -431,7 +426,7 @@ def hand_in(course: Path, student: str, answers: dict[str, str]) -> None:
 
 
 def test_nbgrader_releases_and_marks_the_todo_notebook(root: Path) -> None:
-    """As README tells instructors; a tampered check is put back before marking."""
+    """As TEACHING.md tells instructors; a tampered check is put back before marking."""
     course = root / "course"
     course.mkdir()
     todo, _ = versions(root)

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -423,8 +424,11 @@ def test_wikitext_without_its_train_split_says_so():
 
 
 def test_hub_data_that_is_not_there_is_refused_at_once_with_the_command_to_run():
-    with pytest.raises(BadInput, match="python scripts/prepare_data.py --data wikitext-2") as error:
+    with pytest.raises(BadInput, match="scripts/prepare_data.py --data wikitext-2`") as error:
         corpus.load("wikitext-2", block=4)
+    command = one_line(error).split("`")[1]
+    done = subprocess.run([*shlex.split(command), "--help"], capture_output=True, cwd="/")
+    assert done.returncode == 0, "it runs as it stands, from any folder, with torch"
     assert "login node" in one_line(error) and "--data embedded" in one_line(error)
 
 
@@ -490,7 +494,8 @@ def test_prepare_data_fetches_images(name, tmp_path, cache, monkeypatch, no_hub,
         strict=True,
     ):
         assert line.startswith(f"{cache / name / file}-ubyte: {num_bytes} bytes, sha256 ")
-    assert last == f"next: python scripts/train_batch_size.py --data {name}"
+    script = str(ROOT / "scripts/train_batch_size.py")
+    assert last == f"next: {corpus.program('launch.py', script, '--data', name)}"
     assert os.listdir(cache) == [name], "something half-written was left"
     loaded = images.load(name)
     assert torch.equal(loaded.train_inputs[:, 0] * 255, torch.tensor(pixels).float())

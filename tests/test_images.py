@@ -12,7 +12,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from manyhands.data import images
+from manyhands.data import corpus, images
 from manyhands.data.images import Images
 from manyhands.ranks.runtime import BadInput
 
@@ -224,9 +224,9 @@ def test_a_set_by_name_is_what_lies_in_the_cache(name, tmp_path, monkeypatch):
     with pytest.raises(BadInput) as error:
         images.load(name)
     assert str(error.value) == (
-        f"the data set {name} is not on this machine: run `python scripts/prepare_data.py --data "
-        f"{name}` where there is internet (on a cluster the login node), or take --data FOLDER or "
-        "--data embedded"
+        f"the data set {name} is not on this machine: run "
+        f"`{corpus.program('prepare_data.py', '--data', name)}` where there is internet (on a "
+        "cluster the login node), or take --data FOLDER or --data embedded"
     )
     folder = tmp_path / "manyhands" / name
     folder.parent.mkdir()
@@ -237,7 +237,7 @@ def test_a_set_by_name_is_what_lies_in_the_cache(name, tmp_path, monkeypatch):
     (folder / TRAIN).unlink()
     with pytest.raises(BadInput, match="holds no train-images-idx3-ubyte") as error:
         images.load(name)
-    again = f"delete {folder} and run `python scripts/prepare_data.py --data {name}`"
+    again = f"delete {folder} and run `{corpus.program('prepare_data.py', '--data', name)}`"
     assert again in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""The plan of the house holds: addresses, layers, sizes, job files, README's tree.
+"""The plan of the house holds: addresses, layers, sizes, job files, and what pages name.
 
 Each rule is a function from a course folder to a list of faults. The rules run on this course, and
 then each on a small course with one fault in it, which it must name.
@@ -51,9 +51,11 @@ MAX_ROOMS = 26
 NUM_LESSONS = 17  # of the whole course; those that are still to come have their room counted
 
 TOP_LEVEL = set(
-    ".ci .github .gitignore LICENSE Makefile README.md bench.json constraints.txt environment.yml "
-    "notebooks pyproject.toml sbatch scripts solutions tests".split()
+    ".ci .github .gitignore CONTRIBUTING.md LICENSE Makefile README.md TEACHING.md bench.json "
+    "bench.md constraints.txt environment.yml notebooks pyproject.toml sbatch scripts solutions "
+    "tests".split()
 )
+MAX_README_BYTES = 9_000  # what a newcomer reads in five minutes; the other pages have the rest
 MAX_LESSON_LINES = 250
 MAX_LESSON_FUNCTION_LINES = 60
 MAX_LINES = 700
@@ -350,10 +352,10 @@ def job_files(root: Path) -> list[str]:
     return faults
 
 
-def tree_of(readme: str) -> Iterator[str]:
-    """The paths in README's tree: a code block whose lines are `name   what it is for`, indented
-    by two spaces a level."""
-    _, _, rest = readme.partition("<!-- tree -->\n```text\n")
+def tree_of(page: str) -> Iterator[str]:
+    """The paths in CONTRIBUTING.md's tree: a code block whose lines are `name   what it is for`,
+    indented by two spaces a level."""
+    _, _, rest = page.partition("<!-- tree -->\n```text\n")
     parents: list[str] = []
     for line in rest.partition("```")[0].splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
@@ -361,33 +363,79 @@ def tree_of(readme: str) -> Iterator[str]:
         yield "/".join(parents)
 
 
-def readme_tree(root: Path) -> list[str]:
-    """README's tree and the folder agree, and the folder holds nothing unplanned at its top."""
-    named = list(tree_of((root / "README.md").read_text()))
-    top = {path.relative_to(root).parts[0] for path in files(root)}
-    faults = [f"README's tree leaves out {name}" for name in sorted(top - set(named))]
+def page_tree(root: Path) -> list[str]:
+    """The tree and the folder agree: all that is at the top is named, and so is every room."""
+    named = list(tree_of((root / "CONTRIBUTING.md").read_text()))
+    paths = [path.relative_to(root) for path in files(root)]
+    top = {path.parts[0] for path in paths}
+    package = Path("scripts/manyhands")
+    inside = {path.parts[:3] for path in paths if path.is_relative_to(package) and path.parts[3:]}
+    found = {Path(*parts).as_posix() for parts in inside if parts[2] not in lessons(root)}
+    faults = [
+        f"CONTRIBUTING.md's tree leaves out {name}" for name in sorted((top | found) - set(named))
+    ]
     faults += [f"{name} has no place at the top" for name in sorted(top - TOP_LEVEL)]
     for path in named:
-        pattern = re.sub(r"<\w+>|NN", "*", path)
-        if "*" in pattern and not lessons(root):
+        pattern = placeholders(path)
+        if ("*" in pattern and not lessons(root)) or list(root.glob(pattern)):
             continue
-        if not list(root.glob(pattern)):
-            faults.append(f"README's tree names {path}, which is not there")
+        faults.append(f"CONTRIBUTING.md's tree names {path}, which is not there")
     return faults
 
 
+def placeholders(path: str) -> str:
+    """A path with the words that stand for a lesson, <lesson>, NN_word or word, as a pattern."""
+    return re.sub(r"<\w+>|NN_word|(?<![a-z])word(?![a-z])|NN", "*", path)
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
 def links(root: Path) -> list[str]:
-    """Links to files of the course lead to a file."""
+    """Links to files of the course lead to a file, and to a heading that it has."""
     faults = []
-    for name, text in texts(root, "README.md", ".ipynb"):
+    for name, text in texts(root, ".md", ".ipynb"):
         pages = [text]
         if name.endswith(".ipynb"):
             cells = json.loads(text)["cells"]
             pages = ["".join(one["source"]) for one in cells if one["cell_type"] == "markdown"]
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", "\n".join(pages)):
-            if "://" not in target and not (root / name).parent.joinpath(target).exists():
-                faults.append(f"{name}: a link to {target}, which is not there")
+        for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", "\n".join(pages)):
+            path, _, heading = target.partition("#")
+            page = (root / name).parent / path if path else root / name
+            if "://" in target:
+                continue
+            if not page.exists():
+                faults.append(f"{name}: a link to {path}, which is not there")
+            elif heading and page.suffix == ".md" and heading not in anchors(page.read_text()):
+                faults.append(f"{name}: a link to {target}, a heading that is not there")
     return faults
+
+
+def page_commands(root: Path) -> list[str]:
+    """The pages for people name recipes that the Makefile has, and files that are there."""
+    makefile = (root / "Makefile").read_text() if (root / "Makefile").is_file() else ""
+    recipes = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    tops = "|".join(("scripts", "sbatch", "tests", "solutions", "notebooks"))
+    faults = []
+    for name, text in texts(root, ".md"):
+        found = re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text, re.DOTALL)
+        code = "\n".join(fenced or span for fenced, span in found)
+        for recipe in re.findall(r"^(?:.*&& )?make (?:[A-Z]+=\S+ )*([a-z]+)", code, re.MULTILINE):
+            if recipe not in recipes:
+                faults.append(f"{name}: there is no recipe make {recipe}")
+        for path in re.findall(rf"(?<![\w/.])((?:{tops})/[\w./<>-]+)", code):
+            if path != "sbatch/site.env" and not list(root.glob(placeholders(path.rstrip("/.")))):
+                faults.append(f"{name}: names {path}, which is not there")
+    return faults
+
+
+def readme_size(root: Path) -> list[str]:
+    """README is what a newcomer reads; a page beside it has the rest."""
+    size = len((root / "README.md").read_bytes())
+    return [f"README.md: {size} bytes, over {MAX_README_BYTES}"] * (size > MAX_README_BYTES)
 
 
 RULES = (
@@ -402,8 +450,10 @@ RULES = (
     machine_traces,
     strays,
     job_files,
-    readme_tree,
+    page_tree,
     links,
+    page_commands,
+    readme_size,
 )
 
 
@@ -433,20 +483,24 @@ def test_sizes_are_reported(record_property: Callable) -> None:
 TREE = """\
 <!-- tree -->
 ```text
-README.md   this
+README.md   for readers
+CONTRIBUTING.md   this
 notebooks/  open these
   NN_<lesson>.ipynb   one a lesson
 sbatch/     jobs
 scripts/    code
   manyhands/  package
     <lesson>/     a lesson
+    ranks/        processes
+    checks/       verdicts
 solutions/  answers
 tests/      tests
 ```
 """
 NOTEBOOK = '{"cells": [{"cell_type": "code", "id": "a", "source": ["x = 1\\n", "y = 2"]}]}'
 SOUND = {
-    "README.md": TREE,
+    "README.md": "# Ring\n\nSee [the tree](CONTRIBUTING.md#the-tree).\n",
+    "CONTRIBUTING.md": "## The tree\n\n" + TREE,
     "notebooks/06_ring.ipynb": NOTEBOOK,
     "solutions/06_ring.ipynb": NOTEBOOK,
     "solutions/06_ring.py": "# caf\u00e9\n",
@@ -500,7 +554,7 @@ FAULTY = [
     (shell_cells, "notebooks/06_ring.ipynb", NOTEBOOK.replace("y = 2", "!ls"), "cell a launches"),
     (shell_cells, "notebooks/06_ring.ipynb", NOTEBOOK.replace("x = 1", "%%bash"), "cell a"),
     (machine_traces, LESSON, "\nDATA = '/" + "home/me/data'\n", "hops.py:2: a machine's path"),
-    (machine_traces, "README.md", TREE + "https://pypi." + "org/simple", "path or host"),
+    (machine_traces, "README.md", "https://pypi." + "org/simple", "path or host"),
     (strays, "scripts/manyhands/ring/hops.py.orig", "x = 1\n", "does not belong in scripts/"),
     (machine_traces, JOB, "export MASTER_PORT" + "=29500\n", "a fixed port"),
     (job_files, JOB, "if true; then\n", "syntax error"),
@@ -508,10 +562,16 @@ FAULTY = [
     (job_files, JOB, "#!/bin/bash\nset -e\n#SBATCH --nodes=2\n", "Slurm does not read"),
     (job_files, JOB, "#!/bin/bash\n#SBATCH --account=me\n", "site.env"),
     (job_files, JOB, "srun python scripts/train_rong.py\n", "names train_rong.py"),
-    (readme_tree, "setup.cfg", "", "README's tree leaves out setup.cfg"),
-    (readme_tree, "setup.cfg", "", "setup.cfg has no place at the top"),
-    (readme_tree, "notebooks/06_ring.ipynb", None, "notebooks/NN_<lesson>.ipynb, which is not"),
-    (links, "README.md", TREE + "[a](LICENCE)", "a link to LICENCE"),
+    (page_tree, "setup.cfg", "", "tree leaves out setup.cfg"),
+    (page_tree, "setup.cfg", "", "setup.cfg has no place at the top"),
+    (page_tree, "scripts/manyhands/attic/a.py", "", "tree leaves out scripts/manyhands/attic"),
+    (page_tree, "notebooks/06_ring.ipynb", None, "notebooks/NN_<lesson>.ipynb, which is not"),
+    (links, "README.md", "[a](LICENCE)", "a link to LICENCE"),
+    (links, "README.md", "[a](CONTRIBUTING.md#a-tree)", "a heading that is not there"),
+    (page_commands, "README.md", "Type `make tea`.", "there is no recipe make tea"),
+    (page_commands, "README.md", "```sh\nmake A=1 tea\n```", "there is no recipe make tea"),
+    (page_commands, "README.md", "See `tests/test_rong.py`.", "tests/test_rong.py, which is not"),
+    (readme_size, "README.md", "x" * 9_001, "9001 bytes, over 9000"),
 ]
 
 

@@ -42,7 +42,7 @@ def test_the_script_starts_by_itself(tmp_path):
 # ---- bad input: exit code 2, one line, and nothing touched -------------------------------------
 
 SETTINGS = [
-    ({"data": "wikitext-2"}, "python scripts/prepare_data.py --data wikitext-2"),
+    ({"data": "wikitext-2"}, "scripts/prepare_data.py --data wikitext-2"),
     ({"data": "no-such-data"}, "'no-such-data': no such folder or file, nor one of"),
     ({"block": 5000}, "--block 5000 is too long: the train text of text holds"),
     ({"block": 0}, "--block is 0"),

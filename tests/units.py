@@ -34,13 +34,13 @@ ALWAYS = ("tests/conftest.py", "pyproject.toml")
 WHOLE = ("tests/test_layout.py",)
 # Read, though nothing that is read names it.
 BESIDES = {
-    "tests/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "README.md"),
-    "tests/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "README.md"),
+    "tests/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "README.md", "TEACHING.md"),
+    "tests/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "*.md"),
     "tests/test_solutions.py": ("solutions/*.py",),
     "tests/test_items.py": ("solutions/*.py",),
     "tests/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
     "tests/test_slurm.py": ("sbatch/*", ".ci/run"),
-    "tests/test_bench.py": ("bench.json", "README.md"),
+    "tests/test_bench.py": ("bench.json", "bench.md", "README.md"),
     "tests/test_checks.py": ("tests/answers/*.py",),
 }
 # Their patterns name files of all lessons, and their callers say which one: a notebook names its

@@ -24,6 +24,8 @@ import json
 import math
 import os
 import random
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -204,6 +206,14 @@ def cache_folder() -> Path:
         ) from None
 
 
+def program(name: str, *flags: str) -> str:
+    """A command that starts a program of scripts/ with this Python, from any folder.
+
+    A bare `python` may be another one, without torch: the course's own stands in .venv as a rule.
+    """
+    return shlex.join([sys.executable, str(Path(__file__).parents[2] / name), *flags])
+
+
 def fetched(name: str) -> Path:
     """Return the folder of a hub data set, text or images; BadInput where it was not fetched."""
     folder = cache_folder() / name
@@ -211,9 +221,9 @@ def fetched(name: str) -> Path:
         raise BadInput(f"{folder} is a file where the data set {name} belongs: delete it")
     if not folder.is_dir():
         raise BadInput(
-            f"the data set {name} is not on this machine: run `python scripts/prepare_data.py "
-            f"--data {name}` where there is internet (on a cluster the login node), or take "
-            "--data FOLDER or --data embedded"
+            f"the data set {name} is not on this machine: run "
+            f"`{program('prepare_data.py', '--data', name)}` where there is internet (on a cluster "
+            "the login node), or take --data FOLDER or --data embedded"
         )
     return folder
 
@@ -381,9 +391,10 @@ def _texts(data: str, splits: str) -> tuple[str, dict[str, str], str]:
             raise BadInput(f"--data is {data!r}: no such folder or file, nor one of {known}")
         missing = [name for name in HUB_FILES if data in HUB and not (path / name).is_file()]
         if missing:
+            again = program("prepare_data.py", "--data", data)
             raise BadInput(
                 f"{path} lacks {missing[0]}, so it is only a part of {data}: delete it and run "
-                f"`python scripts/prepare_data.py --data {data}` where there is internet"
+                f"`{again}` where there is internet"
             )
         return path.resolve().name, *read_splits(path, splits)
     except OSError as error:

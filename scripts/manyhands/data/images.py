@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manyhands.data.corpus import fetched
+from manyhands.data.corpus import fetched, program
 from manyhands.ranks.runtime import BadInput
 
 HUB: Mapping[str, tuple[str, None]] = {
@@ -66,7 +66,7 @@ def load(data: str) -> Images:
         try:
             return _read(folder)
         except BadInput as problem:
-            again = f"delete {folder} and run `python scripts/prepare_data.py --data {data}`"
+            again = f"delete {folder} and run `{program('prepare_data.py', '--data', data)}`"
             raise BadInput(f"{problem}; for {data}, {again} where there is internet") from None
     folder = Path(os.path.expanduser(data))
     if not folder.is_dir():

@@ -31,7 +31,7 @@ class CannotMeasure(Exception):
 
 
 class Row(NamedTuple):
-    """One figure: its name as README shows it, its goal, its unit."""
+    """One figure: its name as bench.md shows it, its goal, its unit."""
 
     name: str
     goal: str

@@ -68,10 +68,11 @@ def optional_minutes(lesson: Lesson) -> int:
 
 
 def path_row(path: dict[str, Any], lessons: list[Lesson]) -> str:
-    """A row of README's table of paths: `{name: ..., minutes: 360, lessons: ["00 to 2", "04"]}`.
+    """A row of TEACHING.md's table of paths.
 
-    "04" is a lesson's core and "00 to 2" what is core in its opening and sections 1 and 2. More
-    minutes than the path has are an error.
+    A path is `{name: ..., minutes: 360, lessons: ["00 to 2", "04"], goal: ...}`, where "04" is a
+    lesson's core and "00 to 2" what is core in its opening and sections 1 and 2. More minutes than
+    the path has are an error.
     """
     by_number = {lesson.path.stem.partition("_")[0]: lesson for lesson in lessons}
     steps = []

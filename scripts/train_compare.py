@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from manyhands.compare import figures, measure
-from manyhands.compare.ways import ON_A_MESH, WAYS, Make, Setting, ways_for
 from manyhands.data import corpus
 from manyhands.instruments.figures import png
 from manyhands.instruments.meters import machine
@@ -28,6 +27,8 @@ from manyhands.training.report import PAGE, card, grid, tile
 from manyhands.training.report import table as html_rows
 from manyhands.training.report_figures import Picture
 from manyhands.training.storage import open_folder, replace_file, write_json
+from manyhands.ways.ready import Make, Setting
+from manyhands.ways.registry import ON_A_MESH, WAYS, ways_for
 
 FORMAT = "manyhands compare 1"
 TIMEOUT_S = 600  # of a message; the largest models take a while in one process

@@ -50,7 +50,7 @@ from torch.distributed.tensor.parallel import (
 from manyhands.checks import score, tensor as check
 from manyhands.collectives.alpha_beta import predicted_s
 from manyhands.collectives.trees import Group
-from manyhands.compare import figures as compare_figures, measure, ways
+from manyhands.compare import figures as compare_figures, measure
 from manyhands.data_parallel.replicas import broadcast_state, pack, unpack
 from manyhands.fsdp.flat import all_gather, reduce_scatter
 from manyhands.instruments import figures
@@ -64,6 +64,9 @@ from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.tensor import bench, figures as tensor_figures
 from manyhands.tensor.replaced import refuse_extras, refuse_strangers, refuse_untied
+from manyhands.ways import registry
+from manyhands.ways.ready import Setting
+from manyhands.ways.tensor import Parts, tensor_parallel
 
 lab.warm_up()
 print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo")
@@ -541,11 +544,9 @@ for link in (WHOLE_NODES, ONE_IN_EACH):
 
 # %%
 if check.ready(*PARTS):
-    chosen = {name: way for name, way in ways.WAYS.items() if name != "fully_shard"}
-    yours = {"tensor": partial(ways.tensor, cut=TensorParallel)}
-    found = run_ranks(
-        measure.compare, 2, ways.Setting(), ways=chosen | yours, steps=3, timeout_s=120
-    )[0]
+    chosen = {name: way for name, way in registry.WAYS.items() if name != "fully_shard"}
+    yours = {"tensor": partial(tensor_parallel, parts=Parts(TensorParallel=TensorParallel))}
+    found = run_ranks(measure.compare, 2, Setting(), ways=chosen | yours, steps=3, timeout_s=120)[0]
     print(compare_figures.table(found))
     figures.show(compare_figures.draw(found), compare_figures.in_words(found))
     of_way = {name: way for name, way in found["ways"].items() if name != "one process"}

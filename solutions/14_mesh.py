@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from manyhands.checks import mesh as check, score
 from manyhands.collectives.trees import Group
-from manyhands.compare import figures as compare_figures, measure, ways
+from manyhands.compare import figures as compare_figures, measure
 from manyhands.compare.planned import beside, training_of
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.fsdp.units import FSDP
@@ -67,6 +67,8 @@ from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.tensor.dtensor import torch_tensor_parallel
 from manyhands.tensor.model import TensorParallel
+from manyhands.ways.ready import Setting
+from manyhands.ways.registry import ways_for
 
 lab.warm_up()
 print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo")
@@ -1006,8 +1008,8 @@ for sizes, m in (({"dp": 2, "tp": 2}, 1), ({"pp": 4, "dp": 1, "tp": 1}, 8), (SIZ
 # %%
 if check.ready(*GRID):
     names = ("one process", "ZeRO-3", "tensor", "FSDP x TP", "PP x DP")
-    chosen = {name: way for name, way in ways.ways_for(4).items() if name in names}
-    setting = ways.Setting(vocab=128, block=16, micro_batches=2)
+    chosen = {name: way for name, way in ways_for(4).items() if name in names}
+    setting = Setting(vocab=128, block=16, micro_batches=2)
     found = run_ranks(measure.compare, 4, setting, ways=chosen, steps=1, timeout_s=120)[0]
     print(compare_figures.table(found))
     figures.show(compare_figures.draw(found), compare_figures.in_words(found))
@@ -1033,8 +1035,8 @@ if check.ready(*GRID):
 if check.ready("14.7"):
     here = bench.measure_ratio(num_rounds=3)
     names = ("DDP", "ZeRO-3", "pipeline (1F1B)", "tensor")
-    chosen = {name: way for name, way in ways.ways_for(2).items() if name in names}
-    setting = ways.Setting(block=64)
+    chosen = {name: way for name, way in ways_for(2).items() if name in names}
+    setting = Setting(block=64)
     found = run_ranks(measure.compare, 2, setting, ways=chosen, steps=2, timeout_s=120)[0]
     training = training_of(setting, 2, here.step_flops_per_s, here.bytes_per_s)
     stars = {}

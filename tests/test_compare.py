@@ -11,17 +11,6 @@ import training
 from jobs import write_text
 from manyhands.compare import figures, planned
 from manyhands.compare.measure import PARTS, compare
-from manyhands.compare.ways import (
-    ON_A_MESH,
-    WAYS,
-    Ready,
-    Setting,
-    adamw,
-    one_process,
-    own_samples,
-    train_with,
-    ways_for,
-)
 from manyhands.fsdp import fully_shard
 from manyhands.instruments.figures import png
 from manyhands.models.transformer import num_parameters
@@ -29,6 +18,8 @@ from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.tensor import model as split_model
+from manyhands.ways.ready import Ready, Setting, adamw, backward_of, one_process, own_samples
+from manyhands.ways.registry import ON_A_MESH, WAYS, native_for, ways_for
 
 SETTINGS = {
     2: Setting(layers=2, vocab=40, block=8, batch=8, micro_batches=4),
@@ -56,6 +47,15 @@ def test_every_way_trains_as_one_process_does(found):
     for name, one in found["ways"].items():
         assert len(one["losses"]) == 5 and one["difference"] < 1e-5, name
     assert found["ways"]["one process"]["losses"][0] == pytest.approx(3.7, abs=0.2)  # ln 40 to 42
+
+
+@pytest.mark.parametrize("ranks", SETTINGS)
+def test_every_way_of_pytorch_trains_as_one_process_does(ranks):
+    ways = {"one process": one_process, **native_for(ranks)}
+    found = run_ranks(compare, ranks, SETTINGS[ranks], 1, ways=ways, timeout_s=100)[0]
+    assert list(found["ways"]) == list(ways)
+    for name, one in found["ways"].items():
+        assert len(one["losses"]) == 4 and one["difference"] < 1e-5, name
 
 
 def test_memory_is_what_lesson_09_predicts(found):
@@ -183,7 +183,7 @@ def test_the_planner_knows_the_states_of_every_way_that_cuts_them_alike(found):
 def no_averaging(model, setting):
     """Each rank trains on its own samples and tells nobody."""
     optimizer = adamw(model.parameters())
-    return Ready(model, optimizer, train_with(model, optimizer, own_samples))
+    return Ready(model, optimizer, backward_of(model), own_samples)
 
 
 def test_a_way_that_trains_otherwise_is_refused():

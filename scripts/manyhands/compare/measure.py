@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from manyhands.compare.ways import Make, Ready, Setting, ways_for
 from manyhands.instruments.ledger import Entry, Ledger
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.ranks.runtime import together, wait_for
+from manyhands.ways.ready import Make, Ready, Setting
+from manyhands.ways.registry import ways_for
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "gathered")  # as lesson 09 stacks them
 TOLERANCE = 1e-4  # of a loss, in nats
@@ -116,7 +117,7 @@ class OneWay:
 
     def step(self) -> None:
         batch = next(self.batches)
-        if self.ready.step is not None:
+        if self.ready.forward_backward is not None:
             self.losses.append(self.ready.step(*batch))
 
     def timed(self) -> None:
@@ -125,7 +126,7 @@ class OneWay:
 
     def memory(self) -> dict:
         """Bytes of each part at its highest, and of all tensors at the peak, in one step."""
-        if self.ready.step is None:
+        if self.ready.forward_backward is None:
             self.step()
             return {"parts": dict.fromkeys(PARTS, 0), "peak": 0}
         parts = parts_of(self.ready.model, self.ready.optimizer)

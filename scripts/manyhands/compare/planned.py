@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import psutil
 
-from manyhands.compare.ways import Setting
 from manyhands.mesh.hardware import GPUS, LINK_SHARE
 from manyhands.mesh.plan_memory import Layout, Training
 from manyhands.mesh.planner import Plan, price
 from manyhands.mesh.shape import ModelShape
 from manyhands.tensor.cost import Link
+from manyhands.ways.ready import Setting
 
 NOTHING = 1e30  # bytes/s of what costs no time
 

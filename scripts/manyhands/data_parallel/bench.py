@@ -5,8 +5,6 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from manyhands.data_parallel import replicas
-from manyhands.ddp import wrapping
 from manyhands.instruments.benchmark import (
     Measure,
     Measured,
@@ -19,6 +17,7 @@ from manyhands.instruments.benchmark import (
 )
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.ranks import lab
+from manyhands.ways.data_parallel import replica
 
 
 def ddp_ratio() -> list[Measured]:
@@ -38,11 +37,8 @@ def ddp_ratio() -> list[Measured]:
 def time_ddp(shape: Shape, num_rounds: int) -> list[list[float]]:
     """On a rank: times of a step with data parallelism by hand and by torch."""
     torch.manual_seed(dist.get_rank())
-    steps = [
-        make_step(wrap(model), x)
-        for wrap in (replicas.BucketedDDP, wrapping.torch_ddp)
-        for model, x in [shape.build()]
-    ]
+    pairs = [(native, *shape.build()) for native in (False, True)]
+    steps = [make_step(replica(model, native), x) for native, model, x in pairs]
     in_turn(steps, 4)  # torch packs its buckets anew after the first step
     return in_turn(steps, num_rounds)
 
@@ -68,14 +64,14 @@ def time_scaling(shape: Shape, num_rounds: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     alone, (model, tokens) = make_step(*shape.build()), shape.build()
     # Meanwhile the others sleep in the barrier of the next round.
-    together = make_step(replicas.BucketedDDP(model), tokens)
+    together = make_step(replica(model), tokens)
     works = [alone if dist.get_rank() == 0 else int, together]
     works.append(alone)  # all at once, but without a message
     in_turn(works, 2)
     return in_turn(works, num_rounds)
 
 
-FILES = ("data_parallel/replicas.py", "models/transformer.py")
+FILES = ("data_parallel/replicas.py", "models/transformer.py", "ways/data_parallel.py")
 MEASURES = (
     Measure(
         ddp_ratio,

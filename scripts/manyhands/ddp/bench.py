@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands.data.corpus import Blocks, ShardedSampler
-from manyhands.data_parallel.replicas import BucketedDDP
 from manyhands.instruments.timeline import Span, Timeline
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.lab import run_ranks
+from manyhands.ways.data_parallel import replica
 
 # ---- scaling ---------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def _train(
     line = Timeline()
     line.watch_all_reduces(job.bytes_per_s)
     torch.manual_seed(0)
-    model = BucketedDDP(small_model(vocab_size, data.block))
+    model = replica(small_model(vocab_size, data.block))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     losses: list[float] = []
     times: list[float] = []

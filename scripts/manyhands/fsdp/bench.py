@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.fsdp import fully_shard, units
 from manyhands.instruments.benchmark import (
     Measure,
     Measured,
@@ -25,6 +24,7 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.pipeline.stages import Waiting
 from manyhands.ranks import lab
+from manyhands.ways.fsdp import shard
 
 
 def zero3_ratios() -> list[Measured]:
@@ -58,9 +58,9 @@ def measure_zero3(shape: Shape, num_rounds: int) -> tuple[list[list[float]], lis
     """On a rank: times of a step with FSDP by hand and by torch, and bytes at their peaks."""
     torch.manual_seed(dist.get_rank())
     steps, peaks = [], []
-    for wrap in (units.FSDP, fully_shard.torch_fsdp):
-        model, tokens = shape.build()
-        model = wrap(model, list(model.blocks))
+    for native in (False, True):
+        whole, tokens = shape.build()
+        model = shard(whole, native)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         steps.append(make_step(model, tokens, optimizer))
         steps[-1]()  # from now on there is optimizer state
@@ -209,6 +209,6 @@ MEASURES = (
             ),
             Row("the same, peak bytes of tensors on a rank", "<= 1.02", "bytes / bytes"),
         ),
-        ("fsdp/*.py", "models/transformer.py", "instruments/live.py"),
+        ("fsdp/*.py", "models/transformer.py", "instruments/live.py", "ways/fsdp.py"),
     ),
 )

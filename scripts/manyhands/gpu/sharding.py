@@ -5,11 +5,12 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from manyhands.fsdp import flat, units
+from manyhands.fsdp import flat
 from manyhands.gpu import techniques
 from manyhands.gpu.measuring import Memory, Rows
 from manyhands.gpu.scales import Scale
 from manyhands.instruments.timing import median_s
+from manyhands.ways.fsdp import fsdp
 
 
 def prefetch(device: torch.device, scale: Scale) -> Rows:
@@ -17,12 +18,12 @@ def prefetch(device: torch.device, scale: Scale) -> Rows:
     shape = scale.small
     steps = {}
     for name in ("gathered ahead", "gathered when needed"):
-        whole = techniques.begin(shape, device)
-        wrapped = units.FSDP(whole, list(whole.blocks), dtype=scale.dtype)
+        whole, setting = techniques.begin(shape, device), techniques.setting_of(shape, 0)
+        ready = fsdp(whole, setting, dtype=scale.dtype)
         if name == "gathered when needed":
-            for one in chain(*wrapped.units):
+            for one in chain(*ready.model.units):
                 hold(one)
-        steps[name] = techniques.train_step(wrapped, shape, device)
+        steps[name] = techniques.step_of(ready, shape, device)
     times_s = median_s(list(steps.values()), scale.steps, device)
     ranks = dist.get_world_size()
     return [
@@ -55,8 +56,8 @@ def one_way(device: torch.device, scale: Scale, name: str, offloaded: bool) -> d
     """Time and peak memory of a step in one of the two ways."""
     shape = scale.large
     with Memory(device) as gauge:
-        wrapped = techniques.shard(techniques.begin(shape, device), device, scale, offloaded)
-        step = techniques.train_step(wrapped, shape, device)
+        options = {"native": True, "dtype": scale.dtype, "offload": offloaded}
+        step = techniques.train_step(fsdp, shape, device, **options)
         step()  # from now on there is optimizer state
         gauge.begin_peak()
         step()

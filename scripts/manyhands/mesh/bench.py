@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.data_parallel.replicas import BucketedDDP
 from manyhands.instruments.benchmark import Measure, Measured, Row, spread
 from manyhands.instruments.timeline import Timeline
 from manyhands.instruments.timing import in_turn, slowest_rank
@@ -27,6 +26,7 @@ from manyhands.mesh.training import MeshTraining
 from manyhands.models.bench import matmuls
 from manyhands.models.transformer import Transformer, flops_per_token
 from manyhands.ranks.lab import run_ranks
+from manyhands.ways.data_parallel import replica
 
 SHAPE = {"vocab_size": 64, "block": 16, "layers": 3, "heads": 4, "width": 192}
 SIZES = SHAPE["vocab_size"], SHAPE["block"], SHAPE["layers"], SHAPE["width"]
@@ -198,7 +198,7 @@ def _time_crossing(
 ) -> tuple[tuple[float, int, int], list[list[float]]]:
     """On a rank: the network's bytes/s, a step's bytes and messages; and the times of each work."""
     torch.manual_seed(0)
-    model = BucketedDDP(Transformer(**SHAPE), bucket_mb)
+    model = replica(Transformer(**SHAPE), bucket_mb=bucket_mb)
     nbytes = sum(param.nbytes for param in model.parameters())
     data = [torch.randint(SHAPE["vocab_size"], (batch, SHAPE["block"])) for batch in batches]
     quick = dist.all_reduce

@@ -31,6 +31,8 @@ from manyhands.instruments.timing import in_turn
 from manyhands.models.transformer import Transformer, token_loss
 from manyhands.pipeline import bubble, engine, schedules, stages, wiring
 from manyhands.ranks.lab import run_ranks
+from manyhands.ways.pipeline import one_f_one_b
+from manyhands.ways.ready import Setting
 
 # ---- what the notebook measures --------------------------------------------------------------
 
@@ -160,24 +162,13 @@ def pipeline_ratio() -> list[Measured]:
 
 def time_pipeline(shape: Shape, m: int, num_rounds: int) -> list[list[float]]:
     """On a rank: times of forwards and backwards in 1F1B, by hand and by torch."""
-    rank, p, steps = dist.get_rank(), dist.get_world_size(), []
-
+    steps = []
     for native in (False, True):
         model, tokens = shape.build()
-        layers = stages.layers_of(model)
-        own = {rank: stages.cut(layers, stages.partition([1.0] * len(layers), p))[rank]}
-        if native:
-            schedule = wiring.torch_pipeline(own, p, m, token_loss, "1f1b")
-            given = {
-                0: partial(schedule.step, tokens),
-                p - 1: partial(schedule.step, target=tokens),
-            }
-            call = given.get(rank, schedule.step)
-        else:
-            shapes = (shape.batch // m, shape.block, 32 * shape.layers)
-            runner = engine.Pipeline(own, schedules.one_f_one_b(p, m), token_loss, shapes)
-            call = partial(runner.step, tokens, tokens)
-        steps.append(partial(fresh, own[rank], call))
+        setting = Setting(shape.layers, shape.vocab, shape.block, shape.batch, m)
+        ready = one_f_one_b(model, setting, native)
+        call = partial(ready.forward_backward, tokens, tokens)
+        steps.append(partial(fresh, ready.model, call))
     in_turn(steps, 3)
     return in_turn(steps, num_rounds)
 
@@ -216,6 +207,7 @@ FILES = (
     "pipeline/stages.py",
     "pipeline/wiring.py",
     "models/transformer.py",
+    "ways/pipeline.py",
 )
 MEASURES = (
     Measure(

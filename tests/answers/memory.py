@@ -221,7 +221,7 @@ def accumulate_beside(model, micro_batches):
     return losses / count
 
 
-@wrong("9.5", "calls of the model, by the number of targets")
+@wrong("9.5", "calls of the model, by the size of the last argument")
 def accumulate_puts_together(model, micro_batches):
     loss = model(*(torch.cat(parts) for parts in zip(*micro_batches, strict=True)))
     loss.backward()

@@ -5,7 +5,9 @@ layout    the job's ranks, divided into groups; an exercise without ranks has no
 step      one case in one layout
 """
 
+import inspect
 import itertools
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
@@ -53,6 +55,7 @@ class Spec:
         truth: the course's own function or class, itself tested elsewhere; a Pair of two where the
             exercise has two.
         cases: draws them, the smallest first; is given the size of a group where there are layouts.
+            A plain tuple holds the arguments, and `case.x` is the one that the truth names x.
         observe: (answer, case), with layouts (answer, case, place) -> what the call shows, as plain
             data. In a dict, a part that is True or False is a statement, such as "x is unchanged";
             the part "besides" is not judged, and helps to tell mistakes apart. May raise Wrong.
@@ -131,9 +134,16 @@ class Spec:
     def draw(self) -> dict[int, list]:
         """The cases for each size of a group; under 0 those without ranks."""
         if not self.layouts:
-            return {0: self.cases()}
+            return {0: [self._named(case) for case in self.cases()]}
         sizes = sorted({len(group) for layout in self.layouts for group in layout})
-        return {n: self.cases(n) for n in sizes}
+        return {n: [self._named(case) for case in self.cases(n)] for n in sizes}
+
+    def _named(self, case: object) -> object:
+        """A plain tuple of arguments gets the names of the truth's parameters."""
+        if type(case) is not tuple or not case:
+            return case
+        parameters = inspect.signature(parts_of(self.truth)[0]).parameters
+        return namedtuple("Case", list(parameters)[: len(case)])(*case)
 
     def steps(self, cases: dict[int, list]) -> list[Step]:
         """Every case in every layout."""

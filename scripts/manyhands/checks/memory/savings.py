@@ -16,40 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed, number, tensor
+from manyhands.checks.engine.watch import Watched
 from manyhands.memory import savings
-
-
-class Box:
-    """One tensor that autograd keeps; it dies with what keeps it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
-class Graphs:
-    """Which calls have left something for backward that still lives."""
-
-    def __init__(self) -> None:
-        self.calls: list[weakref.WeakSet] = []
-
-    def watch(self) -> saved_tensors_hooks:
-        """Note, as a `with` block around one call, what autograd keeps of it."""
-        boxes = weakref.WeakSet()
-        self.calls.append(boxes)
-
-        def pack(tensor: Tensor) -> Box:
-            box = Box(tensor)
-            boxes.add(box)
-            return box
-
-        return saved_tensors_hooks(pack, lambda box: box.tensor)
-
-    def num_alive(self) -> int:
-        """How many calls autograd still keeps something of."""
-        return sum(bool(len(boxes)) for boxes in self.calls)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -61,88 +31,40 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Reader(nn.Module):
-    """A model with a frozen layer that writes down what lives whenever it is called."""
+    """The mean loss of targets that belong to the last inputs of each row; a layer is frozen."""
 
     def __init__(self, draw: Generator) -> None:
         super().__init__()
-        sizes = {"frozen": (5, 5), "tokens": (7, 5), "head": (5, 7)}
-        for name, size in sizes.items():
+        for name, size in {"frozen": (5, 5), "tokens": (7, 5), "head": (5, 7)}.items():
             weight = torch.randn(size, generator=draw, dtype=torch.float64)
             setattr(self, name, nn.Parameter(weight, requires_grad=name != "frozen"))
-        self.graphs = Graphs()
-        self.alive: list[int] = []  # at each call: earlier graphs
-        self.calls: list[tuple[int, bool]] = []  # targets, and train or eval
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of the targets, which belong to the last inputs of each row."""
-        self.alive.append(self.graphs.num_alive())
-        self.calls.append((targets.numel(), self.training))
-        with self.graphs.watch():
-            hidden = torch.tanh(self.tokens[inputs[:, -targets.shape[1] :]] @ self.frozen)
-            return 1e3 * F.cross_entropy((hidden @ self.head).flatten(0, 1), targets.flatten())
+        hidden = torch.tanh(self.tokens[inputs[:, -targets.shape[1] :]] @ self.frozen)
+        return 1e3 * F.cross_entropy((hidden @ self.head).flatten(0, 1), targets.flatten())
 
 
-class Pieces(NamedTuple):
-    """Micro-batches of (rows, targets a row) each."""
-
-    seed: int
-    shapes: list[tuple[int, int]]
-    filled: bool = False  # is there something in .grad before?
-    prompt: int = 0  # tokens at the start of each row that have no target
-    train: bool = True
+def cut(*shapes: tuple[int, int], prompt: int = 0, **watched: bool) -> tuple:
+    """A model, and micro-batches of (rows, targets a row); a row begins with a prompt of inputs."""
+    draw = cases.generator(cases.draw_seed())
+    sizes = [((rows, prompt + num), (rows, num)) for rows, num in shapes]
+    batches = [tuple(torch.randint(7, size, generator=draw) for size in two) for two in sizes]
+    return Watched(Reader(draw), **watched), batches
 
 
-def pieces() -> list[Pieces]:
-    """One micro-batch, equal ones, others; with gradients from before; train and eval."""
-    return [
-        Pieces(cases.draw_seed(), [(3, 2)], prompt=1),
-        Pieces(cases.draw_seed(), [(2, 3), (2, 3)]),
-        Pieces(cases.draw_seed(), [(3, 2)], filled=True, train=False),
-        Pieces(cases.draw_seed(), [(2, 5), (3, 2), (1, 7), (2, 1)], prompt=3),
-        Pieces(cases.draw_seed(), [(2, 3), (1, 6), (2, 4)], filled=True, prompt=1, train=False),
-    ]
+def accumulated(answer: Callable, case: tuple) -> dict:
+    """The loss, the gradients, and how the model was called."""
+    case.model.fill()
+    value = answer(*case)
+    has_graph = getattr(value, "requires_grad", False)
+    loss = {"the returned loss": number(value), "the returned loss has no graph": not has_graph}
+    return case.model.facts() | loss
 
 
-ALIVE = "graphs of earlier micro-batches that are alive when a forward begins"
-CALLS = "calls of the model, by the number of targets"
-
-
-def accumulated(answer: Callable, case: Pieces) -> dict:
-    """The loss, the gradients, how the model was called, and what else has changed."""
-    draw = cases.generator(case.seed)
-    model = Reader(draw).train(case.train)
-    batches = [
-        tuple(torch.randint(7, (rows, n), generator=draw) for n in (case.prompt + num, num))
-        for rows, num in case.shapes
-    ]
-    for param in trainable(model) if case.filled else ():
-        param.grad = torch.randn(param.shape, generator=draw, dtype=torch.float64)
-    weights = [param.detach().clone() for param in model.parameters()]
-    given = [part.clone() for batch in batches for part in batch]
-    value = answer(model, batches)
-    now = [part for batch in batches for part in batch]
-    unchanged = len(now) == len(given) and all(map(torch.equal, now, given))
-    return {
-        CALLS: sorted(num for num, _ in model.calls),
-        ALIVE: model.alive,
-        "the model is in the mode in which it was given": {mode for _, mode in model.calls}
-        == {model.training}
-        == {case.train},
-        "the gradient of tokens": model.tokens.grad,
-        "the gradient of head": model.head.grad,
-        "the frozen parameter has no gradient": model.frozen.grad is None,
-        "the returned loss": number(value),
-        "the returned loss has no graph": not getattr(value, "requires_grad", False),
-        "the weights are unchanged": all(map(torch.equal, weights, model.parameters())),
-        "the micro-batches are unchanged": unchanged,
-        "besides": model.graphs.num_alive(),
-    }
-
-
-def tell_pieces(case: Pieces) -> str:
+def tell_pieces(case: tuple) -> str:
     """The call, by the numbers of targets."""
-    targets = ", ".join(str(rows * num) for rows, num in case.shapes)
-    filled = ", and gradients from before" if case.filled else ""
+    targets = ", ".join(str(targets.numel()) for _, targets in case.micro_batches)
+    filled = ", and gradients from before" if case.model.filled else ""
     return f"accumulate with micro-batches of {targets} targets{filled},"
 
 
@@ -155,13 +77,21 @@ SUM = "torch.stack(losses).sum()"
 accumulate = Spec(
     todo="9.5",
     truth=savings.accumulate,
-    cases=pieces,
+    cases=lambda: [
+        cut((3, 2), prompt=1),
+        cut((2, 3), (2, 3)),
+        cut((3, 2), filled=True, mode=False),
+        cut((2, 5), (3, 2), (1, 7), (2, 1), prompt=3),
+        cut((2, 3), (1, 6), (2, 4), filled=True, prompt=1, mode=False),
+    ],
     observe=accumulated,
     tell=tell_pieces,
     advice={
         "": "Fill the .grad of trainable parameters, and change nothing else.",
-        CALLS: "Call the model once for each micro-batch, on this micro-batch alone.",
-        ALIVE: "Call backward() inside the loop, on this micro-batch's loss.",
+        "calls of the model, by the size of the last argument": "Call it once for each of them.",
+        "graphs of earlier calls that are alive when a forward begins": (
+            "Call backward() inside the loop, on this micro-batch's loss."
+        ),
         "the gradient of tokens": WEIGH,
         "the returned loss": "Return the sum of the weighted losses.",
     },
@@ -222,29 +152,18 @@ accumulate = Spec(
 # ---- 9.6 ------------------------------------------------------------------------------------
 
 
-class Layer:
-    """A function with weights and random numbers that writes down every call."""
+class Layer(nn.Module):
+    """A function with weights and random numbers."""
 
     def __init__(self, draw: Generator, num_params: int) -> None:
+        super().__init__()
         matrices = torch.randn(num_params, 4, 4, generator=draw, dtype=torch.float64)
-        self.params = [nn.Parameter(matrix) for matrix in matrices]
-        self.graphs = Graphs()
-        self.noise: list[Tensor] = []
-        self.recorded: list[bool] = []  # by autograd, at each call
+        self.weights = nn.ParameterList(nn.Parameter(matrix) for matrix in matrices)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(self.noise) == 8:  # two are right; a recursion has no end
-            raise Wrong(
-                "the function ran 8 times, and was called once more",
-                "It runs once in forward and once in backward.",
-                "Run the function itself: function(x) in forward, ctx.function(x) in backward.",
-            )
-        with self.graphs.watch():
-            for weight in self.params:
-                x = torch.tanh(x @ weight)
-            self.noise.append(torch.rand(x.shape))
-            self.recorded.append(torch.is_grad_enabled())
-            return x.sin() * self.noise[-1]
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x.sin() * torch.rand(x.shape)
 
 
 class Chain(NamedTuple):
@@ -291,12 +210,13 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
     """Forward and backward: what came out, what lived in between, and the random numbers."""
     apply = getattr(answer, "apply", answer)
     draw = cases.generator(case.seed)
-    layers = [Layer(draw, count) for count in case.num_params]
+    layers = [
+        Watched(Layer(draw, count), filled=case.filled, most_calls=8) for count in case.num_params
+    ]
     first = torch.randn(3, 4, generator=draw, dtype=torch.float64, requires_grad=case.wants_grad)
     up = torch.randn(3, 4, generator=draw, dtype=torch.float64) * 3
-    params = [param for layer in layers for param in layer.params]
-    for param in params if case.filled else ():
-        param.grad = torch.randn(4, 4, generator=draw, dtype=torch.float64)
+    for layer in layers:
+        layer.fill()
     torch.manual_seed(case.seed)
     torch.rand(5)  # the random numbers are not at their start
     x = y = first.sin() if case.wants_grad else first
@@ -305,36 +225,36 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
     is_bare = True
     for layer in layers:
         last = y
+        params = list(layer.parameters())
         kept.clear()
         # Hooks would give a saved parameter back as another tensor, without its .grad.
         hooks = saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
-        with contextlib.nullcontext() if layer.params else hooks:
-            y = apply(layer, y, *layer.params)
+        with contextlib.nullcontext() if params else hooks:
+            y = apply(layer, y, *params)
         if not isinstance(y, Tensor):
             raise malformed(y, "the tensor that the function gives", "forward returns function(x).")
-        only_x = only_x and bool(layer.params or own_storages(kept, last))
+        only_x = only_x and bool(params or own_storages(kept, last))
         is_bare = is_bare and (not y.requires_grad or bare_context(y))
     kept.clear()
     seen = {
-        "calls of each function in forward": [len(layer.noise) for layer in layers],
+        "calls of each function in forward": [len(layer.sizes) for layer in layers],
         "the result": tensor(y),
         "the result has a way back": y.requires_grad,
         "no activation inside the function is alive after forward": not any(
-            layer.graphs.num_alive() for layer in layers
+            layer.num_alive() for layer in layers
         ),
         UNRECORDED: not any(layer.recorded[0] for layer in layers if layer.recorded),
         "a random number after forward": torch.rand(1).item(),
     }
     if y.requires_grad:
         y.backward(up)
-    pairs = [layer.noise for layer in layers]
     seen |= {
-        "calls of each function, with backward": [len(noise) for noise in pairs],
+        "calls of each function, with backward": [len(layer.sizes) for layer in layers],
         "the function draws the same random numbers in backward": all(
-            torch.equal(noise[0], noise[-1]) for noise in pairs
+            torch.equal(layer.draws[0], layer.draws[-1]) for layer in layers
         ),
         "the gradient of x": first.grad,
-        "the gradients of the parameters": [param.grad for param in params],
+        "the gradients of the parameters": [p.grad for layer in layers for p in layer.parameters()],
         "a random number after backward": torch.rand(1).item(),
         "the caller's x requires a gradient only if it did": x.requires_grad == case.wants_grad,
         "autograd keeps x itself, as it was given, and no other number": only_x,

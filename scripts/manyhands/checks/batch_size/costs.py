@@ -2,37 +2,26 @@
 
 import math
 import random
-from typing import NamedTuple
 
 from manyhands.batch_size import scaling
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import number, show
 
 # ---- 3.7 ------------------------------------------------------------------------------------
 
 
-class Deadline(NamedTuple):
-    """The arguments of one call of `fewest_processors`."""
-
-    least: float
-    critical: float
-    batch: int
-    step_s: float
-    limit_s: float
-
-
-def deadlines() -> list[Deadline]:
+def deadlines() -> list[Call]:
     """Just in time; too late with any number; one is enough; some; many; the limit itself."""
-    found = [Deadline(40.0, 24.0, 8, 0.5, 50.0)]  # two processors need 50 s
+    found = [(40.0, 24.0, 8, 0.5, 50.0)]  # two processors need 50 s
     least = float(random.randint(40, 90))
-    found.append(Deadline(least, 30.0, 4, 0.25, 0.25 * least - 2))
+    found.append((least, 30.0, 4, 0.25, 0.25 * least - 2))
     for num in (1, random.randint(3, 7), random.randint(40, 80)):
         batch = random.choice([2, 4, 16])
         critical = random.randint(30, 60) + 0.5
         enough = num - random.uniform(0.3, 0.7)  # of a processor, the last one would be
         limit_s = 0.125 * least * (1 + critical / (enough * batch))
-        found.append(Deadline(least, critical, batch, 0.125, round(limit_s, 9)))
-    return [*found, Deadline(64.0, 30.0, 4, 0.5, 32.0)]
+        found.append((least, critical, batch, 0.125, round(limit_s, 9)))
+    return [*found, (64.0, 30.0, 4, 0.5, 32.0)]
 
 
 def whole_or_none(value: object) -> int | float | None:

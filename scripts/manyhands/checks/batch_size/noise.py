@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manyhands.batch_size import scaling
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import malformed, number, same, show, tensor
 
 # ---- 3.5 ------------------------------------------------------------------------------------
@@ -113,16 +113,7 @@ average_over_ranks = Spec(
 # ---- 3.6 ------------------------------------------------------------------------------------
 
 
-class Squares(NamedTuple):
-    """The arguments of one call of `noise_scale`."""
-
-    small_squares: list[float]
-    large_squares: list[float]
-    small: int
-    large: int
-
-
-def squares() -> list[Squares]:
+def squares() -> list[Call]:
     """One measurement each; lists of unequal length; large sizes; a true square below 0."""
     found = []
     for counts, small, large in (((1, 1), 4, 16), ((5, 3), 6, 50), ((4, 9), 128, 4096)):
@@ -131,8 +122,8 @@ def squares() -> list[Squares]:
             [(true + variance / size) * random.uniform(0.7, 1.6) for _ in range(count)]
             for count, size in zip(counts, (small, large), strict=True)
         ]
-        found.append(Squares(*lists, small, large))
-    return [*found, Squares([9.0, 7.5, 6.0], [0.5, 0.75], 2, 32)]
+        found.append((*lists, small, large))
+    return [*found, ([9.0, 7.5, 6.0], [0.5, 0.75], 2, 32)]
 
 
 def one_number(value: object) -> Tensor:

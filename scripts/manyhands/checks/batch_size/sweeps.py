@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.batch_size import scaling
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import malformed, number, same, show, whole
 
 # ---- 3.1 ------------------------------------------------------------------------------------
@@ -395,22 +395,16 @@ steps_to_target = Spec(
 # ---- 3.3 ------------------------------------------------------------------------------------
 
 
-class Sweep(NamedTuple):
-    """The argument of one call of `best_rate`."""
-
-    steps: dict[float, list]
-
-
-def sweeps() -> list[Sweep]:
+def sweeps() -> list[Call]:
     """One rate; misses; lists of unequal length; a miss with every rate; 0 steps; many seeds."""
     a, b, c = (random.randint(20, 30) for _ in range(3))
     return [
-        Sweep({0.5: [a, b + 40, c + 1]}),
-        Sweep({0.1: [90, 110, 131], 0.2: [a, None, b], 0.4: [70, 45, 60], 0.8: [1, 300, 90]}),
-        Sweep({0.05: [None, None], 0.1: [12, None]}),
-        Sweep({0.4: [50, 64], 0.1: [10, 20, 61, 110], 0.2: [57, 58, 57], 0.3: [3, None, 3]}),
-        Sweep({1: [None], 2: [9, 9, 0, 9, 9, 9], 3: [0, 15, 16, 1, 12, 2], 4: [5, 5, None]}),
-        Sweep({4.0: (31, 32), 2.0: (40, 21), 1.0: (70, 71, 72), 8.0: (None, 2)}),
+        ({0.5: [a, b + 40, c + 1]},),
+        ({0.1: [90, 110, 131], 0.2: [a, None, b], 0.4: [70, 45, 60], 0.8: [1, 300, 90]},),
+        ({0.05: [None, None], 0.1: [12, None]},),
+        ({0.4: [50, 64], 0.1: [10, 20, 61, 110], 0.2: [57, 58, 57], 0.3: [3, None, 3]},),
+        ({1: [None], 2: [9, 9, 0, 9, 9, 9], 3: [0, 15, 16, 1, 12, 2], 4: [5, 5, None]},),
+        ({4.0: (31, 32), 2.0: (40, 21), 1.0: (70, 71, 72), 8.0: (None, 2)},),
     ]
 
 
@@ -481,14 +475,7 @@ best_rate = Spec(
 # ---- 3.4 ------------------------------------------------------------------------------------
 
 
-class Sizes(NamedTuple):
-    """The arguments of one call of `fit_steps`."""
-
-    batches: list[int]
-    steps: list[float]
-
-
-def fits() -> list[Sizes]:
+def fits() -> list[Call]:
     """Two sizes; some, off the law and in no order; many and large ones."""
     least, critical = random.randint(30, 60), random.randint(12, 40)
 
@@ -500,9 +487,9 @@ def fits() -> list[Sizes]:
 
     some, many = [16, 2, 64, 4, 32, 8], [2**index for index in range(1, 13)]
     return [
-        Sizes([4, 64], steps_of([4, 64], 0)),
-        Sizes(some, steps_of(some, 0.1)),
-        Sizes(many, [100 * n for n in steps_of(many, 0.15)]),
+        ([4, 64], steps_of([4, 64], 0)),
+        (some, steps_of(some, 0.1)),
+        (many, [100 * n for n in steps_of(many, 0.15)]),
     ]
 
 

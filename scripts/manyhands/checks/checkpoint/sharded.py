@@ -11,19 +11,13 @@ import torch
 from manyhands.checkpoint import sharded
 from manyhands.checkpoint.pieces import Box, Piece
 from manyhands.checks.checkpoint.boxes import box
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import kind
 
 # ---- 11.4 ----------------------------------------------------------------------------------------
 
 
-class Holders(NamedTuple):
-    """What each rank holds."""
-
-    every_box: list[dict[str, Box]]
-
-
-def states() -> list[Holders]:
+def states() -> list[Call]:
     """Shards, a tensor that all hold, replicas of shards, one rank's own, empty boxes, scalars."""
     rows = [box((4 * rank, 4), (0, 3)) for rank in range(3)]
     own = [{"w": row, "table": box((0, 10))} for row in rows]
@@ -33,18 +27,18 @@ def states() -> list[Holders]:
     sizes = {"a": 1, "b": 9, "c": 1, "d": 1}
     wide = {"a": box((0, 2), (0, 9)), "b": box((0, 12), (0, 1)), "c": box((0, 5))}
     return [
-        Holders(own),
-        Holders([{"w": row} for row in rows[::-1]]),
-        Holders(replicas),
-        Holders([several] * 2),
-        Holders([wide] * 2),
-        Holders([{n: box((0, s)) for n, s in sizes.items()}] * 3),
-        Holders([{"t": box((0, 20)), "v": box((0, 4))}, {"v": box((0, 4))}, {"t": box((0, 20))}]),
-        Holders(odd),
+        (own,),
+        ([{"w": row} for row in rows[::-1]],),
+        (replicas,),
+        ([several] * 2,),
+        ([wide] * 2,),
+        ([{n: box((0, s)) for n, s in sizes.items()}] * 3,),
+        ([{"t": box((0, 20)), "v": box((0, 4))}, {"v": box((0, 4))}, {"t": box((0, 20))}],),
+        (odd,),
     ]
 
 
-def plan_seen(answer: Callable, case: Holders) -> dict:
+def plan_seen(answer: Callable, case: Call) -> dict:
     """Which rank writes what, in order, and how many numbers each."""
     found = answer([dict(boxes) for boxes in case.every_box])
     if not isinstance(found, dict):
@@ -115,7 +109,7 @@ plan = Spec(
 )
 
 
-def _held(case: Holders) -> str:
+def _held(case: Call) -> str:
     names = sorted(set(itertools.chain(*case.every_box)))
     return ", ".join(names)
 

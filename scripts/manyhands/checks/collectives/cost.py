@@ -4,29 +4,22 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import listing, number, show
 from manyhands.collectives import alpha_beta
 
 # ---- 4.11 -----------------------------------------------------------------------------------
 
 
-class Times(NamedTuple):
-    """One call: sizes of messages (bytes) and their times (s)."""
-
-    sizes_bytes: Sequence[float]
-    times_s: Sequence[float]
-
-
-def on_a_line(sizes: Sequence[float], errors: Sequence[float], slow: float = 1.0) -> Times:
+def on_a_line(sizes: Sequence[float], errors: Sequence[float], slow: float = 1.0) -> Call:
     """Times alpha + beta * size, each multiplied by an error; alpha and beta are drawn."""
     alpha_s = slow * random.uniform(2e-5, 2e-4)
     beta_s = slow / random.uniform(5e8, 5e9)
     pairs = zip(sizes, errors, strict=True)
-    return Times(sizes, [(alpha_s + beta_s * size) * error for size, error in pairs])
+    return (sizes, [(alpha_s + beta_s * size) * error for size, error in pairs])
 
 
-def drawn_times() -> list[Times]:
+def drawn_times() -> list[Call]:
     """Exact times; then noisy ones, in which the weights decide; also in another order."""
     sizes = [0, 8, 256, 4096, 65_536, 1 << 20, 1 << 23, 1 << 26]
     noise = [random.choice((0.8, 0.9, 1.1, 1.2)) for _ in sizes]
@@ -43,13 +36,13 @@ def drawn_times() -> list[Times]:
     ]
 
 
-def squares(fit: Sequence[float], case: Times) -> float:
+def squares(fit: Sequence[float], case: Call) -> float:
     """The sum of the squared relative errors of a line."""
     pairs = zip(case.sizes_bytes, case.times_s, strict=True)
     return sum(((fit[0] + fit[1] * size) / time - 1) ** 2 for size, time in pairs)
 
 
-def fits(found: Sequence[float], wanted: Sequence[float], case: Times) -> bool:
+def fits(found: Sequence[float], wanted: Sequence[float], case: Call) -> bool:
     """Is the sum of squares as small, but for the rounding of float32 or the end of a search?"""
     return len(found) == 2 and squares(found, case) <= 1.001 * squares(wanted, case) + 1e-5
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import malformed
 from manyhands.data_parallel import replicas
 
@@ -17,36 +17,29 @@ TYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 BUCKETS = "[[...], ...], lists of the parameters that were given"
 
 
-class Sizes(NamedTuple):
-    """Parameters as (number of elements, type, frozen?), and the size of a bucket."""
-
-    params: tuple[tuple[int, str, bool], ...]
-    bucket_bytes: int
-
-
 def plain(*sizes: int) -> tuple:
     """Trainable parameters in fp32, of 4 bytes per number."""
     return tuple((size, "fp32", False) for size in sizes)
 
 
-def packings(n: int = 1) -> list[Sizes]:
+def packings(n: int = 1) -> list[Call]:
     """Full to the last byte, one too large, several types, frozen ones, none, and drawn ones."""
     draw = cases.generator(cases.draw_seed())
     drawn = torch.randint(1, 12, (9,), generator=draw).tolist()
     return [
-        Sizes(plain(4, 4, 4), 32),
-        Sizes(plain(2, 3, 7, 9), 48),  # the 2 and 3 would fit behind the 9, and open a new one
-        Sizes(plain(2, 30, 3, 1), 40),
-        Sizes(((3, "fp32", False), (2, "fp32", True), (4, "fp32", False)), 36),
-        Sizes(((2, "fp32", False), (2, "bf16", False), (3, "fp32", False)), 100),
-        Sizes(((6, "bf16", False), (6, "bf16", False), (3, "fp64", False)), 24),
-        Sizes(plain(*drawn), 64),
-        Sizes((), 100),
-        Sizes(((3, "fp32", True),), 100),
+        (plain(4, 4, 4), 32),
+        (plain(2, 3, 7, 9), 48),  # the 2 and 3 would fit behind the 9, and open a new one
+        (plain(2, 30, 3, 1), 40),
+        (((3, "fp32", False), (2, "fp32", True), (4, "fp32", False)), 36),
+        (((2, "fp32", False), (2, "bf16", False), (3, "fp32", False)), 100),
+        (((6, "bf16", False), (6, "bf16", False), (3, "fp64", False)), 24),
+        (plain(*drawn), 64),
+        ((), 100),
+        (((3, "fp32", True),), 100),
     ]
 
 
-def packed(answer, case: Sizes) -> list[list[int]]:
+def packed(answer, case: Call) -> list[list[int]]:
     """The buckets, each parameter by its place in the model."""
     params = [
         nn.Parameter(torch.zeros(size, dtype=TYPES[kind]), not frozen)
@@ -64,7 +57,7 @@ def packed(answer, case: Sizes) -> list[list[int]]:
     return found
 
 
-def say_packing(case: Sizes) -> str:
+def say_packing(case: Call) -> str:
     """The parameters in words."""
     words = []
     for number, (size, kind, frozen) in enumerate(case.params):

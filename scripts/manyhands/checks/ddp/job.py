@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import Malformed, malformed
 from manyhands.instruments.ledger import Ledger
 from manyhands.ranks import runtime
@@ -29,14 +29,7 @@ ALONE = (
 )
 
 
-class Process(NamedTuple):
-    """One call of place."""
-
-    environ: dict[str, str]
-    num_gpus: int
-
-
-def processes() -> list[Process]:
+def processes() -> list[Call]:
     """Alone, on one node, and on the second of two nodes that start unequal numbers."""
     here = random.randint(3, 4)  # processes on this node
     before = 2 * here + random.randint(1, here - 1)  # on the nodes before it, no multiple
@@ -51,19 +44,19 @@ def processes() -> list[Process]:
     first_here = started(before, 0, before + here)
     later_here = started(before + local, local, before + here)
     return [
-        Process({}, 0),
-        Process({}, 1),
-        Process({}, 8),
-        Process(one_node, here),
-        Process(started(0, 0, here), here - 1),
-        Process(started(here - 1, here - 1, here), here - 1),
-        Process(first_here, here + 1),
-        Process(later_here, here),
-        Process(later_here, 0),
+        ({}, 0),
+        ({}, 1),
+        ({}, 8),
+        (one_node, here),
+        (started(0, 0, here), here - 1),
+        (started(here - 1, here - 1, here), here - 1),
+        (first_here, here + 1),
+        (later_here, here),
+        (later_here, 0),
     ]
 
 
-def place_seen(answer, case: Process) -> World:
+def place_seen(answer, case: Call) -> World:
     """The answer, where the process's own environment holds other numbers, and no GPU is chosen."""
     other = {"RANK": "77", "LOCAL_RANK": "78", "WORLD_SIZE": "79", "LOCAL_WORLD_SIZE": "0"}
     with mock.patch.dict(os.environ, other), mock.patch.object(torch.cuda, "set_device"):
@@ -88,7 +81,7 @@ def as_world(value: object) -> dict:
     return {**parts, "device": str(value.device)}
 
 
-def say_process(case: Process) -> str:
+def say_process(case: Call) -> str:
     """A call of place in words."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     given = ", ".join(f"{name}={case.environ[name]}" for name in names if name in case.environ)
@@ -339,26 +332,16 @@ PORT = "The port is 20000 + job_id % 10000."
 HEAD = "Pass --rdzv-conf=is_host=1 on the head node and is_host=0 on the others."
 
 
-class Agent(NamedTuple):
-    """One call of rendezvous_arguments."""
-
-    num_nodes: int
-    processes_per_node: int
-    head_node: str
-    job_id: int
-    is_head: bool
-
-
-def agents() -> list[Agent]:
+def agents() -> list[Call]:
     """Heads and others; small job ids, multiples of 10000, and ids of any length."""
     job_id = random.randint(5_001, 9_999)
     far = (2 * random.randint(10**8, 10**9) + 1) * 10_000 + random.randint(1, 9_999)
     return [
-        Agent(2, 4, "node17", job_id, True),
-        Agent(2, 4, "node17", job_id, False),
-        Agent(1, 3, "10.0.0.7", 0, True),
-        Agent(12, 8, "gpu-07.site", 10_000 * random.randint(2, 90), False),
-        Agent(3, 1, "node17", far, False),
+        (2, 4, "node17", job_id, True),
+        (2, 4, "node17", job_id, False),
+        (1, 3, "10.0.0.7", 0, True),
+        (12, 8, "gpu-07.site", 10_000 * random.randint(2, 90), False),
+        (3, 1, "node17", far, False),
     ]
 
 
@@ -401,7 +384,7 @@ def _by_name(options: dict[str, str]) -> dict:
     return found
 
 
-def same_options(found: dict, wanted: dict, case: Agent) -> bool:
+def same_options(found: dict, wanted: dict, case: Call) -> bool:
     """An id may hold more than the job's number."""
     numbers = re.findall(r"\d+", found["--rdzv-id"] or "")
     named = {**found, "--rdzv-id": str(case.job_id)} if str(case.job_id) in numbers else found

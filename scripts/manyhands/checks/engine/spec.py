@@ -5,12 +5,13 @@ layout    the job's ranks, divided into groups; an exercise without ranks has no
 step      one case in one layout
 """
 
+import functools
 import inspect
 import itertools
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ from manyhands.checks.engine.mistakes import Mistake
 from manyhands.checks.engine.values import first_difference, same, show
 
 Layout = tuple[tuple[int, ...], ...]  # groups of ranks of the job
+Call = Any  # a case of arguments, each by the name of its parameter
 Step = tuple[int, int]  # the layout's number, the case's number
 
 
@@ -143,7 +145,7 @@ class Spec:
         if type(case) is not tuple or not case:
             return case
         parameters = inspect.signature(parts_of(self.truth)[0]).parameters
-        return namedtuple("Case", list(parameters)[: len(case)])(*case)
+        return _arguments(tuple(parameters)[: len(case)])(*case)
 
     def steps(self, cases: dict[int, list]) -> list[Step]:
         """Every case in every layout."""
@@ -169,6 +171,11 @@ class Spec:
             place = members.index(rank)
             return f"with group = ranks {list(members)}, on its rank {place}: {call}"
         return f"on rank {rank} of {len(members)}: {call}"
+
+
+@functools.cache
+def _arguments(names: tuple[str, ...]) -> type[tuple]:
+    return namedtuple("Arguments", names)
 
 
 def _call(name: str, case: object) -> str:

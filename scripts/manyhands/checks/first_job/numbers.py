@@ -3,29 +3,21 @@
 import math
 import random
 from statistics import fmean
-from typing import NamedTuple
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show
 from manyhands.first_job import planning, power_law
 
 # ---- 0.3 ------------------------------------------------------------------------------------
 
 
-class Points(NamedTuple):
-    """One call of fit_power_law."""
-
-    sizes: list[float]
-    errors: list[float]
-
-
-def curve(a: float, b: float, sizes: list[float], spread: float = 0.0) -> Points:
+def curve(a: float, b: float, sizes: list[float], spread: float = 0.0) -> Call:
     """A power law, with scattered errors."""
     errors = [a * size**-b * math.exp(spread * random.gauss(0, 1)) for size in sizes]
-    return Points(sizes, errors)
+    return sizes, errors
 
 
-def point_sets() -> list[Points]:
+def point_sets() -> list[Call]:
     """Two points, exact curves that fall and rise, tuples; scattered ones with repeated sizes."""
     a, b = random.uniform(3, 8), random.uniform(0.2, 0.8)
     sizes = [size for size in (20, 40, 80, 160, 320, 640) for _ in range(random.randrange(2, 5))]
@@ -34,7 +26,7 @@ def point_sets() -> list[Points]:
     return [
         curve(6.0, 0.5, [4.0, 100.0]),
         exact,
-        Points(tuple(exact.sizes), tuple(exact.errors)),
+        tuple(map(tuple, exact)),
         curve(random.uniform(0.02, 0.1), -random.uniform(0.1, 0.4), [10, 100, 2000]),
         curve(random.uniform(20, 90), random.uniform(1.1, 1.6), [1000.0, 1e6, 1e4]),
         curve(a, b, sizes, 0.4),
@@ -59,7 +51,7 @@ def as_close(found: dict, wanted: dict, case: object) -> bool:
     return all(math.isclose(found[n], wanted[n], rel_tol=1e-3, abs_tol=1e-6) for n in wanted)
 
 
-def distances(found: dict, wanted: dict, case: Points) -> str:
+def distances(found: dict, wanted: dict, case: Call) -> str:
     """How far the line lies from the points, against the least."""
     if not found["a"] > 0:
         return "a is the error at size 1, which is above 0."
@@ -152,15 +144,7 @@ def two(values: dict) -> str:
 # ---- 0.5 ------------------------------------------------------------------------------------
 
 
-class Hours(NamedTuple):
-    """One call of device_hours."""
-
-    busy: list
-    num_granted: int
-    seconds: float
-
-
-def hours() -> list[Hours]:
+def hours() -> list[Call]:
     """Equal and uneven samples, idle devices, a rank without samples, no rank, no time."""
 
     def samples() -> list[float]:
@@ -170,14 +154,14 @@ def hours() -> list[Hours]:
         return random.randrange(1000, 20000)
 
     return [
-        Hours([[0.5, 1.0], [0.25]], 2, 3600),
-        Hours([[1.0, 0.0, 0.7, 0.8], [0.6, 0.4, 0.1, 0.2]], 2, 5400),
-        Hours([samples() + [0.9] * 5, samples(), [0.25]], random.randrange(5, 9), seconds()),
-        Hours([samples()], 4, seconds()),
-        Hours([tuple(samples()), (), samples()], 4, seconds() + 0.5),
-        Hours([[], [], samples()], 4, seconds()),
-        Hours([], 8, seconds()),
-        Hours([[0.5], [1.0]], 2, 0.0),
+        ([[0.5, 1.0], [0.25]], 2, 3600),
+        ([[1.0, 0.0, 0.7, 0.8], [0.6, 0.4, 0.1, 0.2]], 2, 5400),
+        ([samples() + [0.9] * 5, samples(), [0.25]], random.randrange(5, 9), seconds()),
+        ([samples()], 4, seconds()),
+        ([tuple(samples()), (), samples()], 4, seconds() + 0.5),
+        ([[], [], samples()], 4, seconds()),
+        ([], 8, seconds()),
+        ([[0.5], [1.0]], 2, 0.0),
     ]
 
 
@@ -245,7 +229,7 @@ device_hours = Spec(
 )
 
 
-def samples_of(case: Hours) -> str:
+def samples_of(case: Call) -> str:
     """The samples, or how many there are."""
     text = str([list(samples) for samples in case.busy])
     counts = [len(samples) for samples in case.busy]

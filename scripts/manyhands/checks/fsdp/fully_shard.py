@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import kind, malformed, record, whole
 from manyhands.fsdp import fully_shard as course
 from manyhands.instruments.ledger import Ledger
@@ -23,20 +23,12 @@ from manyhands.instruments.ledger import Ledger
 # ---- 10.6 -----------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
-    """One call of calls_per_step."""
-
-    num_blocks: int
-    reshard: bool
-    replicas: int
-
-
-def steps() -> list[Step]:
+def steps() -> list[Call]:
     """No blocks; blocks that are freed and kept; one copy and several."""
     few, many = random.sample(range(3, 20), 2)
     copies = random.randint(3, 9)
-    plain = [Step(0, True, 1), Step(0, False, copies), Step(few, True, 1), Step(many, False, 1)]
-    return [*plain, Step(many, True, copies), Step(few, False, 2), Step(1000, True, 64)]
+    plain = [(0, True, 1), (0, False, copies), (few, True, 1), (many, False, 1)]
+    return [*plain, (many, True, copies), (few, False, 2), (1000, True, 64)]
 
 
 def as_counts(value: object) -> dict:
@@ -284,15 +276,7 @@ torch_fsdp = Spec(
 # ---- 10.8 -----------------------------------------------------------------------------------
 
 
-class Mesh(NamedTuple):
-    """One call of make_mesh; "meta" is a kind of device that every machine has."""
-
-    replicas: int
-    shards: int
-    device_type: str | None
-
-
-def mesh_seen(answer: Callable, case: Mesh, place: Place) -> dict:
+def mesh_seen(answer: Callable, case: Call, place: Place) -> dict:
     """The table of the mesh, its names and its device."""
     named = {} if case.device_type is None else {"device_type": case.device_type}
     mesh = answer(case.replicas, case.shards, **named)
@@ -308,10 +292,10 @@ make_mesh = Spec(
     truth=course.make_mesh,
     layouts=WORLD,
     cases=lambda n: [
-        Mesh(1, 4, "cpu"),
-        Mesh(4, 1, "cpu"),
-        Mesh(2, 2, None),
-        Mesh(2, 2, "meta"),
+        (1, 4, "cpu"),
+        (4, 1, "cpu"),
+        (2, 2, None),
+        (2, 2, "meta"),
     ],
     observe=mesh_seen,
     guards_group=False,

@@ -1,14 +1,13 @@
 """A straight line: samples near it, and the largest learning rate."""
 
 import random
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import Mistake, patch
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import Malformed, malformed, number, same, show, tensor
 from manyhands.gradient_descent import descent
@@ -58,26 +57,20 @@ def far() -> Tensor:
 # ---- 1.3 ------------------------------------------------------------------------------------
 
 
-class Samples(NamedTuple):
-    """The argument of one call of `largest_rate`."""
-
-    x: Tensor
-
-
-def sample_sets() -> list[Samples]:
+def sample_sets() -> list[Call]:
     """Close together; around 0; all below 0; wide apart; large numbers; a single sample."""
     sizes = [random.randint(9, 19) for _ in range(4)]
     return [
-        Samples(samples(sizes[0])[0] / 4),
-        Samples(samples(sizes[3])[0] - 0.5),
-        Samples(-samples(sizes[1])[0] - 1.5),
-        Samples(4 * samples(sizes[2])[0] + 1),
-        Samples((30 * samples(sizes[3] * 2)[0])[::2]),
-        Samples(torch.tensor([0.3])),
+        (samples(sizes[0])[0] / 4,),
+        (samples(sizes[3])[0] - 0.5,),
+        (-samples(sizes[1])[0] - 1.5,),
+        (4 * samples(sizes[2])[0] + 1,),
+        ((30 * samples(sizes[3] * 2)[0])[::2],),
+        (torch.tensor([0.3]),),
     ]
 
 
-def tell_samples(case: Samples) -> str:
+def tell_samples(case: Call) -> str:
     """The two means on which the result depends."""
     count = f"{len(case.x)} sample{'s' * (len(case.x) > 1)}"
     means = f"mean(x) = {case.x.mean():.4g} and mean(x^2) = {case.x.square().mean():.4g}"
@@ -91,7 +84,7 @@ def one_number(value: object) -> Tensor:
     return torch.tensor(number(value), dtype=torch.float32)
 
 
-def is_of_the_smallest(found: Tensor, case: Samples) -> bool:
+def is_of_the_smallest(found: Tensor, case: Call) -> bool:
     """Is it 2 divided by the smallest eigenvalue, where this one is not 0?"""
     x = case.x.double()
     hessian = torch.stack([x.square().mean(), x.mean(), x.mean(), x.mean() ** 0]).view(2, 2)

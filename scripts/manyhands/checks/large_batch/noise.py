@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import Malformed, malformed, number, show
 from manyhands.large_batch import noise
 
@@ -22,15 +22,7 @@ def as_digits(value: object) -> Tensor:
 # ---- 7.1 ------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
-    """The arguments of one call of `step_variance`."""
-
-    gradients: Tensor
-    batch: int
-    rate: float
-
-
-def steps() -> list[Step]:
+def steps() -> list[Call]:
     """More draws than samples, as many, and fewer; a transposed matrix; one weight; one sample."""
     draw = cases.generator(cases.draw_seed())
     short, long = torch.float32, torch.float64
@@ -46,7 +38,7 @@ def steps() -> list[Step]:
         gradients = cases.values(shape, draw, dtype) + cases.values(shape[1:], draw, dtype) + 0.5
         if shape == (6, 3):
             gradients = gradients.t().contiguous().t()
-        found.append(Step(gradients, batch, random.choice((0.3, 0.05, 1.7))))
+        found.append((gradients, batch, random.choice((0.3, 0.05, 1.7))))
     return found
 
 

@@ -1,9 +1,8 @@
 """7.2, 7.3 and 7.7: the learning rate of a large batch, its warm-up, and a batch that grows."""
 
 import random
-from typing import NamedTuple
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import Malformed, malformed, number, same, show, whole
 from manyhands.large_batch import rates
 from manyhands.large_batch.rates import Setting
@@ -17,19 +16,11 @@ def drawn_rate() -> float:
 # ---- 7.2 ------------------------------------------------------------------------------------
 
 
-class Scaled(NamedTuple):
-    """The arguments of one call of `scaled_rate`."""
-
-    rate: float
-    factor: float
-    rule: str
-
-
-def scalings() -> list[Scaled]:
+def scalings() -> list[Call]:
     """Every rule for a factor that is whole, that is not, and that is below 1."""
     factors = (random.choice((9, 25, 36)), random.randint(5, 15) + 0.5, 0.25)
     rules = ("linear", "root", "none")
-    return [Scaled(drawn_rate(), factor, rule) for factor in factors for rule in rules]
+    return [(drawn_rate(), factor, rule) for factor in factors for rule in rules]
 
 
 POWERS = '"none": 0.0, "root": 0.5, "linear": 1.0'
@@ -80,18 +71,7 @@ scaled_rate = Spec(
 # ---- 7.3 ------------------------------------------------------------------------------------
 
 
-class Time(NamedTuple):
-    """The arguments of one call of `warmed_up_rate`."""
-
-    epoch: float
-    low: float
-    high: float
-    warm_up: float
-    milestones: tuple[float, ...]
-    fall: float
-
-
-def times() -> list[Time]:
+def times() -> list[Call]:
     """Before, at and after each bend; no warm-up; milestones at its end and inside it; none."""
     found = []
     for epoch, warm_up, milestones, fall in (
@@ -111,7 +91,7 @@ def times() -> list[Time]:
     ):
         low = drawn_rate()
         high = round(low * random.uniform(3, 9), 3)
-        found.append(Time(epoch, low, high, warm_up, milestones, fall))
+        found.append((epoch, low, high, warm_up, milestones, fall))
     return found
 
 
@@ -180,17 +160,7 @@ warmed_up_rate = Spec(
 # ---- 7.7 ------------------------------------------------------------------------------------
 
 
-class Growth(NamedTuple):
-    """The arguments of one call of `grown_batch`."""
-
-    epoch: float
-    start: Setting
-    largest: int
-    milestones: tuple[float, ...]
-    fall: float
-
-
-def growths() -> list[Growth]:
+def growths() -> list[Call]:
     """No milestone; at one; up to the largest; a step that does not fit; a start that is larger."""
     many = (2.0, 5.0, 7.5, 9.0)
     found = []
@@ -206,7 +176,7 @@ def growths() -> list[Growth]:
         (4.0, 16, 16, many, 1 / 3),
         (50.0, 7, 1000, (), 0.2),
     ):
-        found.append(Growth(epoch, Setting(batch, drawn_rate()), largest, milestones, fall))
+        found.append((epoch, Setting(batch, drawn_rate()), largest, milestones, fall))
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import same, show, tensor
 from manyhands.checks.loss_surface.hill import Hill, equal, loss_number
 from manyhands.instruments.ledger import Ledger
@@ -125,13 +125,7 @@ surface = Spec(
 # ---- 2.5 ------------------------------------------------------------------------------------
 
 
-class Losses(NamedTuple):
-    """The argument of one call of `roughness`."""
-
-    losses: Tensor
-
-
-def tables() -> list[Losses]:
+def tables() -> list[Call]:
     """Whole numbers, of which few are rounded: small, level in a row, a bowl, below 0, turned."""
     draw = cases.generator(cases.draw_seed())
     level = cases.values((5, 5), draw)
@@ -141,11 +135,11 @@ def tables() -> list[Losses]:
     bowl[0, 1] += 1  # no symmetry, and still a single valley
     above = cases.values((6, 6), draw, torch.float64) + 60
     return [
-        Losses(cases.values((3, 3), draw)),
-        Losses(above),
-        Losses(level),
-        Losses(bowl),
-        Losses((1000 * cases.values((9, 4), draw) - 90_000)[1::2].t()),
+        (cases.values((3, 3), draw),),
+        (above,),
+        (level,),
+        (bowl,),
+        ((1000 * cases.values((9, 4), draw) - 90_000)[1::2].t(),),
     ]
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import Mistake, patch
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import malformed, number, record, whole
 from manyhands.memory import accounting
@@ -41,27 +41,18 @@ SUM = "sum(dtype.itemsize for dtype in kept)"
 MASTER = "The master copy of the weights belongs to the optimizer, and it is counted there only."
 
 
-class Types(NamedTuple):
-    """One call of recipe."""
-
-    weights: torch.dtype
-    gradients: torch.dtype
-    states: list[torch.dtype]
-    master: torch.dtype | None
-
-
-def types() -> list[Types]:
+def types() -> list[Call]:
     """Types of 1 to 8 bytes, none to three states, copies that are longer, shorter, the same."""
     short, middle, long = random.sample([torch.float8_e5m2, torch.bfloat16, torch.float64], 3)
     fp32 = torch.float32
     return [
-        Types(long, fp32, [], None),
-        Types(short, middle, [fp32, fp32], None),
-        Types(middle, fp32, [], short),
-        Types(fp32, fp32, [middle], fp32),
-        Types(short, middle, [long, fp32], fp32),
-        Types(torch.float64, short, [middle, long, middle], torch.bfloat16),
-        Types(fp32, middle, [short, fp32], torch.float64),
+        (long, fp32, [], None),
+        (short, middle, [fp32, fp32], None),
+        (middle, fp32, [], short),
+        (fp32, fp32, [middle], fp32),
+        (short, middle, [long, fp32], fp32),
+        (torch.float64, short, [middle, long, middle], torch.bfloat16),
+        (fp32, middle, [short, fp32], torch.float64),
     ]
 
 
@@ -129,16 +120,7 @@ COUNTERS = "4 * len(sizes) if recipe.optimizer else 0"
 EARLY = "Stage 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well."
 
 
-class Cut(NamedTuple):
-    """One call of bytes_per_rank."""
-
-    sizes: list[int]
-    recipe: Recipe
-    stage: int
-    world_size: int
-
-
-def cuts() -> list[Cut]:
+def cuts() -> list[Call]:
     """Every stage, one rank, one vector, vectors with fewer numbers than ranks, no states."""
     n = random.choice([3, 5])  # no part of 4, 8 or 16: padded bytes differ from padded numbers
     rows = random.sample(range(2, 9), 3)
@@ -148,11 +130,11 @@ def cuts() -> list[Cut]:
     bare = of._replace(optimizer=0)
     many = [n + 1, *sizes, 10**9 + 7, 2]
     return [
-        *[Cut([5], of, stage, 1) for stage in (0, 3)],
-        *[Cut(sizes, of, stage, n) for stage in range(4)],
-        *[Cut(sizes, bare, stage, n) for stage in (0, 2)],
-        *[Cut([n - 1], of, stage, n) for stage in (0, 1)],
-        *[Cut(many, of, stage, 67) for stage in range(4)],
+        *[([5], of, stage, 1) for stage in (0, 3)],
+        *[(sizes, of, stage, n) for stage in range(4)],
+        *[(sizes, bare, stage, n) for stage in (0, 2)],
+        *[([n - 1], of, stage, n) for stage in (0, 1)],
+        *[(many, of, stage, 67) for stage in range(4)],
     ]
 
 
@@ -528,27 +510,20 @@ FEWEST = "16 * sum(shards[number:]) <= free"
 MOVED = "sum(shards[:blocks])"
 
 
-class Room(NamedTuple):
-    """One call of offload."""
-
-    shards: list[int]
-    free: int
-
-
-def rooms() -> list[Room]:
+def rooms() -> list[Call]:
     """No room, room for all, to the byte, and a byte too little; uneven blocks, and only one."""
     sizes = random.sample(range(11, 90), 6)
     sizes[1:3] = [random.randrange(11, 60), 300]  # 300 does not fit where the one before it would
     behind = [16 * sum(sizes[first:]) for first in range(7)]
     return [
-        Room(sizes, behind[2]),
-        Room(sizes, behind[3] + 16 * 60),
-        Room(sizes, behind[4] - 1),
-        Room(sizes, 0),
-        Room(sizes, behind[0]),
-        Room(sizes[:1], 16 * sizes[0] - 1),
-        Room([7], 200),
-        Room([10**9 // 7] * 9, 10**10),
+        (sizes, behind[2]),
+        (sizes, behind[3] + 16 * 60),
+        (sizes, behind[4] - 1),
+        (sizes, 0),
+        (sizes, behind[0]),
+        (sizes[:1], 16 * sizes[0] - 1),
+        ([7], 200),
+        ([10**9 // 7] * 9, 10**10),
     ]
 
 

@@ -1,9 +1,8 @@
 """14.9 and 14.10: which technique, and how many tensor ranks."""
 
 import random
-from typing import NamedTuple
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import show, text
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
 from manyhands.mesh import choosing as truth
@@ -13,23 +12,13 @@ from manyhands.mesh import choosing as truth
 PER_N = truth.STATE_BYTES * 2  # bytes of a GPU for each parameter whose state may fit
 
 
-class Asked(NamedTuple):
-    """One call of approach."""
-
-    num_parameters: int
-    num_gpus: int
-    gpu_bytes: int
-    sequences: int
-    per_node: int | None = None
-
-
-def asked(share: float, gpus: int, sequences: int, per_node: int | None = None) -> Asked:
+def asked(share: float, gpus: int, sequences: int, per_node: int | None = None) -> Call:
     """A model of this share of what fits on a GPU; the share's 20th is a whole number."""
     fits = 20 * random.randint(10**6, 10**8)  # parameters
-    return Asked(round(share * fits), gpus, PER_N * fits, sequences, per_node)
+    return (round(share * fits), gpus, PER_N * fits, sequences, per_node)
 
 
-def models() -> list[Asked]:
+def models() -> list[Call]:
     """Each class; at and just beyond each limit; few sequences; small, large, unfilled nodes."""
     n = random.choice((24, 40, 56))
     beyond = 1.05
@@ -70,7 +59,7 @@ def models() -> list[Asked]:
     ]
 
 
-def sizes_of(found: str, wanted: str, case: Asked) -> str:
+def sizes_of(found: str, wanted: str, case: Call) -> str:
     """How many GPUs the state needs, or that the text is none of the five."""
     if found not in truth.CLASSES:
         return f"{found!r} is none of the five classes: {', '.join(map(repr, truth.CLASSES))}."
@@ -147,41 +136,33 @@ approach = Spec(
 # ---- 14.10 ----------------------------------------------------------------------------------
 
 
-class Fed(NamedTuple):
-    """One call of smallest_tensor_degree."""
-
-    sequences: int
-    num_gpus: int
-    per_node: int | None = None
-
-
-def feedings() -> list[Fed]:
+def feedings() -> list[Call]:
     """Powers of two and not; too few sequences and too many; a node's size; no way."""
     k = random.choice((3, 5, 7))
     return [
-        Fed(64 * k, 128 * k),
-        Fed(16 * k, 16 * k),
-        Fed(32 * k, 16 * k),
-        Fed(4 * k, 12 * k),
-        Fed(6, 8),
-        Fed(12, 8),
-        Fed(40, 24),
-        Fed(1, 8),
-        Fed(1, 3),
-        Fed(5, 9),
-        Fed(1, 16),
-        Fed(1, 16, 16),
-        Fed(2 * k, 12 * k, 4),
-        Fed(2 * k, 12 * k, 6),
-        Fed(k, 12 * k, 12),
-        Fed(8, 8, 1),
-        Fed(7, 8, 1),
-        Fed(11, 16 * k),
-        Fed(10, 15, 4),
+        (64 * k, 128 * k, None),
+        (16 * k, 16 * k, None),
+        (32 * k, 16 * k, None),
+        (4 * k, 12 * k, None),
+        (6, 8, None),
+        (12, 8, None),
+        (40, 24, None),
+        (1, 8, None),
+        (1, 3, None),
+        (5, 9, None),
+        (1, 16, None),
+        (1, 16, 16),
+        (2 * k, 12 * k, 4),
+        (2 * k, 12 * k, 6),
+        (k, 12 * k, 12),
+        (8, 8, 1),
+        (7, 8, 1),
+        (11, 16 * k, None),
+        (10, 15, 4),
     ]
 
 
-def shares_of(found: float | None, wanted: int, case: Fed) -> str:
+def shares_of(found: float | None, wanted: int, case: Call) -> str:
     """What the number of tensor ranks makes of the batch."""
     if found is None or found < 1 or found != int(found):
         return "The result is a whole number, at least 1."

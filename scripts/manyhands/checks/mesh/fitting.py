@@ -2,10 +2,9 @@
 
 import math
 import random
-from typing import NamedTuple
 
 from manyhands.checks.engine.card import Wrong
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import show
 from manyhands.checks.mesh.calls import called, in_words, number_or_none
 from manyhands.mesh import choosing as truth
@@ -13,21 +12,13 @@ from manyhands.mesh import choosing as truth
 WHOLE_BYTES = 6  # of a parameter of a unit: the weights of two units, and the gradients of one
 
 
-class Fits(NamedTuple):
-    """One call of ranks_to_fit."""
-
-    num_parameters: int
-    unit_parameters: int
-    gpu_bytes: int
-
-
-def fitting(ranks: float, unit: int, room: int) -> Fits:
+def fitting(ranks: float, unit: int, room: int) -> Call:
     """A model that takes about this many ranks, each with this room beside what is whole."""
     whole = WHOLE_BYTES * unit
-    return Fits(round(ranks * room / truth.STATE_BYTES), unit, room + whole)
+    return (round(ranks * room / truth.STATE_BYTES), unit, room + whole)
 
 
-def fits() -> list[Fits]:
+def fits() -> list[Call]:
     """Fractions that are small and large, no fraction, one rank; no room, none at all, one byte."""
     unit = random.randint(10**8, 10**9)
     room = 2 ** random.randint(30, 34)  # so that every order of computing is exact at the limit
@@ -39,19 +30,19 @@ def fits() -> list[Fits]:
         fitting(n, unit, room),
         fitting(0.4, unit, room),
         fitting(1, unit, room),
-        Fits(3 * unit, unit, 6 * unit),
-        Fits(unit * n, unit, 6 * unit - 2),
-        Fits(unit * n, unit, 5 * unit),
-        Fits(unit * n, unit, unit),
-        Fits(unit, unit, 16 * unit),
+        (3 * unit, unit, 6 * unit),
+        (unit * n, unit, 6 * unit - 2),
+        (unit * n, unit, 5 * unit),
+        (unit * n, unit, unit),
+        (unit, unit, 16 * unit),
         fitting(3 * n + 0.4, 20 * unit, 2 * unit),
         fitting(random.randint(500, 900) + 0.6, unit // 40, unit),
-        Fits(2 * odd, unit, odd + 6 * unit),  # 32 ranks, of which none has a whole number
+        (2 * odd, unit, odd + 6 * unit),  # 32 ranks, of which none has a whole number
         fitting(random.randint(150_000, 200_000) + 0.6, unit, 10**8),
     ]
 
 
-def ranks_or_none(answer: object, case: Fits) -> object:
+def ranks_or_none(answer: object, case: Call) -> object:
     """What one call gives; an error where None is asked for is told as such."""
     try:
         return called(answer, case)
@@ -62,7 +53,7 @@ def ranks_or_none(answer: object, case: Fits) -> object:
         raise Wrong("a ValueError was raised", said, "return None") from error
 
 
-def room_of(found: float | None, wanted: int | None, case: Fits) -> str:
+def room_of(found: float | None, wanted: int | None, case: Call) -> str:
     """What a rank would hold, against what it has."""
     if wanted is None:
         return "What is whole leaves no room on a GPU, however many ranks there are."

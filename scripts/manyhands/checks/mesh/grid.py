@@ -4,13 +4,12 @@ import random
 import zlib
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from manyhands.checks.engine.answer import Pair
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import Malformed, kind, listing, malformed, record, whole
 from manyhands.checks.mesh.common import say_first
 from manyhands.mesh import grid
@@ -18,14 +17,7 @@ from manyhands.mesh import grid
 # ---- 14.1 -----------------------------------------------------------------------------------
 
 
-class RankOfMesh(NamedTuple):
-    """A rank and the mesh in which it stands."""
-
-    rank: int
-    sizes: dict[str, int]
-
-
-def ranks_of_meshes() -> list[RankOfMesh]:
+def ranks_of_meshes() -> list[Call]:
     """One to four axes, of uneven sizes and of 1, with known names and others, in any order."""
     large = random.randint(5, 9)
     meshes = [
@@ -39,10 +31,10 @@ def ranks_of_meshes() -> list[RankOfMesh]:
         ({"rows": large, "columns": large + 1}, (large, large * large)),
         ({"pp": 3, "dp": 12, "cp": 2, "tp": 5}, (119, random.randrange(360))),
     ]
-    return [RankOfMesh(rank, sizes) for sizes, ranks in meshes for rank in ranks]
+    return [(rank, sizes) for sizes, ranks in meshes for rank in ranks]
 
 
-def places_seen(answer: Pair, case: RankOfMesh) -> dict:
+def places_seen(answer: Pair, case: Call) -> dict:
     """The rank's place, the order of its names, and the ranks along each axis."""
     coordinates, ranks_along = answer.parts
     place = coordinates(case.rank, case.sizes)
@@ -134,25 +126,19 @@ places = Spec(
 SIX = ((tuple(range(6)),),)
 
 
-class Mesh(NamedTuple):
-    """One call of make_groups."""
-
-    sizes: dict[str, int]
-
-
-def meshes(n: int) -> list[Mesh]:
+def meshes(n: int) -> list[Call]:
     """Both uneven grids of the job, a line, axes of 1 with other names; too few places and more."""
     return [
-        Mesh({"tp": 6}),
-        Mesh({"dp": 3, "tp": 2}),
-        Mesh({"tp": 2, "pp": 3}),
-        Mesh({"one": 1, "replicate": 2, "shard": 3}),
-        Mesh({"tp": 3}),
-        Mesh({"pp": 3, "dp": 2, "tp": 2}),
+        ({"tp": 6},),
+        ({"dp": 3, "tp": 2},),
+        ({"tp": 2, "pp": 3},),
+        ({"one": 1, "replicate": 2, "shard": 3},),
+        ({"tp": 3},),
+        ({"pp": 3, "dp": 2, "tp": 2},),
     ]
 
 
-def groups_seen(answer: Callable, case: Mesh, place: Place) -> dict:
+def groups_seen(answer: Callable, case: Call, place: Place) -> dict:
     """The ranks of this rank's groups, by axis in order; and whether each group is one."""
     groups = answer(case.sizes)
     bad = what_is_no_group(groups)

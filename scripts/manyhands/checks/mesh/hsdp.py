@@ -1,45 +1,35 @@
 """Spec of 14.12: what hybrid sharding sends and keeps."""
 
 import random
-from typing import NamedTuple
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import record, whole
 from manyhands.mesh import hsdp
 
 
-class Hybrid(NamedTuple):
-    """One call of hsdp_bytes."""
-
-    num_params: int
-    replicas: int
-    shards: int
-    bytes_per_number: int | None = None  # None: it is not given
-
-
-def hybrids() -> list[Hybrid]:
+def hybrids() -> list[Call]:
     """One rank, one axis, both; numbers that no size divides; two bytes and eight."""
     odd = 2 * random.randint(500, 900) + 1
     return [
-        Hybrid(12, 1, 1),
-        Hybrid(12, 1, 4),
-        Hybrid(12, 3, 1),
-        Hybrid(12, 2, 3),
-        Hybrid(odd, 1, 2),
-        Hybrid(odd, 3, 4, 2),
-        Hybrid(10, 7, 3, 2),
-        Hybrid(5, 2, 8),
-        Hybrid(8_030_261_249, 16, 8, 8),
+        (12, 1, 1, None),
+        (12, 1, 4, None),
+        (12, 3, 1, None),
+        (12, 2, 3, None),
+        (odd, 1, 2, None),
+        (odd, 3, 4, 2),
+        (10, 7, 3, 2),
+        (5, 2, 8, None),
+        (8_030_261_249, 16, 8, 8),
     ]
 
 
-def bytes_of(answer: object, case: Hybrid) -> dict:
+def bytes_of(answer: object, case: Call) -> dict:
     """The call, without what is not given."""
     more = {} if case.bytes_per_number is None else {"bytes_per_number": case.bytes_per_number}
     return answer(case.num_params, case.replicas, case.shards, **more)
 
 
-def tell_hybrid(case: Hybrid) -> str:
+def tell_hybrid(case: Call) -> str:
     """The call as it is made."""
     of = "" if case.bytes_per_number is None else f", bytes_per_number={case.bytes_per_number}"
     sizes = f"replicas={case.replicas}, shards={case.shards}"

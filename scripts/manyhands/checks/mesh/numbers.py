@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import number, pair, same, show
 from manyhands.checks.mesh.calls import called, in_words
 from manyhands.mesh import ratio, spread
@@ -29,32 +29,24 @@ def times_too_large(of_one: str) -> Callable:
 SCALE = 1e20  # spreads of float64 are as small as what passes for rounding elsewhere
 
 
-class Summed(NamedTuple):
-    """One call of spread_of_sum."""
-
-    num_terms: int
-    dtype: torch.dtype
-    in_pairs: bool | None = None
-
-
-def sums() -> list[Summed]:
+def sums() -> list[Call]:
     """Few terms and many, in both orders; powers of two and others; one term; four types."""
     odd = 2 * random.randint(200, 900) + 1
     return [
-        Summed(4, torch.float32),
-        Summed(4, torch.float32, True),
-        Summed(1, torch.float32),
-        Summed(2 ** random.randint(10, 14), torch.float32, True),
-        Summed(odd, torch.bfloat16, False),
-        Summed(odd, torch.float16, True),
-        Summed(1, torch.bfloat16, True),
-        Summed(2, torch.float64),
-        Summed(random.randint(10**6, 10**7), torch.float64, True),
-        Summed(random.randint(10**6, 10**7), torch.float32),
+        (4, torch.float32, None),
+        (4, torch.float32, True),
+        (1, torch.float32, None),
+        (2 ** random.randint(10, 14), torch.float32, True),
+        (odd, torch.bfloat16, False),
+        (odd, torch.float16, True),
+        (1, torch.bfloat16, True),
+        (2, torch.float64, None),
+        (random.randint(10**6, 10**7), torch.float64, True),
+        (random.randint(10**6, 10**7), torch.float32, None),
     ]
 
 
-def is_spread(found: float, wanted: float, case: Summed) -> bool:
+def is_spread(found: float, wanted: float, case: Call) -> bool:
     """The lesson's value, or that of its sums without an approximation, in 32 bits."""
     n = case.num_terms
     right = [wanted]
@@ -135,35 +127,26 @@ spread_of_sum = Spec(
 # ---- 14.7 -----------------------------------------------------------------------------------
 
 
-class Hidden(NamedTuple):
-    """One call of tokens_to_hide."""
-
-    flops_per_byte: float
-    num_ranks: int
-    bytes_per_number: int | None = None
-    sharded: bool | None = None
-
-
 def a_ratio() -> float:
     """FLOPs per byte, of few digits, not whole."""
     return random.randint(1000, 9000) / 4 + 0.125
 
 
-def hidings() -> list[Hidden]:
+def hidings() -> list[Call]:
     """Two ranks, one and many, odd numbers; numbers of 1 to 8 bytes; whole and fractional C/W."""
     odd = random.choice((5, 7, 9, 11))
     return [
-        Hidden(2 * random.randint(300, 900) + 1, 2),
-        Hidden(2 * random.randint(300, 900) + 1, 2, 2, True),
-        Hidden(a_ratio(), odd),
-        Hidden(a_ratio(), 3, 4),
-        Hidden(a_ratio(), odd + 1, 1, False),
-        Hidden(a_ratio(), 1),
-        Hidden(a_ratio(), 1, 4, True),
-        Hidden(a_ratio(), odd + 2, 1, True),
-        Hidden(a_ratio(), 3, 8, True),
-        Hidden(random.randint(2, 9) / 8, random.randint(500, 999), 4),
-        Hidden(a_ratio(), random.randint(500, 999), None, True),
+        (2 * random.randint(300, 900) + 1, 2, None, None),
+        (2 * random.randint(300, 900) + 1, 2, 2, True),
+        (a_ratio(), odd, None, None),
+        (a_ratio(), 3, 4, None),
+        (a_ratio(), odd + 1, 1, False),
+        (a_ratio(), 1, None, None),
+        (a_ratio(), 1, 4, True),
+        (a_ratio(), odd + 2, 1, True),
+        (a_ratio(), 3, 8, True),
+        (random.randint(2, 9) / 8, random.randint(500, 999), 4, None),
+        (a_ratio(), random.randint(500, 999), None, True),
     ]
 
 
@@ -234,22 +217,14 @@ tokens_to_hide = Spec(
 # ---- 14.8 -----------------------------------------------------------------------------------
 
 
-class Degree(NamedTuple):
-    """One call of largest_tensor_degree."""
-
-    width: int
-    flops_per_byte: float
-    bytes_per_number: int | None = None
-
-
-def a_degree(more: int, part: float, nbytes: int | None = None, width: int = 0) -> Degree:
+def a_degree(more: int, part: float, nbytes: int | None = None, width: int = 0) -> Call:
     """A machine where the formula gives 1 + more, and a fraction that is rounded down."""
     width = width or 64 * random.randint(20, 200)
     exact = 9 * width / ((nbytes or 2) * (more + part))
-    return Degree(width, round(exact, 3), nbytes)
+    return (width, round(exact, 3), nbytes)
 
 
-def degrees() -> list[Degree]:
+def degrees() -> list[Call]:
     """Small and large fractions, not even one more rank, equal times, other types of numbers."""
     width = 2 ** random.randint(9, 13)
     return [
@@ -258,8 +233,8 @@ def degrees() -> list[Degree]:
         a_degree(0, 0.6),
         a_degree(0, 0.02, 4),
         # As long as the products, and no longer; exact, in whichever order this is computed.
-        Degree(width, width / 4),
-        Degree(width, width // 8, 4),
+        (width, width / 4, None),
+        (width, width // 8, 4),
         a_degree(random.randint(9, 40), 0.7, 4),
         a_degree(random.randint(9, 40), 0.2, 1),
         a_degree(random.randint(200, 300), 0.4, 2),
@@ -267,7 +242,7 @@ def degrees() -> list[Degree]:
     ]
 
 
-def ratio_of_times(found: float, wanted: int, case: Degree) -> str:
+def ratio_of_times(found: float, wanted: int, case: Call) -> str:
     """How long messages take with the ranks that were found, and with one more."""
     if found < 1:
         return "One rank is always possible, because it sends nothing."

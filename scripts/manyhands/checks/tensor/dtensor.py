@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, parallelize_module
 
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import Malformed, kind, malformed
 from manyhands.checks.tensor.common import costs_no_more
 from manyhands.instruments.ledger import Ledger
@@ -32,13 +31,6 @@ TO_SHARD = 'PrepareModuleOutput from Replicate() to Shard(1) for "dropout".'
 LOCAL = "output_layouts=Shard(-1), use_local_output=False"
 
 
-class Plan(NamedTuple):
-    """One call of plan."""
-
-    num_blocks: int
-    sequence: bool
-
-
 def as_plan(value: object, model: nn.Module) -> dict[str, ParallelStyle]:
     """A dict from names of modules to styles."""
     if not isinstance(value, Mapping):
@@ -55,7 +47,7 @@ def as_plan(value: object, model: nn.Module) -> dict[str, ParallelStyle]:
     return dict(value)
 
 
-def plan_seen(answer: Callable, case: Plan, place: Place) -> dict:
+def plan_seen(answer: Callable, case: Call, place: Place) -> dict:
     """Loss, gradients and scores of one step with the plan, and what it costs."""
     # A wrong plan is told in a verdict; torch's own lines would come before it.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -108,7 +100,7 @@ plan = Spec(
     todo="13.13",
     truth=dtensor.plan,
     layouts=(((0, 1),),),
-    cases=lambda n: [Plan(1, False), Plan(2, True)],
+    cases=lambda n: [(1, False), (2, True)],
     observe=plan_seen,
     same=costs_no_more(
         "numbers of the parameters on a rank",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.spec import Place, Spec
+from manyhands.checks.engine.spec import Call, Place, Spec
 from manyhands.checks.engine.values import listing, record, whole
 from manyhands.checks.tensor.common import as_module, as_result, costs_no_more
 from manyhands.instruments.ledger import Ledger
@@ -208,20 +208,12 @@ SHARES = "world_size // tensor_ranks\n"
 CONSECUTIVE = "Consecutive ranks hold one model: rank // tensor_ranks."
 
 
-class Rank(NamedTuple):
-    """One call of data_place."""
-
-    rank: int
-    world_size: int
-    tensor_ranks: int
-
-
-def ranks_of_jobs() -> list[Rank]:
+def ranks_of_jobs() -> list[Call]:
     """Every rank of small and large jobs, in groups of one, of some, of all; groups that fail."""
     large = random.randint(4, 9)
     jobs = [(1, 1), (5, 1), (6, 6), (8, 2), (12, 3), (16 * large, large)]
-    found = [Rank(rank, *job) for job in jobs for rank in range(min(job[0], 40))]
-    return [*found, Rank(0, 8, 3), Rank(1, 2, 4), Rank(99, 100, 8)]
+    found = [(rank, *job) for job in jobs for rank in range(min(job[0], 40))]
+    return [*found, (0, 8, 3), (1, 2, 4), (99, 100, 8)]
 
 
 data_place = Spec(
@@ -275,13 +267,6 @@ BOTH_WAYS = "Each way it is 2L + 1: forward and backward 2 (2L + 1)."
 OF_LOSS = "The loss adds 2: the maximum, and both sums in one message."
 
 
-class Blocks(NamedTuple):
-    """One call of calls_per_step."""
-
-    num_blocks: int
-    sequence: bool
-
-
 def as_counts(value: object) -> dict:
     """A dict of the three names; a Counter holds 0 for what is not in it."""
     if isinstance(value, Counter):
@@ -290,10 +275,10 @@ def as_counts(value: object) -> dict:
     return record(OPS, whole)(value)
 
 
-def numbers_of_blocks() -> list[Blocks]:
+def numbers_of_blocks() -> list[Call]:
     """None, one, some and many, without and with sequence parallelism."""
     numbers = [0, 1, random.randint(2, 9), random.randint(10, 99)]
-    return [Blocks(number, sequence) for sequence in (False, True) for number in numbers]
+    return [(number, sequence) for sequence in (False, True) for number in numbers]
 
 
 calls_per_step = Spec(

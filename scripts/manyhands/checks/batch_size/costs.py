@@ -43,7 +43,6 @@ SOLVE = (
     "n processors need least * (1 + critical / (n * batch)) * step_s seconds: "
     "solve that for n at limit_s."
 )
-NEVER = "Even without noise it takes least * step_s seconds: return None where that is too long."
 fewest_processors = Spec(
     todo="3.7",
     truth=scaling.fewest_processors,
@@ -55,7 +54,8 @@ fewest_processors = Spec(
     ),
     advice={"": SOLVE},
     reasons="""
-        division by zero :: The time of the least steps leaves nothing to spare. | {NEVER}
+        division by zero :: The time of the least steps leaves nothing to spare. | Even without
+            noise it takes least * step_s seconds: return None where that is too long.
     """,
     hints=(
         "What is the global batch of n processors? How many steps does the formula give for it, "

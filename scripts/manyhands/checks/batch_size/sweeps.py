@@ -175,11 +175,8 @@ def of_all_blocks(
     return batch * blocks * steps / (time.perf_counter() - start_s)
 
 
-LOOK = "append(time.perf_counter() - start_s)"
 START = "start_s = time.perf_counter()"
 STEPS = "for _ in range(steps):\\n            step()\\n"
-WAIT = "Call synchronize() before each look at the clock."
-MEDIAN = "Use statistics.median(times)."
 RATE = "A block has batch * steps samples: divide them by median(times)."
 throughput = Spec(
     todo="3.1",
@@ -215,8 +212,8 @@ throughput = Spec(
         range(warm_up) => range(0)
         in range(blocks) => in range(warm_up + blocks) ::
             The warm-up is counted in blocks and timed. | It is warm_up steps, before the clock.
-        {STEPS}        synchronize()\n => {STEPS} ::
-            The clock stops before the device has done the work. | {WAIT}
+        {STEPS}        synchronize()\n => {STEPS} :: The clock stops before the device has done the
+            work. | Call synchronize() before each look at the clock.
         synchronize()\n        {START} => {START} ::
             The clock starts while the device still works on earlier steps.
         synchronize()\n        {START} => {START}
@@ -225,8 +222,8 @@ throughput = Spec(
         {STEPS} => for _ in range(steps):\n            step()\n            synchronize()\n ::
             Every step is waited for, so the processor cannot prepare the next one meanwhile. | Call
             synchronize() only before and after a block.
-        median(times_s) => fmean(times_s) ::
-            This is the mean of the blocks, which one slow step moves. | {MEDIAN}
+        median(times_s) => fmean(times_s) :: This is the mean of the blocks, which one slow step
+            moves. | Use statistics.median(times).
         median(times_s) => min(times_s) :: This is the rate of the fastest block.
         median(times_s) => max(times_s) :: This is the rate of the slowest block.
         batch * steps / median(times_s) => batch / median(times_s) ::
@@ -238,7 +235,7 @@ throughput = Spec(
         batch * steps / median(times_s) => batch * steps / sum(times_s) ::
             The samples of one block are divided by the time of all blocks.
         {START} => start_s = time.process_time()
-        {LOOK} => append(time.process_time() - start_s) ::
+        append(time.perf_counter() - start_s) => append(time.process_time() - start_s) ::
             This clock counts the processor's work, and no waiting. | Use time.perf_counter().
         instead of_all_blocks :: All blocks are timed as one, so a single slow step moves the
             result. | Time each block by itself, and take the median.
@@ -512,7 +509,6 @@ def straight_in_logs(batches: Sequence[float], steps: Sequence[float]) -> tuple[
 COLUMNS = "[1 / counts, 1 / (sizes * counts)]"
 ONES = "torch.ones_like(counts)"
 RELATIVE = "Divide each equation by its number of steps: least / n + slope / (batch * n) = 1."
-PAIR = "slope is least * critical, so the result is (least, slope / least)."
 fit_steps = Spec(
     todo="3.4",
     truth=scaling.fit_steps,
@@ -542,8 +538,8 @@ fit_steps = Spec(
         columns, {ONES} => columns, 1 / counts :: The errors are divided by the steps twice.
         {COLUMNS} => [1 / counts**0.5, 1 / (sizes * counts**0.5)]
         columns, {ONES} => columns, counts**0.5 :: The errors are divided by the root of the steps.
-        return least, slope / least => return least, slope ::
-            The second number is least * critical. | {PAIR}
+        return least, slope / least => return least, slope :: The second number is least * critical.
+            | slope is least * critical, so the result is (least, slope / least).
         return least, slope / least => return least, least / slope ::
             The second number is 1 divided by the critical batch.
         return least, slope / least => return slope / least, least ::

@@ -193,10 +193,8 @@ ELSEWHERE = (
 )
 SYNC = "file.flush() hands Python's buffer to the system, os.fsync(file.fileno()) to the disk."
 FOLDER = "sync_folder(os.path.dirname(path)) after os.replace."
-APPENDED = "Make the other name from the whole name of the file: append PARTIAL to it."
 CLEAN = "On any exception remove the partial file, and raise the exception again."
 REPLACE = "os.replace(partial, path)"
-FSYNC = "os.fsync(file.fileno())"
 UNSAFE = (
     "The file that has the name at the end is not on the disk with all of its bytes: it got no "
     "fsync, or one while its last bytes were still in Python's buffer."
@@ -231,10 +229,11 @@ write_whole = Spec(
         partial = f"{path}{PARTIAL}" => partial = path ::
             The file at `path` itself is opened for writing, and that empties it first. | {SWAP}
         partial = f"{path}{PARTIAL}" => partial = Path(path).with_suffix(PARTIAL) ::
-            weights.pt and weights.json are written under the same other name. | {APPENDED}
+            weights.pt and weights.json are written under the same other name. | Make the other name
+            from the whole name of the file: append PARTIAL to it.
         partial = f"{path}{PARTIAL}" => partial = Path(path).resolve().parents[1] / f"one{PARTIAL}"
             :: The file is written in another folder, and moved from there. | {ELSEWHERE}
-        {FSYNC} => pass :: {UNSAFE} | {SYNC}
+        os.fsync(file.fileno()) => pass :: {UNSAFE} | {SYNC}
         file.flush() => pass :: {UNSAFE}
         {REPLACE} => Path(path).write_bytes(Path(partial).read_bytes()); os.remove(partial) ::
             {UNSAFE}

@@ -43,7 +43,6 @@ def common_seen(answer: Callable, case: Call) -> object:
 
 STARTS = "The part in common begins at the larger of the two offsets, dimension by dimension."
 ENDS = "It ends at the smaller of the two ends, and an end is offset + size."
-NONE = "Where a side is 0 or less there is nothing in common: return None."
 overlap = Spec(
     todo="11.5",
     truth=pieces.overlap,
@@ -71,8 +70,8 @@ overlap = Spec(
             The box is given its end in the place of its size. | The size is end - start.
         Box(starts, size) => Box(tuple(s - o for s, o in zip(starts, first.offset)), size) ::
             The offset counts from the first box, and not from the whole tensor. | {STARTS}
-        length <= 0 for => length < 0 for ::
-            A box without any number in it is returned where two boxes touch. | {NONE}
+        length <= 0 for => length < 0 for :: A box without any number in it is returned where two
+            boxes touch. | Where a side is 0 or less there is nothing in common: return None.
         any(length <= 0 => all(length <= 0 ::
             Boxes that miss each other in one dimension are said to share something.
         None if any(length <= 0 for length in size) else Box(starts, size) => Box(starts, size) ::

@@ -211,10 +211,8 @@ SET = (
     '            optim_state_dict=state["optimizer"],\\n        )'
 )
 OWN_MODEL = f"{GET}; model = self.model.state_dict()"
-BARE = "model, optimizer = self.model.state_dict(), self.optimizer.state_dict()"
 FROM = "from torch.distributed.checkpoint.state_dict import"
 GET_MODEL = f"{FROM} get_model_state_dict; model = get_model_state_dict(self.model)"
-OWN_OPTIMIZER = f"{GET_MODEL}; optimizer = self.optimizer.state_dict()"
 OPTIONS = f"{FROM} StateDictOptions; whole = StateDictOptions(full_state_dict=True)"
 GET_WHOLE = f"{OPTIONS}; {GET.replace('optimizer)', 'optimizer, options=whole)')}"
 SET_WHOLE = f"{OPTIONS}; {SET.replace('self.optimizer,', 'self.optimizer, options=whole,')}"
@@ -225,7 +223,6 @@ SET_OPTIMIZER = (
 )
 LOAD_OWN = 'self.optimizer.load_state_dict(state["optimizer"])'
 LOAD_MODEL = 'self.model.load_state_dict(state["model"])'
-LOOSE = 'getattr(self.model, "module", self.model).load_state_dict(state["model"], strict=False)'
 app_state = Spec(
     todo="11.8",
     truth=course.AppState,
@@ -261,11 +258,12 @@ app_state = Spec(
         {SET} => {LOAD_MODEL}; {SET_OPTIMIZER} :: {PREFIX} | {BOTH}
         {GET} => {OWN_MODEL} :: {PREFIX}
         {GET} => {OWN_MODEL}
-        {SET} => {LOOSE}; {SET_OPTIMIZER} :: With strict=False no name has to match, and with
+        {SET} => getattr(self.model, "module", self.model).load_state_dict(state["model"],
+            strict=False); {SET_OPTIMIZER} :: With strict=False no name has to match, and with
             "module." on one side none does: the weights are those of the new model.
-        {GET} => {OWN_OPTIMIZER}
+        {GET} => {GET_MODEL}; optimizer = self.optimizer.state_dict()
         {SET} => {SET_MODEL}; {LOAD_OWN} :: {LAZY}
-        {GET} => {BARE}
+        {GET} => model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         {SET} => {LOAD_MODEL}; {LOAD_OWN} :: {PREFIX} {LAZY}
         {GET} => {GET_MODEL}; optimizer = None
         {SET} => {SET_MODEL} :: The optimizer is not saved, so its moments begin anew.

@@ -24,10 +24,7 @@ def takings() -> list[Call]:
 
 MANUAL = "generator = torch.Generator().manual_seed(seed + epoch)"
 SHARED = "shared = order[place * batch : (place + 1) * batch]"
-ORDER = "order = torch.randperm(num_samples, generator=generator)"
 EACH = "batch // world_size"
-NEIGHBOURS = f"shared[rank * ({EACH}) : (rank + 1) * ({EACH})]"
-FIRST_SHARED = f"shared = order[rank::world_size][place * ({EACH}) : (place + 1) * ({EACH})]"
 OF_EPOCH = "Of the step, divmod(step, num_samples // batch) gives the epoch and the place in it."
 
 samples_of_step = Spec(
@@ -56,16 +53,16 @@ samples_of_step = Spec(
             Every step shuffles anew, so two steps of an epoch may have the same sample.
         {MANUAL} => generator = torch.Generator().manual_seed(seed + epoch + rank) :: Every rank has
             an order of its own, so two ranks may have the same sample. | Seed all ranks alike.
-        {ORDER} => order = torch.arange(num_samples) ::
-            The samples are not shuffled. | torch.randperm
+        order = torch.randperm(num_samples, generator=generator) => order =
+            torch.arange(num_samples) :: The samples are not shuffled. | torch.randperm
         {SHARED} => shared = order[step * batch : (step + 1) * batch] :: The step is not counted
             from the epoch's beginning, so a later epoch has no samples. | {OF_EPOCH}
         shared[rank::world_size] => shared ::
             Every rank takes the whole batch. | Take every world_size-th: [rank::world_size].
-        shared[rank::world_size] => {NEIGHBOURS} ::
+        shared[rank::world_size] => shared[rank * ({EACH}) : (rank + 1) * ({EACH})] ::
             The rank takes neighbours instead of every n-th; where the ranks do not divide the
             batch, samples are left out. | shared[rank::world_size]
-        {SHARED} => {FIRST_SHARED}
+        {SHARED} => shared = order[rank::world_size][place * ({EACH}) : (place + 1) * ({EACH})]
         shared[rank::world_size] => shared :: The samples are divided among the ranks before the
             step is cut out. Where the ranks do not divide the batch, the steps then depend on their
             number. | Cut the step out first, then this rank's share.

@@ -14,7 +14,6 @@ from manyhands.checks.engine.values import number, record, whole
 
 SERIES = "(1 + x / 3 + x**2 / 9) - save_s"
 ROOT = "math.sqrt(2 * save_s * mtbf_s)"
-JOB = "The job ends when any node fails, so its mean time is node_mtbf_s / num_nodes."
 NEAREST = "round() takes the nearest whole number; max(1, ...) leaves at least one step."
 
 
@@ -108,7 +107,8 @@ best_interval = Spec(
             x is the root of save_s / 2 times mtbf_s: / and * are taken from left to right. | x =
             sqrt(save_s / (2 mtbf_s))
         math.sqrt(save_s / (2 * mtbf_s)) => save_s / (2 * mtbf_s) :: x lacks its square root.
-        node_mtbf_s / num_nodes) => node_mtbf_s) :: The number of nodes is not used. | {JOB}
+        node_mtbf_s / num_nodes) => node_mtbf_s) :: The number of nodes is not used. | The job ends
+            when any node fails, so its mean time is node_mtbf_s / num_nodes.
         node_mtbf_s / num_nodes) => node_mtbf_s * num_nodes) :: More nodes make failures rarer here.
         young_daly(save_s, => young_daly(save_s / num_nodes, :: The save is divided by the number of
             nodes, but save_s is already the time for which the whole job stands still.
@@ -128,8 +128,6 @@ best_interval = Spec(
 
 LOST = "At each resumed, move the steps after event.step from the useful ones to `again`."
 BELONGS = "The time between two events belongs to the second one."
-LATER = "step > event.step"
-EARLIER = "step <= event.step"
 MOVED = "again += sum(s for step, s in kept if step > event.step)"
 KEPT = "kept = [(step, s) for step, s in kept if step <= event.step]"
 EITHER = 'event.kind == "resumed" or before.kind == "killed"'
@@ -242,9 +240,9 @@ account = Spec(
         {KEPT} => pass :: The steps that were lost are charged, but they count as useful as well.
         {MOVED} => pass
         {KEPT} => pass :: Steps that were lost count as useful.
-        {LATER} => step >= event.step
-        {EARLIER} => step < event.step :: The step that the checkpoint holds counts as lost, but it
-            is part of the weights. | Only steps after event.step are lost.
+        step > event.step => step >= event.step
+        step <= event.step => step < event.step :: The step that the checkpoint holds counts as
+            lost, but it is part of the weights. | Only steps after event.step are lost.
         {EITHER} => event.kind == "resumed" :: A kill in the midst of a restart is charged to
             `again`. | Until the ranks have resumed, all time belongs to `restarting`.
         {EITHER} => before.kind == "killed" :: A restart that follows no kill, such as one at a time

@@ -187,7 +187,6 @@ def tell_reshard(case: Reshard) -> str:
 LISTS = 'The index comes from JSON, so make tuples of it: Box(tuple(stored["offset"]), ...).'
 APPEND = 'wanted[stored["file"]].append('
 IF_COMMON = "if common := overlap(piece.box, box):"
-SWAPPED = 'tuple(stored["size"]), tuple(stored["offset"])'
 COMMON = "common = overlap(piece.box, box)"
 TRIPLE = "An entry is (name, offset of the stored box, common box)."
 parts_to_copy = Spec(
@@ -223,7 +222,8 @@ parts_to_copy = Spec(
             Boxes that share nothing with this rank's are in the list. | overlap returns None there.
         {IF_COMMON} => wanted[stored["file"]]; {COMMON}\n            if common: ::
             Files that hold nothing for this rank are read, too. | Make a list only where needed.
-        box = Box(tuple(stored["offset"]), tuple(stored["size"])) => box = Box({SWAPPED}) ::
+        box = Box(tuple(stored["offset"]), tuple(stored["size"])) => box =
+            Box(tuple(stored["size"]), tuple(stored["offset"])) ::
             Offset and size have changed places. | Box(offset, size)
         if name in tensors else [] => if name in tensors else [][0] ::
             A name that the checkpoint does not have raises an error. | Leave it out.

@@ -177,7 +177,6 @@ OPTIMIZER = 'run.optimizer.load_state_dict(state["optimizers"][0])'
 SCHEDULE = 'run.scheduler.load_state_dict(state["schedulers"][0])'
 AVERAGE = 'run.average.load_state_dict(state["algorithms"]["average"])'
 WAITS = 'run.patience.waits = state["callbacks"]["patience"]["waits"]'
-RANDOM = 'if self.rank in state["ranks"]:'
 training_state = Spec(
     todo="11.2",
     truth=course.TrainingState,
@@ -230,7 +229,7 @@ training_state = Spec(
             The run goes on under another name (item 11). | Restore run.name.
         run.position.load_state_dict(state["dataset_state"]) => pass :: The place in the data is not
             restored (item 12): samples come twice or never. | Restore run.position.
-        {RANDOM} => if False: ::
+        if self.rank in state["ranks"]: => if False: ::
             The random numbers are not restored, so dropout drops others. | torch.set_rng_state(...)
         return copy.deepcopy(live) => return live :: The state refers to the tensors that the
             training changes, so this checkpoint changes with them. | return copy.deepcopy(...)

@@ -64,9 +64,6 @@ ONES = "torch.ones_like(times)"
 SIZES = "sizes, times = "
 KEPT = "[p for p in zip(sizes_bytes, times_s)"
 RESULT = "return alpha_s, beta_s_per_byte"
-ENDS = "times[0] - f * sizes[0]"
-DIVIDE = "Divide each message's line by its time, so that every message counts alike."
-SECONDS = "Times come in seconds and leave in seconds."
 fit_alpha_beta = Spec(
     todo="4.11",
     truth=alpha_beta.fit_alpha_beta,
@@ -90,7 +87,8 @@ fit_alpha_beta = Spec(
     mistakes="""
         {ONES} => times
         {COLUMNS} => torch.stack([torch.ones_like(times), sizes], dim=1) ::
-            The errors are counted in seconds, so the largest message decides alone. | {DIVIDE}
+            The errors are counted in seconds, so the largest message decides alone. | Divide each
+            message's line by its time, so that every message counts alike.
         {ONES} => 1 / times
         {COLUMNS} => torch.stack([1 / times, sizes / times], dim=1) / times[:, None] ::
             Each error is divided by the square of the time. | The error itself is divided by the
@@ -103,12 +101,12 @@ fit_alpha_beta = Spec(
         {RESULT} => return alpha_s, 1 / beta_s_per_byte ::
             The second number is the bandwidth in bytes per second. | beta is seconds per byte.
         {RESULT} => return 1e3 * alpha_s, 1e3 * beta_s_per_byte ::
-            Both numbers are in milliseconds. | {SECONDS}
+            Both numbers are in milliseconds. | Times come in seconds and leave in seconds.
         {RESULT} => return 1e6 * alpha_s, 1e6 * beta_s_per_byte :: Both numbers are in microseconds.
         {RESULT} => return 1e6 * alpha_s, beta_s_per_byte :: alpha is in microseconds.
-        {RESULT} => return (f := (times[-1] - times[0]) / (sizes[-1] - sizes[0])) and {ENDS}, f ::
-            This is the line through the first and the last message. | Use all messages, each with
-            its own line of the least squares.
+        {RESULT} => return (f := (times[-1] - times[0]) / (sizes[-1] - sizes[0])) and times[0] - f *
+            sizes[0], f :: This is the line through the first and the last message. | Use all
+            messages, each with its own line of the least squares.
         {RESULT} => return times.min(), beta_s_per_byte ::
             alpha is the smallest measured time. | alpha is the time at size 0, not a measured one.
         {SIZES} => {SIZES}torch.tensor({KEPT} if p[0]], dtype=torch.float64).T # ::
@@ -180,11 +178,8 @@ def in_words(price: list) -> str:
 
 
 CEIL = "math.ceil(math.log2(n))"
-HALVES = '2 if name.startswith("all_reduce") else 1'
 BYTES = "nbytes / n if in_chunks else nbytes"
-RINGS = 'name.endswith(("naive", "ring", "gather"))'
 TREE = "A tree needs ceil(log2 n) rounds."
-CHUNK = "A message of a ring, or of a gather, is one of n chunks; elsewhere it is the whole tensor."
 rounds_and_message = Spec(
     todo="4.12",
     truth=alpha_beta.rounds_and_message,
@@ -212,14 +207,15 @@ rounds_and_message = Spec(
             | (n - 1).bit_length(), or math.ceil(math.log2(n)).
         {CEIL} => n - 1 ::
             In a tree many ranks send at the same time. | Count rounds, not messages. {TREE}
-        {HALVES} => 1 :: Only one half of the all-reduce is counted. | An all-reduce gathers the sum
-            and gives it out again.
+        2 if name.startswith("all_reduce") else 1 => 1 :: Only one half of the all-reduce is
+            counted. | An all-reduce gathers the sum and gives it out again.
         base = n - 1 => base = n ::
             Nobody sends to itself, so it takes n-1 messages. | n-1 messages, not n.
         base = n - 1 => base = n * (n > 1) :: Nobody sends to itself, so it takes n-1 messages.
-        {RINGS} => name.endswith(("naive", "ring")) ::
+        name.endswith(("naive", "ring", "gather")) => name.endswith(("naive", "ring")) ::
             The rounds of a gather are those of a tree. | Here the root takes one after the other.
-        {BYTES} => nbytes :: A ring, and a gather, send chunks, not the whole tensor. | {CHUNK}
+        {BYTES} => nbytes :: A ring, and a gather, send chunks, not the whole tensor. | A message of
+            a ring, or of a gather, is one of n chunks; elsewhere it is the whole tensor.
         {BYTES} => nbytes / n :: Every message is counted as a chunk.
         {BYTES} => halves * base * (nbytes / n if in_chunks else nbytes) ::
             These are the bytes of all rounds together. | Give those of one message.

@@ -256,7 +256,6 @@ PAIRED = "zip(sums.split(size), arrived.split(size), strict=True)"
 ARRIVED = "arrived = torch.empty_like(sums)"
 NUMBER = "piece_bytes // element_size() elements make a piece, and at least one."
 TURNS = "Start everything first; then wait for one piece, combine it, and wait for the next."
-OWN_MEMORY = "Receive into a tensor of its own, as large as `total`, and combine that."
 EACH_LIST = (
     "Two lists that are walked together have different lengths.",
     "What is sent and what is received may have different numbers of pieces, so start the receives "
@@ -310,8 +309,8 @@ exchange_in_pieces = Spec(
     ),
     mistakes="""
         {ARRIVED} => arrived = sums
-        {TAKE} => ... ::
-            It is received straight into `total`, whose own numbers are lost. | {OWN_MEMORY}
+        {TAKE} => ... :: It is received straight into `total`, whose own numbers are lost. | Receive
+            into a tensor of its own, as large as `total`, and combine that.
         {ARRIVED} => arrived = sums ::
             It is received straight into `total`, and then combined with itself.
         {SIZE} => max(1, leaving.numel(), sums.numel()) ::

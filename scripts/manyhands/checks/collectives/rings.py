@@ -145,8 +145,6 @@ INTO_LIST = (
     "chunks[(rank - step - 1) % n] = coming = torch.empty(len(coming), dtype=coming.dtype); "
     + GATHERED
 )
-BY_COPY = "exchange(newest, (rank + 1) % n, coming.contiguous(), (rank - 1) % n, group)"
-BOTH_SIDES = "What a rank receives in a step is what its partner sends in that step."
 all_gather_ring = Spec(
     todo="4.7",
     truth=ring.all_gather_ring,
@@ -169,8 +167,9 @@ all_gather_ring = Spec(
     mistakes="""
         {NEWEST}, {COMING} => chunks[rank], chunks[(rank - 1) % n] :: Every step sends the rank's
             own chunk again. | In every later step, send on the chunk that came last.
-        {COMING} => chunks[(rank + step + 1) % n] :: What comes in is written to chunk r + k + 1,
-            and its sender sends chunk r - k - 1. | {BOTH_SIDES}
+        {COMING} => chunks[(rank + step + 1) % n] ::
+            What comes in is written to chunk r + k + 1, and its sender sends chunk r - k - 1. |
+            What a rank receives in a step is what its partner sends in that step.
         {NEWEST}, {COMING} => chunks[(rank + step) % n], chunks[(rank + step + 1) % n] ::
             The indices grow, as if the chunks came from rank r + 1.
         {NEWEST}, {COMING} => chunks[(rank - step - 1) % n], chunks[(rank - step) % n] ::
@@ -183,8 +182,8 @@ all_gather_ring = Spec(
             The first step is missing, in which a rank sends its own chunk.
         {GATHERED} => {INTO_LIST} :: The list gets a new tensor, and the memory of the old one stays
             as it was. | {ON_SAME_LIST}
-        {GATHERED} => {BY_COPY} ::
-            {IN_A_COPY} | `exchange` takes a tensor in any form: give it the chunk itself.
+        {GATHERED} => exchange(newest, (rank + 1) % n, coming.contiguous(), (rank - 1) % n, group)
+            :: {IN_A_COPY} | `exchange` takes a tensor in any form: give it the chunk itself.
         (rank + 1) % n => rank + 1
         (rank - 1) % n => rank - 1 :: ! After the last rank comes rank 0 again. | {NEXT}
         instead to_everybody :: Every rank sends its own chunk to all others.
@@ -349,7 +348,6 @@ def in_float64(truth):
 SCATTER = "reduce_scatter_ring(chunks, op, group)"
 GATHER = "all_gather_ring(chunks, group)"
 WITH = "with flat(tensor) as vector:"
-SPLIT = "vector.tensor_split(n) makes exactly n chunks, also where n does not divide the length."
 FIRST = "First reduce_scatter_ring, then all_gather_ring, with the same chunks."
 CHUNKS = "Cut the vector into n chunks, and let one chunk travel in each step."
 all_reduce_ring = Spec(
@@ -382,7 +380,8 @@ all_reduce_ring = Spec(
                 {SCATTER}\n        {GATHER} => {GATHER}\n        {SCATTER} :: The all-gather comes
                     first, and then the ranks add up what is the same on all. | {FIRST}
                 vector.tensor_split => vector.chunk ::
-                    ! chunk(n) may give fewer than n chunks. | {SPLIT}
+                    ! chunk(n) may give fewer than n chunks. | vector.tensor_split(n) makes exactly
+                    n chunks, also where n does not divide the length.
                 vector.tensor_split => vector.split ::
                     ! split(n) makes pieces of n elements, not n pieces.
                 {WITH} => vector = tensor.view(-1)\n    if True: :: ! {COLUMN} | {FLAT}

@@ -132,7 +132,6 @@ def heap(tensor, root=0, group=None):
 
 
 DOUBLE = "In each round everybody who has the tensor sends it to a rank that does not have it yet."
-STEPS = "The steps are 1, 2, 4, ..., as long as they are smaller than n."
 broadcast_tree = Spec(
     todo="4.3",
     truth=trees.broadcast_tree,
@@ -156,8 +155,8 @@ broadcast_tree = Spec(
             r"""
                 {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
                 {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
-                while step < n => while 2 * step <= n ::
-                    The last round is missing: on 5 ranks there are three. | {STEPS}
+                while step < n => while 2 * step <= n :: The last round is missing: on 5 ranks there
+                    are three. | The steps are 1, 2, 4, ..., as long as they are smaller than n.
                 and place + step < n => :: ! A rank sends to a place that does not exist. | Send
                     only where place + step < n.
                 (rank + step) % n => (place + step) % n
@@ -229,7 +228,6 @@ def down_again(truth):
 
 TAKE = "combine(vector, other, op)"
 START = "1 << (n - 1).bit_length()"
-AVG = 'if op == "avg"'
 ONCE = "Add up as for a sum, and divide the root's result by n, once, at the end."
 BY_HAND = "Follow three ranks' tensors by hand: what does each rank hold after each round?"
 HALF = "In each round, half of the places that are left send what they have and are done."
@@ -256,7 +254,7 @@ reduce_tree = Spec(
     mistakes=r"""
         {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
         {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
-        {AVG} => if False :: The average is not divided. | {ONCE}
+        if op == "avg" => if False :: The average is not divided. | {ONCE}
         vector /= n => vector /= max(1, n - 1) ::
             The sum is divided by n-1. | The root's own tensor counts as well: divide by n.
         vector /= n => vector //= n :: The average is rounded down. | Divide with /, not with //.
@@ -346,9 +344,6 @@ CHUNK_BARE = "vector = chunk\n        if True:"
 CHUNK_FLAT = "Inside `with flat(chunk) as vector:` send and receive `vector`, and wait there."
 SEND = "dist.send(vector, group=group, group_dst=root)"
 RECV = "dist.recv(vector, group=group, group_src=source)"
-RECV_NEW = "dist.recv(chunks[source], group=group, group_src=source)"
-SEND_ROOTS = "dist.send(chunks[root].contiguous(), group=group, group_dst=root)"
-ROLES = "The root receives from every other rank; the others send chunks[rank] to the root."
 CHUNK_FACTS = FACTS_TABLE | {
     OWN: "A rank's own chunk is what it has to give, and here it was written to.",
 }
@@ -375,13 +370,15 @@ gather = Spec(
         rank = dist.get_rank(group) => rank = dist.get_rank(group); root = 0 :: {ROOT_0}
         {CHUNK_WITH} => {CHUNK_COPY} :: {IN_A_COPY} | {CHUNK_FLAT}
         {CHUNK_WITH} => {CHUNK_BARE} :: ! {COLUMN}
-        {RECV} => chunks[source] = torch.empty_like(vector); {RECV_NEW} ::
-            The list gets a new tensor, and the memory of the old one stays as it was. | Receive
-            into chunks[source] itself, or copy_() into it.
-        {SEND} => {SEND_ROOTS} :: Every rank sends chunks[root] instead of its own chunk. | {GIVES}
+        {RECV} => chunks[source] = torch.empty_like(vector); dist.recv(chunks[source], group=group,
+            group_src=source) :: The list gets a new tensor, and the memory of the old one stays as
+            it was. | Receive into chunks[source] itself, or copy_() into it.
+        {SEND} => dist.send(chunks[root].contiguous(), group=group, group_dst=root) ::
+            Every rank sends chunks[root] instead of its own chunk. | {GIVES}
         {SEND} => dist.recv(vector, group=group, group_src=root)
         {RECV} => dist.send(vector, group=group, group_dst=source) ::
-            The roles have changed places: the root sends, and the others receive. | {ROLES}
+            The roles have changed places: the root sends, and the others receive. | The root
+            receives from every other rank; the others send chunks[rank] to the root.
         instead all_gather :: Every rank gets all chunks, not only the root.
         instead sends_everything :: Every message holds all chunks of its sender. | {GIVES}
         instead waits_outside_of_flat ::

@@ -70,11 +70,6 @@ def say_packing(case: Call) -> str:
 TRAINED = "[param for param in params if param.requires_grad]"
 FITS = "fits = buckets and sum(p.nbytes for p in buckets[-1]) + param.nbytes <= bucket_bytes"
 OPENS = "if not fits or buckets[-1][0].dtype != param.dtype:"
-ROOM = (
-    "room = [b for b in buckets if b[0].dtype == param.dtype"
-    " and sum(p.nbytes for p in b) + param.nbytes <= bucket_bytes]"
-)
-FOURS = "4 * sum(p.numel() for p in [*buckets[-1], param])"
 PUTS = "buckets[-1].append(param)"
 LAST = "Go through the list of trainable parameters in reverse, and only look at the last bucket."
 
@@ -104,11 +99,12 @@ make_buckets = Spec(
             counted. | Add param.nbytes before you compare.
         {FITS} => fits = buckets and sum(p.numel() for p in [*buckets[-1], param]) <= bucket_bytes
             :: Numbers are counted, not bytes. | param.nbytes
-        {FITS} => fits = buckets and {FOURS} <= bucket_bytes ::
-            Every number is taken to have 4 bytes, and not every type has.
+        {FITS} => fits = buckets and 4 * sum(p.numel() for p in [*buckets[-1], param]) <=
+            bucket_bytes :: Every number is taken to have 4 bytes, and not every type has.
         {OPENS} => if not fits: :: Parameters of different types share a bucket, and one vector has
             one type. | Compare param.dtype with that of the bucket.
-        {FITS} => {ROOM}
+        {FITS} => room = [b for b in buckets if b[0].dtype == param.dtype and sum(p.nbytes for p in
+            b) + param.nbytes <= bucket_bytes]
         {OPENS} => if not room:
         {PUTS} => (room[0] if room else buckets[-1]).append(param) ::
             A parameter goes into an earlier bucket that still has room, so that bucket has to wait
@@ -204,7 +200,6 @@ HOOK = "lambda _, name=name: arrived.append(name)"
 EACH = "module.named_parameters()"
 SKIPS = "if param.requires_grad:"
 FIXED = "Fix the name when the hook is made: lambda _, name=name: ..."
-WRITTEN = "register_post_accumulate_grad_hook calls its hook when .grad has been written."
 
 watch_arrivals = Spec(
     todo="5.9",
@@ -224,7 +219,8 @@ watch_arrivals = Spec(
             All hooks append the same name, that of the loop's last turn: a function looks `name` up
             when it is called, and by then the loop is over. | {FIXED}
         register_post_accumulate_grad_hook => register_hook :: The name is there before the
-            gradient: register_hook calls its hook before .grad is written. | {WRITTEN}
+            gradient: register_hook calls its hook before .grad is written. |
+            register_post_accumulate_grad_hook calls its hook when .grad has been written.
         {HOOK} => lambda _, name=name: arrived.insert(0, name) ::
             The last one to arrive stands first. | Append at the end.
         {EACH} => module.named_parameters(remove_duplicate=False) ::

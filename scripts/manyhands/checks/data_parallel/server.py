@@ -201,7 +201,6 @@ SENDS = "dist.send(pack([param.grad for param in params]), group=group, group_ds
 TAKES = "dist.recv(weights, group=group, group_src=server)"
 UNPACKS = "unpack(weights, params)"
 PACKS = "pack([param.grad for param in params])"
-TURN = "Send first, then receive."
 LATER = "Call wait() on what isend and irecv return, before the vector is read or dropped."
 
 
@@ -311,8 +310,8 @@ worker_step = Spec(
         {UNPACKS} => unpack(weights, params[::-1]) ::
             The new weights are unpacked in another order than that of module.parameters().
         {SENDS} => first = lambda: {SENDS}
-        {TAKES} => {TAKES}; first() ::
-            The worker waits for weights while the server still waits for its gradients. | {TURN}
+        {TAKES} => {TAKES}; first() :: The worker waits for weights while the server still waits for
+            its gradients. | Send first, then receive.
         dist.send( => dist.isend( :: A message is not waited for. | {LATER}
         {TAKES} => dist.irecv(weights, group=group, group_src=server) ::
             A message is not waited for.
@@ -331,12 +330,9 @@ worker_step = Spec(
 OTHERS = "[rank for rank in range(world_size) if rank != server]"
 TOTAL = "total += arrived"
 MEAN = "unpack(total, [param.grad for param in params], len(workers))"
-LEFT = "total += len(workers) * pack([p.grad for p in params])"
-EMPTY = "param.grad = torch.empty_like(param)"
 HEARS = "dist.recv(arrived, group=group, group_src=worker)"
 GIVES = "dist.send(pack(params), group=group, group_dst=worker)"
 START = "torch.zeros_like(pack(params))"
-ONE_MEAN = "Divide once, by the number of workers."
 CLEAR = "zero_grad belongs before the mean is written into the gradients, or after the step."
 WAITS = "Receive from every worker first, then step once, then send."
 
@@ -410,16 +406,17 @@ server_step = Spec(
         "len(workers)) writes the mean into them.",
     ),
     mistakes=r"""
-        {MEAN} => unpack(total, [param.grad for param in params]) ::
-            The gradients are the sum over the workers, not their mean. | {ONE_MEAN}
+        {MEAN} => unpack(total, [param.grad for param in params]) :: The gradients are the sum over
+            the workers, not their mean. | Divide once, by the number of workers.
         len(workers)) => world_size) ::
             The sum is divided by the size of the group, and the server is no worker.
         {TOTAL} => total.copy_(arrived) :: The gradients are those of the last worker alone,
             divided. | Add up what arrives, because a recv overwrites its tensor.
         {START} => pack(params) ::
             The sum starts from the weights, not from zeros. | Start from torch.zeros_like.
-        {EMPTY} => param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        {MEAN} => {LEFT}; {MEAN} ::
+        param.grad = torch.empty_like(param) => param.grad = torch.zeros_like(param) if param.grad
+            is None else param.grad
+        {MEAN} => total += len(workers) * pack([p.grad for p in params]); {MEAN} ::
             What was in the gradients before is still in them. | Overwrite .grad in each step.
         optimizer.step() => optimizer.zero_grad(); optimizer.step() ::
             The gradients are cleared again before the step. | {CLEAR}

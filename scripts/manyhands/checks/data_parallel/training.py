@@ -16,7 +16,6 @@ from manyhands.data_parallel import loops
 START = "Call broadcast_state(model, group) before the loop."
 SHARE = "inputs[rank::world_size], and the targets in the same way; both numbers are the group's."
 LOOP = "Forward, loss, zero_grad, backward, average_gradients(model, group), step."
-OPTIMIZER = "Make torch.optim.AdamW(model.parameters(), learning_rate) once, before the loop."
 END = "At the end rank 0 returns model.state_dict(), each tensor on the CPU; the others return {}."
 AVERAGE = "average_gradients(model, group=group)"
 CLEAR = "optimizer.zero_grad()"
@@ -24,7 +23,6 @@ BACK = "loss.backward()"
 STEP = "optimizer.step()"
 MADE = "torch.optim.AdamW(model.parameters(), learning_rate)"
 STATE = "{name: value.cpu() for name, value in model.state_dict().items()}"
-PARAMETERS = "{name: value.detach().cpu() for name, value in model.named_parameters()}"
 CLEARED = f"{CLEAR}\n        {BACK}"
 LOSS = "mse_loss(outputs, targets[rank::world_size]"
 AVERAGED = f"{AVERAGE}\n        {STEP}"
@@ -189,16 +187,17 @@ train_replicas = Spec(
             The loss is a sum, and the mean was asked for. | Leave the reduction as it is.
         {AVERAGE} => {AVERAGE}; [p.grad.mul_(world_size) for p in model.parameters()] ::
             The gradients are sums over the ranks, not means. | average_gradients takes the mean.
-        {MADE} => torch.optim.AdamW(model.parameters()) ::
-            The learning rate is AdamW's own default. | {OPTIMIZER}
+        {MADE} => torch.optim.AdamW(model.parameters()) :: The learning rate is AdamW's own default.
+            | Make torch.optim.AdamW(model.parameters(), learning_rate) once, before the loop.
         {MADE} => torch.optim.AdamW(model.parameters(), learning_rate * world_size) ::
             The learning rate is multiplied by the number of ranks, and the batch is the same as
             that of one process.
         {MADE} => torch.optim.SGD(model.parameters(), learning_rate) :: The optimizer is not AdamW.
         {STATE} if rank == 0 else {} => {STATE} ::
             Every rank returns the weights, and one copy is enough for a file. | {END}
-        {STATE} if rank == 0 => {PARAMETERS} if rank == 0 :: Parameters alone are no state: the
-            buffers are missing. | Take the tensors from model.state_dict().
+        {STATE} if rank == 0 => {name: value.detach().cpu() for name, value in
+            model.named_parameters()} if rank == 0 :: Parameters alone are no state: the buffers are
+            missing. | Take the tensors from model.state_dict().
     """,
     module=globals(),
 )

@@ -21,7 +21,6 @@ from manyhands.ranks.runtime import World
 # ---- 6.1 ------------------------------------------------------------------------------------
 
 RANK = "RANK counts over the whole job, and LOCAL_RANK counts on this node only."
-LOCAL = 'int(environ.get("LOCAL_RANK", 0))'
 DEVICE = "The device is cuda:<LOCAL_RANK> where num_gpus >= LOCAL_WORLD_SIZE, else cpu."
 ALONE = (
     "Without torchrun the variables are not set, and the process is rank 0 of 1.",
@@ -112,7 +111,8 @@ place = Spec(
             The rank is the number on this node. | {RANK}
         environ.get("LOCAL_RANK", 0) => environ.get("RANK", 0) ::
             The local rank is the number in the whole job.
-        {LOCAL} => int(environ.get("RANK", 0)) % int(environ.get("LOCAL_WORLD_SIZE", 1)) ::
+        int(environ.get("LOCAL_RANK", 0)) => int(environ.get("RANK", 0)) %
+            int(environ.get("LOCAL_WORLD_SIZE", 1)) ::
             The local rank is the rank modulo LOCAL_WORLD_SIZE, which is right only where all nodes
             start equally many processes. | Read LOCAL_RANK.
         environ.get("WORLD_SIZE", 1) => environ.get("LOCAL_WORLD_SIZE", 1) ::
@@ -145,7 +145,6 @@ place = Spec(
 
 # ---- 6.2 ------------------------------------------------------------------------------------
 
-NAMED = "Pass rank=world.rank and world_size=world.world_size."
 FINALLY = "finally:\n        dist.destroy_process_group()"
 WHOLE = f"try:\n        yield\n    {FINALLY}"
 LEAVE = "dist.destroy_process_group()"
@@ -299,8 +298,9 @@ process_group = Spec(
         {BACKEND} => "gloo" :: The backend is gloo also for a GPU, and gloo moves GPU data through
             the CPU. | The backend is {BACKEND}.
         {BACKEND} => "nccl" :: The backend is NCCL also for a CPU, and NCCL joins only GPUs.
-        rank=world.rank => rank=world.local_rank :: The process joins with its number on the node,
-            and that is not unique in the job. | {NAMED}
+        rank=world.rank => rank=world.local_rank ::
+            The process joins with its number on the node, and that is not unique in the job. | Pass
+            rank=world.rank and world_size=world.world_size.
         {LIMIT}, => :: No limit is passed on, so a lost partner is noticed only after torch's 10 or
             30 minutes. | Pass {LIMIT}.
         {LIMIT} => timeout=timedelta(minutes=timeout_s) :: The limit is counted in minutes.

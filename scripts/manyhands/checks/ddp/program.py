@@ -206,7 +206,6 @@ MEAN = "return mean_over_ranks(*total_loss(model, batches, world.device))"
 TOTAL = "total, count = total_loss(model, batches, world.device)"
 SUM = "Hand sum and count of this rank to mean_over_ranks."
 SAVE = 'save_once(model, run.folder / "model.pt")'
-BARE = 'torch.save(model.module.state_dict(), run.folder / "model.pt")'
 
 train = Spec(
     todo="6.8",
@@ -268,7 +267,8 @@ train = Spec(
         torch.manual_seed(world.data_seed) => torch.manual_seed(config.seed) ::
             All ranks draw the same random numbers in training, such as the same dropout. |
             torch.manual_seed(world.data_seed)
-        {SAVE} => {BARE} :: Every rank writes model.pt. | {SAVE}
+        {SAVE} => torch.save(model.module.state_dict(), run.folder / "model.pt") ::
+            Every rank writes model.pt. | {SAVE}
         {SAVE} => torch.save(model.state_dict(), run.folder / "model.pt") ::
             Every rank writes model.pt, and its names begin with 'module.'.
     """,

@@ -122,7 +122,6 @@ N = "self.world_size"
 PART = "order[self.rank :: self.world_size]"
 LEN = "len(range(self.rank, self.num_samples, self.world_size))"
 SEED = "self.seed + self.epoch"
-MINE = "torch.arange(self.rank, self.num_samples, self.world_size)"
 EACH = "self.num_samples // self.world_size"
 DEAL = "Deal the order out like cards: order[rank::world_size]."
 
@@ -167,7 +166,8 @@ sampler = Spec(
         {SEED} => self.seed * self.epoch ::
             In epoch 0 the order does not depend on self.seed, and with seed 0 not on the epoch.
         {SEED} => self.seed * (self.epoch + 1) :: With seed 0 all epochs have one order.
-        {DRAW} => {MINE}[torch.randperm(len(self), generator=generator)]
+        {DRAW} => torch.arange(self.rank, self.num_samples,
+            self.world_size)[torch.randperm(len(self), generator=generator)]
         {PART} => order :: The samples are divided first and shuffled afterwards, so a rank reads
             the same ones in every epoch. | Shuffle all of them, then divide.
         {PART} => order[self.rank * len(order) // {N} : (self.rank + 1) * len(order) // {N}]

@@ -28,7 +28,6 @@ MEET_S = 3.0  # how long a rank waits for the others to have returned as well
 NUMBERS = itertools.count()  # a call of an answer has the same on all ranks
 
 ONCE = "One rank saves: if not dist.is_initialized() or dist.get_rank(group) == 0."
-WAIT = "Every rank calls dist.barrier(group) after the `if`."
 SWAP = "Write to a second name in the same folder, then call os.replace(partial, path) alone."
 STATE = "Save unwrapped(model).state_dict()."
 LINE = "Rank 0 prints one line with the path and the size in bytes."
@@ -297,7 +296,6 @@ CONDITION = "if not dist.is_initialized() or dist.get_rank(group) == 0:"
 REPLACE = "os.replace(partial, path)"
 BARRIER = "if dist.is_initialized():\n        dist.barrier(group)"
 PRINT = 'print(f"saved {path} ({path.stat().st_size:,} bytes)")'
-SECOND = 'partial = path.with_name(path.name + ".partial")'
 MODULE = "unwrapped(model).state_dict()"
 
 ALONE = "No message tells the other ranks that the file is there, so they do not wait for it."
@@ -332,7 +330,7 @@ save_once = Spec(
             leave a broken one. | {ONCE}
         {CONDITION} => if int(os.environ["LOCAL_RANK"]) == 0: ::
             The first rank of each node writes, so two ranks write the same file.
-        {BARRIER} => pass :: {ALONE} | {WAIT}
+        {BARRIER} => pass :: {ALONE} | Every rank calls dist.barrier(group) after the `if`.
         {BARRIER} => time.sleep(0.1) :: {ALONE}
         {BARRIER} => if dist.is_initialized() and dist.get_rank(group) == 0: dist.barrier(group) ::
             ! Only rank 0 comes to the barrier.
@@ -343,7 +341,7 @@ save_once = Spec(
         {MODULE} => {n: v for n, v in unwrapped(model).named_parameters()} ::
             The buffers are missing from the file.
         {REPLACE} => path.write_bytes(partial.read_bytes()); os.remove(partial) :: {HALF} | {SWAP}
-        {SECOND} => partial = path
+        partial = path.with_name(path.name + ".partial") => partial = path
         {REPLACE} => pass :: {HALF}
         {REPLACE} => path.unlink(missing_ok=True); partial.rename(path) ::
             The older file is removed before the new one has its name.

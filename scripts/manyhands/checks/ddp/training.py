@@ -136,7 +136,6 @@ accumulate = Spec(
 BOTH = "Put the sum and the count into one float64 tensor, and all-reduce that."
 REDUCE = "dist.all_reduce(both, group=group)"
 DOUBLE = "torch.stack([total.double(), torch.full_like(total, count, dtype=torch.float64)])"
-FLOAT = "torch.stack([total.float(), torch.full_like(total, count, dtype=torch.float32)])"
 DIVIDE = "Divide by the number of all items."
 MEAN = "(both[0] / both[1]).item()"
 
@@ -269,7 +268,8 @@ mean_over_ranks = Spec(
             """
                 {MEAN} => float(int(both[0]) / both[1]) ::
                     The sum is cut to a whole number. | Keep it a float.
-                {DOUBLE} => {FLOAT} ::
+                {DOUBLE} => torch.stack([total.float(), torch.full_like(total, count,
+                    dtype=torch.float32)]) ::
                     The sums are added up in float32, which holds 7 digits. | {BOTH}
                 {DOUBLE} => torch.stack([total, torch.full_like(total, count)])
                 {MEAN} => (both[0].double() / both[1].double()).item() ::

@@ -85,8 +85,6 @@ A_OF = "math.exp(y.mean() - slope * x.mean())"
 PLAIN = "torch.tensor(sizes, dtype=torch.float64)"
 PLAIN_Y = "torch.tensor(errors, dtype=torch.float64)"
 LINE = "log(error) = log(a) - b log(size), so a = exp(intercept) and b = -slope."
-BOTH_LOGS = "Take the logarithm of the sizes and of the errors."
-EVERY = "Every network counts, also where several have one size."
 SLOPE = "slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()"
 fit_power_law = Spec(
     todo="0.3",
@@ -121,15 +119,16 @@ fit_power_law = Spec(
             The logarithm to base 2 was undone with exp. | Use the same base for both.
         {A_OF} => math.exp((y.mean() - slope * x.mean()) / math.log(10)) ::
             The logarithm to base 10 was undone with exp.
-        {LOGS} => ({PLAIN}, {PLAIN_Y}.log()) ::
-            The sizes were taken without a logarithm. | {BOTH_LOGS}
+        {LOGS} => ({PLAIN}, {PLAIN_Y}.log()) :: The sizes were taken without a logarithm. | Take the
+            logarithm of the sizes and of the errors.
         {LOGS} => ({PLAIN}, {PLAIN_Y}) :: No logarithm was taken.
         {SLOPE} => slope = (x * y).sum() / (x * x).sum()
         {A_OF} => 1.0 :: The line goes through the origin, and that leaves no room for a. | {LINE}
         {SLOPE} => slope = (y[-1] - y[0]) / (x[-1] - x[0])
         {A_OF} => math.exp(y[0] - slope * x[0]) ::
             This is the line through the first and the last point. | Use all points: least squares.
-        instead of_groups(lambda errors: errors[-1]) :: Of each size the last counts. | {EVERY}
+        instead of_groups(lambda errors: errors[-1]) ::
+            Of each size the last counts. | Every network counts, also where several have one size.
         instead of_group_means :: The errors of a size were averaged first.
     """,
     module=globals(),

@@ -89,8 +89,6 @@ GATHER = "dist.all_gather_object(places, mine)"
 FILL = f"{GATHER}\n    return places"
 DEVICE = 'f"cuda:{local_rank}" if has_gpu else "cpu"'
 OWN_GPUS = "Each node counts its own GPUs from 0: use LOCAL_RANK."
-COMPARE = "Compare num_gpus with LOCAL_WORLD_SIZE: num_gpus >= LOCAL_WORLD_SIZE."
-ONE_EACH = "Each rank gathers the places of all: all_gather_object fills the list on every rank."
 device_map = Spec(
     todo="0.1",
     truth=places.device_map,
@@ -135,8 +133,8 @@ device_map = Spec(
         {LOCAL} => {RANK} % int(environ["LOCAL_WORLD_SIZE"]) :: LOCAL_RANK is computed from RANK,
             and it does not follow from it on uneven nodes. | Read LOCAL_RANK.
         {LOCAL} => {RANK} :: LOCAL_RANK is the number of the rank in the job here.
-        {ENOUGH} => num_gpus > int(environ["LOCAL_WORLD_SIZE"]) ::
-            Just enough GPUs count as too few. | {COMPARE}
+        {ENOUGH} => num_gpus > int(environ["LOCAL_WORLD_SIZE"]) :: Just enough GPUs count as too
+            few. | Compare num_gpus with LOCAL_WORLD_SIZE: num_gpus >= LOCAL_WORLD_SIZE.
         {ENOUGH} => num_gpus == int(environ["LOCAL_WORLD_SIZE"]) ::
             More GPUs than processes count as too few.
         {ENOUGH} => num_gpus > 0 ::
@@ -146,7 +144,8 @@ device_map = Spec(
         {DEVICE} => "cuda:0" if has_gpu else "cpu" ::
             All processes of a node would share one GPU. | {OWN_GPUS}
         {FILL} => return [mine] * dist.get_world_size() ::
-            Every place is that of the rank itself: nothing of the others was sent. | {ONE_EACH}
+            Every place is that of the rank itself: nothing of the others was sent. | Each rank
+            gathers the places of all: all_gather_object fills the list on every rank.
         {FILL} => return [mine] :: The list holds the rank's own place alone.
         {FILL} => {GATHER}\n    return sorted(places, key=lambda place: place.host) ::
             The places are sorted by host. | all_gather_object keeps the order of the ranks.

@@ -219,14 +219,8 @@ def tell_vector(case: Vector) -> str:
 
 
 PAD = "There are -P % N zeros of padding: self.params[0].detach().new_zeros(number)."
-MEAN = "shard.grad becomes the mean over the ranks, added to what was in it."
-ADD = "mine if self.shard.grad is None else self.shard.grad + mine"
 CHUNK = "self.whole.chunk(self.num_ranks)[rank]"
 GROUPS = "num_ranks *= dist.get_world_size(self.replicas)"
-ALL_REDUCED = (
-    "dist.all_reduce(whole, group=self.group); "
-    "mine.copy_(whole.chunk(self.num_ranks)[dist.get_rank(self.group)])"
-)
 flat = Spec(
     todo="10.1",
     truth=course.Flat,
@@ -265,11 +259,13 @@ flat = Spec(
             self.show(self.whole) makes views of the same parameters.
         , requires_grad=self.params[0].requires_grad => , requires_grad=True ::
             The shard of frozen parameters requires a gradient. | Ask self.params[0].requires_grad.
-        mine /= num_ranks => pass :: This is the sum over the ranks, not the mean. | {MEAN}
+        mine /= num_ranks => pass :: This is the sum over the ranks, not the mean. | shard.grad
+            becomes the mean over the ranks, added to what was in it.
         mine /= num_ranks => mine /= num_ranks**2 :: The sum is divided twice.
         mine /= num_ranks => mine /= dist.get_world_size() ::
             The sum is divided by all ranks of the job.
-        {ADD} => mine :: What was in shard.grad before is lost. | Add to it.
+        mine if self.shard.grad is None else self.shard.grad + mine => mine ::
+            What was in shard.grad before is lost. | Add to it.
         if self.replicas is not None => if False ::
             The other replicas are left out. | All-reduce over self.replicas, and divide.
         {GROUPS} => pass :: The sum over the replicas is not divided by their number.
@@ -277,7 +273,8 @@ flat = Spec(
             With replicas what was in shard.grad before is lost. | Add to it.
         param.grad = None => pass ::
             The parameters keep their gradients, so they count again. | param.grad = None
-        reduce_scatter(mine, whole, self.group) => {ALL_REDUCED} ::
+        reduce_scatter(mine, whole, self.group) => dist.all_reduce(whole, group=self.group);
+            mine.copy_(whole.chunk(self.num_ranks)[dist.get_rank(self.group)]) ::
             An all_reduce sends the whole sum, and a rank needs a part. | Use reduce_scatter.
         del grads => if self.params[0].grad is None: return ::
             ! reduce() does nothing where the first parameter has no gradient. | Others may.

@@ -39,8 +39,6 @@ def as_counts(value: object) -> dict:
     return record(names, whole)(value)
 
 
-ROOT = "The root is a unit, too: it holds embedding and head."
-EVERY = "One all_reduce averages over all copies at once."
 calls_per_step = Spec(
     todo="10.6",
     truth=course.calls_per_step,
@@ -56,7 +54,8 @@ calls_per_step = Spec(
         "forward are gathered again; the root never is. Several replicas average once per unit.",
     ),
     mistakes="""
-        units = num_blocks + 1 => units = num_blocks :: The root is left out. | {ROOT}
+        units = num_blocks + 1 => units = num_blocks ::
+            The root is left out. | The root is a unit, too: it holds embedding and head.
         again = num_blocks if reshard else 0 => again = num_blocks ::
             Blocks that are kept are gathered again. | Kept blocks stay whole until their backward.
         again = num_blocks if reshard else 0 => again = 0 ::
@@ -75,8 +74,8 @@ calls_per_step = Spec(
             The replicas are never averaged. | Each unit's gradients are averaged over the copies.
         units if replicas > 1 else 0 => 1 if replicas > 1 else 0 ::
             All units are averaged in one call, but they are not ready at once. | One for each unit.
-        units if replicas > 1 else 0 => units * (replicas - 1) ::
-            There is one all_reduce for each other replica. | {EVERY}
+        units if replicas > 1 else 0 => units * (replicas - 1) :: There is one all_reduce for each
+            other replica. | One all_reduce averages over all copies at once.
         units if replicas > 1 else 0 => units * replicas if replicas > 1 else 0 ::
             There is one all_reduce for each replica.
     """,
@@ -196,8 +195,6 @@ def part_of(param: Tensor) -> Tensor:
 
 BOTH = "Give the units and the root the same mesh, mp_policy and offload_policy."
 FIRST = "First fully_shard each of `units`, then the module itself."
-UNIT = "fully_shard(unit, reshard_after_forward=reshard, **options)"
-PARAMETERS = "[dist.broadcast(p.detach(), 0) for p in module.parameters() if p.requires_grad]"
 POLICY = "MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)"
 OWN = "fully_shard has other names for its options."
 torch_fsdp = Spec(
@@ -245,7 +242,8 @@ torch_fsdp = Spec(
             What is in no unit is not sharded. | After the units call fully_shard(module).
         broadcast_state(module) => pass ::
             Each rank keeps its own weights. | broadcast_state(module) comes before fully_shard.
-        broadcast_state(module) => {PARAMETERS} ::
+        broadcast_state(module) => [dist.broadcast(p.detach(), 0) for p in module.parameters() if
+            p.requires_grad] ::
             Frozen parameters keep each rank's own values. | broadcast_state(module)
         "mesh": mesh => "mesh": None ::
             The mesh is ignored: without one, fully_shard shards over all ranks. | mesh=mesh
@@ -253,8 +251,8 @@ torch_fsdp = Spec(
             The root does not get the mesh. | {BOTH}
         reshard_after_forward=reshard => reshard_after_forward=bool(reshard) ::
             reshard=None keeps the units. | None leaves it to PyTorch: hand `reshard` over as it is.
-        {UNIT} => fully_shard(unit, **options) ::
-            `reshard` does not reach the units. | reshard_after_forward=reshard
+        fully_shard(unit, reshard_after_forward=reshard, **options) => fully_shard(unit, **options)
+            :: `reshard` does not reach the units. | reshard_after_forward=reshard
         fully_shard(module, **options) => fully_shard(module, reshard_after_forward=True, **options)
             ::
             The root is freed after forward, and gathered again at once. | Only units get `reshard`.
@@ -452,7 +450,6 @@ STEP = "optimizer.step()"
 OPTIMIZER = "torch.optim.AdamW(sharded.parameters(), learning_rate)"
 SHARD = "torch_fsdp(model, units)"
 EARLY = OPTIMIZER.replace("sharded", "model")
-WHOLE = "{name: param.full_tensor() for name, param in sharded.state_dict().items()}"
 SHARE = "inputs[rank::world_size], targets[rank::world_size]"
 train_sharded = Spec(
     todo="10.10",
@@ -502,7 +499,8 @@ train_sharded = Spec(
         {STEP} => pass :: The optimizer never steps. | optimizer.step() after each backward.
         torch_fsdp(model, units) => torch_fsdp(model, []) ::
             Only the root is a unit, so all weights are whole at once. | torch_fsdp(model, units)
-        return full_state(sharded) => return {WHOLE} ::
+        return full_state(sharded) => return {name: param.full_tensor() for name, param in
+            sharded.state_dict().items()} ::
             Every rank returns the whole weights. | full_state(sharded) gives {} on other ranks.
         .backward() => .div(world_size).backward() :: The loss is divided by the number of ranks,
             although gradients are averaged already. | Call backward() of the loss as it is.

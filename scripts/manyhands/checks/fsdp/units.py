@@ -174,8 +174,6 @@ def tell_walk(case: Walk) -> str:
     return f"FSDP with {4 + case.num_more} units, reshard={case.reshard}{more},"
 
 
-ALL = "Before the root's forward free every flat of every unit."
-NEXT = "if index + 1 < len(self.units):"
 FREE = "if index > 0 and self.reshard:"
 BEFORE = "for flat in self.units[index - 1]:"
 REDUCE = "flat.free()\n            flat.reduce()"
@@ -205,10 +203,11 @@ fsdp = Spec(
         "after_backward: free and reduce each flat of self.trainable[index].",
     ),
     mistakes=r"""
-        {NEXT} => if False: ::
+        if index + 1 < len(self.units): => if False: ::
             Nothing brings the next unit while one computes forward. | start() unit index + 1.
-        for flat in chain(*self.units):\n                flat.free() => pass :: Nothing is freed
-            before the root's forward, so weights may be older than the last step. | {ALL}
+        for flat in chain(*self.units):\n                flat.free() => pass ::
+            Nothing is freed before the root's forward, so weights may be older than the last step.
+            | Before the root's forward free every flat of every unit.
         for flat in chain(*self.units): => for flat in chain(*self.units[1:]): ::
             The root is not freed before its forward, so it may be older than the last step.
         {FREE} => if self.reshard: ::

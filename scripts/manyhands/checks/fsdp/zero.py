@@ -92,7 +92,6 @@ def tell_stages(case: Stages) -> str:
 ASK = "any(param.grad is not None for param in flat.params)"
 ORDER = "Reduce, step, zero_grad, gather: in this order."
 GATHER = "for work in [flat.gather() for flat in self.flats]:"
-OUTSIDE = "torch.distributed.all_reduce(flat.params[0].grad.new_zeros(1))"
 STEP = "self.optimizer.step()"
 sharded_optimizer = Spec(
     todo="10.2",
@@ -138,7 +137,8 @@ sharded_optimizer = Spec(
             The gradients are divided by the number of ranks once more. | reduce() has divided.
         {STEP} => [{STEP} for _ in self.flats] ::
             The optimizer steps once for each flat. | Step once: it has the shards of all flats.
-        flat.reduce() => {OUTSIDE}; flat.reduce() ::
+        flat.reduce() => torch.distributed.all_reduce(flat.params[0].grad.new_zeros(1));
+            flat.reduce() ::
             ! A message goes through other ranks than those of the flat. | flat.reduce() is enough.
     """,
     module=globals(),

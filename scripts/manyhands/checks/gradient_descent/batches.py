@@ -468,7 +468,6 @@ def mean_first(
 
 DRAW = "torch.randint(len(x), (batch,), generator=generator)"
 LENGTH = ".square().sum()"
-BOTH = "The squared length is the sum of the squares of both parts."
 gradient_variance = Spec(
     todo="1.6",
     truth=descent.gradient_variance,
@@ -496,7 +495,8 @@ gradient_variance = Spec(
             gradient of all samples first.
         .mean().item() => .mean().sqrt().item() ::
             This is the standard deviation, the root of the variance. | Take no root.
-        {LENGTH} => .norm() :: The length of the difference is not squared. | {BOTH}
+        {LENGTH} => .norm() :: The length of the difference is not squared. | The squared length is
+            the sum of the squares of both parts.
         {LENGTH} => .square().mean() :: The two parts are averaged.
         {LENGTH} => .sum().square() :: The two parts are added and then squared.
         {LENGTH} => .abs().sum() :: The absolute values of both parts are added.
@@ -593,7 +593,6 @@ def say_walk(found: dict, wanted: dict) -> str:
 NEW = "self.momentum * self.velocity + slope"
 RULE = "velocity = momentum * velocity + gradient, and then parameters - rate * velocity."
 KEEP = "self.rate, self.momentum, self.velocity = rate, momentum, 0.0"
-CLASS_WIDE = "self.momentum * getattr(type(self), 'velocity', 0.0) + slope"
 momentum = Spec(
     todo="1.7",
     truth=descent.Momentum,
@@ -643,7 +642,8 @@ momentum = Spec(
         self.velocity = {NEW} => type(self).velocity = {NEW} ::
             All objects share one velocity. | Keep it in self, and make it in __init__.
         {KEEP} => self.rate, self.momentum = rate, momentum
-        self.velocity = {NEW} => type(self).velocity = {CLASS_WIDE} ::
+        self.velocity = {NEW} => type(self).velocity = self.momentum * getattr(type(self),
+            'velocity', 0.0) + slope ::
             All objects share one velocity, which a new object does not set to 0.
         parameters - self.rate * self.velocity => parameters.sub_(self.rate * self.velocity) ::
             The parameters are changed in place. | a = a - b makes a new tensor; a -= b does not.

@@ -92,8 +92,6 @@ def is_of_the_smallest(found: Tensor, case: Call) -> bool:
     return len(x) == 1 or same(found, smallest.float(), 1e-3)
 
 
-H_REAL = "H is symmetric, so torch.linalg.eigvalsh gives its real eigenvalues."
-ROWS = "[[mean_square, mean], [mean, 1.0]]"
 LARGEST = "torch.linalg.eigvalsh(hessian).max()"
 largest_rate = Spec(
     todo="1.3",
@@ -105,7 +103,8 @@ largest_rate = Spec(
     say=lambda found, wanted: f"gives {show(found.item())}, not {show(wanted.item())}",
     advice={"": "It is 2 divided by the largest eigenvalue of the Hessian in the docstring."},
     reasons="""
-        for 'Complex :: eigvals gives complex numbers, which have no largest. | {H_REAL}
+        for 'Complex :: eigvals gives complex numbers, which have no largest. | H is symmetric, so
+            torch.linalg.eigvalsh gives its real eigenvalues.
     """,
     hints=(
         "The Hessian H needs the mean of x and the mean of x^2, and no y. Write it as a tensor of "
@@ -134,7 +133,7 @@ largest_rate = Spec(
                     This is 2 divided by the sum of both eigenvalues. | Take the largest of the two.
                 {LARGEST} => hessian.norm() :: This is 2 divided by the root of the sum of the
                     squares of H. | Take the largest eigenvalue: torch.linalg.eigvalsh(H).max().
-                {ROWS} => [[mean_square, 0.0], [0.0, 1.0]] ::
+                [[mean_square, mean], [mean, 1.0]] => [[mean_square, 0.0], [0.0, 1.0]] ::
                     mean(x), which stands beside the diagonal of H, is left out. | Use all of H.
                 return 2 / {LARGEST} => return 1 / mean_square + 0 * hessian.max() ::
                     This is the limit for w alone, and b is a parameter as well.

@@ -113,8 +113,6 @@ PLAIN = "nn.functional.batch_norm(part, None, None, self.weight, self.bias, True
 SPLIT = "x.split(self.ghost) gives parts of that many samples, and the rest as a last part."
 BASE = "Call the base class's forward for each part: it also moves the running statistics."
 CAT = "torch.cat(parts) joins the parts along the samples again."
-LEFT = "Let the samples that are left over make a ghost batch of their own."
-EVAL = "In eval mode, return super().forward(x) for the whole batch."
 SUPER = "In a comprehension, write super(GhostBatchNorm, self).forward(part)."
 MOVES = {
     f"{name} in training step {step}": f"The running statistics move once per part. {BASE}"
@@ -154,7 +152,8 @@ ghost = Spec(
         x.split(self.ghost) => x.chunk(self.ghost) ::
             `ghost` is taken for the number of parts, and it is the size of each.
         x.split(self.ghost) => x.split(self.ghost)[: max(1, len(x) // self.ghost)] ::
-            The samples that are left over are missing from the result. | {LEFT}
+            The samples that are left over are missing from the result. | Let the samples that are
+            left over make a ghost batch of their own.
         x.split(self.ghost) => x.tensor_split(tuple(range(self.ghost, len(x) - self.ghost + 1,
             self.ghost))) :: The samples that are left over join the last whole ghost batch.
         x.split(self.ghost) => x.tensor_split(-(-len(x) // self.ghost)) ::
@@ -169,8 +168,9 @@ ghost = Spec(
         super(GhostBatchNorm, self).forward(part) => super(GhostBatchNorm,
             self).forward(part.detach()) ::
             x has no gradient: the parts are detached from it. | Normalise the parts of x itself.
-        if not self.training => if False :: The batch is split in eval mode as well, which shows
-            where there are no running statistics. | {EVAL}
+        if not self.training => if False ::
+            The batch is split in eval mode as well, which shows where there are no running
+            statistics. | In eval mode, return super().forward(x) for the whole batch.
         torch.cat(parts) => torch.cat(parts, dim=1) ::
             The parts are joined along the channels. | {CAT}
         torch.cat(parts) => torch.stack(parts) :: The parts are stacked, which adds a dimension.

@@ -43,8 +43,6 @@ def steps() -> list[Call]:
 
 
 VAR = "gradients.var(dim=0, correction=0).sum()"
-SQUARED = "A step is rate * mean, so its variance is rate**2 times that of the mean."
-BATCH = "Averaging `batch` independent samples divides the variance by `batch`."
 OF_ONE = "Take the variance of each weight over the samples (dim=0), and add these variances up."
 step_variance = Spec(
     todo="7.1",
@@ -66,11 +64,12 @@ step_variance = Spec(
         "square of the rate.",
     ),
     mistakes="""
-        rate**2 => rate :: The learning rate is not squared. | {SQUARED}
+        rate**2 => rate :: The learning rate is not squared. | A step is rate * mean, so its
+            variance is rate**2 times that of the mean.
         rate**2 * variance => variance ::
             The learning rate is left out: this is the variance of the mean gradient.
-        variance / batch => variance ::
-            This is the variance of a step with a single sample. | {BATCH}
+        variance / batch => variance :: This is the variance of a step with a single sample. |
+            Averaging `batch` independent samples divides the variance by `batch`.
         variance / batch => variance / batch**2 ::
             The variance is divided by the square of the batch.
         variance / batch => variance / batch**0.5 ::

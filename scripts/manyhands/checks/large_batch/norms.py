@@ -137,7 +137,6 @@ def tell_rows(case: Rows) -> str:
     )
 
 
-SUMS = "dist.all_reduce(sums, group=group)"
 SQUARES = "dist.all_reduce(squares, group=group)"
 BACK = "dist.all_reduce(sums, group=ctx.group)"
 MEAN = "mean = sums[:-1] / count"
@@ -151,8 +150,6 @@ AVERAGED = (
 )
 DIFFERENCES = "Sum the squared differences from the mean of all ranks, and all_reduce these sums."
 FORMULA = "The gradient of x is scale * (grad - mean(grad) - x_hat * mean(grad * x_hat))."
-WHOLE = "Both means are taken over the batches of all ranks: all_reduce the two sums."
-ON_CTX = "Keep the tensors on ctx, which belongs to one call."
 EMPTY = (
     "A rank's batch may be empty, and such a batch has no mean and no variance of its own.",
     f"Sums over an empty batch are 0. {ADD}",
@@ -218,7 +215,7 @@ over_ranks = Spec(
         f"count. {FORMULA}",
     ),
     mistakes="""
-        {SUMS} => pass
+        dist.all_reduce(sums, group=group) => pass
         {SQUARES} => pass
         {BACK} => pass :: Each rank normalises by the statistics of its own batch. | {ADD}
         {MEAN} => {AVERAGED}
@@ -249,14 +246,15 @@ over_ranks = Spec(
         {GRAD} => grad ::
             The mean and the variance are treated as constants in backward. | {FORMULA}
         {GRAD} => grad - of_grad :: backward lacks the part of the variance.
-        {BACK} => pass :: backward adds up the gradients of this rank only. | {WHOLE}
+        {BACK} => pass :: backward adds up the gradients of this rank only. | Both means are taken
+            over the batches of all ranks: all_reduce the two sums.
         sums / count).chunk => sums / max(1, grad.numel() // grad.shape[1])).chunk ::
             backward divides the sums of all ranks by the count of this rank.
         * _per_channel(scale, grad), None, None => , None, None ::
             backward does not multiply by the scale. | {FORMULA}
         ctx.save_for_backward(x_hat, scale, count) => NormOverRanks.kept = x_hat, scale, count
-        ctx.saved_tensors => NormOverRanks.kept ::
-            Tensors that are kept on the class belong to the last call only. | {ON_CTX}
+        ctx.saved_tensors => NormOverRanks.kept :: Tensors that are kept on the class belong to the
+            last call only. | Keep the tensors on ctx, which belongs to one call.
     """,
     module=globals(),
 )

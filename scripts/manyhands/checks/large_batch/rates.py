@@ -194,10 +194,8 @@ def as_setting(value: object) -> dict:
 FITS = "round(batch / fall) <= largest"
 GROW = "batch = round(batch / fall)"
 LOWER = "rate *= fall"
-FILL = "full = max(batch, largest); batch, rate = full, rate * fall * full / batch"
 EITHER = "At each milestone either the batch grows or the rate falls, and never both."
 NEXT = "Ask whether the next batch would fit, which is batch / fall."
-ELSE = "Where the batch cannot grow, it stays as it is, and the rate is multiplied by `fall`."
 grown_batch = Spec(
     todo="7.7",
     truth=rates.grown_batch,
@@ -231,8 +229,10 @@ grown_batch = Spec(
             A batch of exactly `largest` is allowed, and it is refused here.
         {FITS} => True
         {GROW} => batch = min(largest, round(batch / fall)) ::
-            The batch is cut to `largest`, and the rate does not fall instead. | {ELSE}
-        {LOWER} => {FILL} :: The batch is filled up to `largest`, and the rate falls by the rest.
+            The batch is cut to `largest`, and the rate does not fall instead. | Where the batch
+            cannot grow, it stays as it is, and the rate is multiplied by `fall`.
+        {LOWER} => full = max(batch, largest); batch, rate = full, rate * fall * full / batch ::
+            The batch is filled up to `largest`, and the rate falls by the rest.
         {LOWER} => pass :: The rate never falls.
         {LOWER} => rate /= fall ::
             The rate rises where the batch cannot grow: it is divided by `fall`.

@@ -104,8 +104,6 @@ def tell_one(case: Two | Many) -> str:
 
 
 ERROR = "variance(some) / len(some) + variance(others) / len(others)"
-KEY = "sorted(values, key=lambda name: sign * fmean(values[name]))"
-OVERLAP = "min(some) <= max(others) and min(others) <= max(some)"
 SIGN = '-1 if best == "highest" else 1'
 FIRST = "is_tie(values[classes[-1][0]], values[name])"
 LIMIT = "student(len(some) + len(others) - 2)"
@@ -153,8 +151,9 @@ ranked = Spec(
             values there are. | {STANDARD} {DEGREES}
         {LIMIT} => student(len(some) - 1) ::
             is_tie: the degrees of freedom are those of the first list alone. | {DEGREES}
-        return abs(fmean(some) - fmean(others)) <= limit * error => return {OVERLAP} :: is_tie: the
-            ranges of the values are compared, which depend on the luckiest seeds. | {STANDARD}
+        return abs(fmean(some) - fmean(others)) <= limit * error => return min(some) <= max(others)
+            and min(others) <= max(some) :: is_tie: the ranges of the values are compared, which
+            depend on the luckiest seeds. | {STANDARD}
         abs(fmean(some) - fmean(others)) => fmean(some) - fmean(others) :: is_tie: without abs(), a
             large negative difference counts as a tie. | Take the absolute value of the difference.
         <= limit * error => < limit * error ::
@@ -164,7 +163,7 @@ ranked = Spec(
             ranked: the worst class comes first. | {IN_ORDER}
         {SIGN} => -1 :: ranked: the highest mean comes first, whatever `best` says. | With
             best="lowest" sort the other way round.
-        {KEY} => list(values) ::
+        sorted(values, key=lambda name: sign * fmean(values[name])) => list(values) ::
             ranked: the names are taken in the order in which they are given. | {IN_ORDER}
         sign * fmean(values[name]) => min(sign * one for one in values[name]) ::
             ranked: the names are sorted by their single best value, and not by their means.

@@ -40,16 +40,13 @@ HALF_A_GUARD = "torch.where((size > 0) & (length > 0), {}, 1.0)"
 ONE_FOR_BOTH = HALF_A_GUARD.format("ratio")
 OWN_DECAY = "decay_of(size, length, options)"
 SCALED = "weight.grad.add(weight * decay).mul(ratio)"
-MOVE = 'weight.sub_(buffer if inside else buffer * options["lr"])'
 ADDED = 'scaled * options["lr"] if inside else scaled'
-KEPT = 'buffer.mul_(options["momentum"]).add_('
 ZEROS = "where_not_zero gives what the option `zero_norm` asks for where a norm is 0."
 PLACE = (
     "With lr_inside=True the buffer collects rate * ratio * (g + decay * w). Without it the buffer "
     "collects ratio * (g + decay * w), and the learning rate multiplies it when the weight moves."
 )
 BELOW = 'The denominator has decay * size only where decay_in_ratio is "sum".'
-STEP = "The ratio multiplies the sum g + decay * w, before the sum is added to the buffer."
 lars = of_optimizer(
     "8.2",
     optimizers.LARS,
@@ -72,11 +69,13 @@ lars = of_optimizer(
         {SUM} => options["weight_decay"] ::
             The ratio divides by length + decay * size, whatever `decay_in_ratio` says. | {BELOW}
         {SUM} => 0.0 :: The ratio does not count the weight decay in its denominator.
-        {SCALED} => weight.grad.mul(ratio) :: The step has no weight decay. | {STEP}
+        {SCALED} => weight.grad.mul(ratio) :: The step has no weight decay. | The ratio multiplies
+            the sum g + decay * w, before the sum is added to the buffer.
         {SCALED} => weight.grad.mul(ratio).add(weight * decay) ::
             The ratio multiplies the gradient alone, and the weight decay is added unscaled.
         .mul(ratio) =>
-        {MOVE} => weight.sub_(ratio * (buffer if inside else buffer * options["lr"])) ::
+        weight.sub_(buffer if inside else buffer * options["lr"]) => weight.sub_(ratio * (buffer if
+            inside else buffer * options["lr"])) ::
             The ratio multiplies the whole momentum buffer, so it scales old gradients once more.
         {GUARD} => ratio :: The ratio is not replaced where a norm is 0. | {ZEROS}
         {GUARD} => {ONE_FOR_BOTH} ::
@@ -88,8 +87,9 @@ lars = of_optimizer(
         {OWN_DECAY} => torch.as_tensor({OWN_DECAY}).float() :: The weight decay passes through
             float32. torch.tensor(0.1) and torch.where(condition, 0.1, 0.0) make float32, even where
             the weights are float64. | decay_of keeps the precision of its norms.
-        {KEPT} => buffer = buffer * options["momentum"] + ( :: The new momentum buffer is not kept,
-            so the next step begins with zeros again. | Change the buffer in place: mul_ and add_.
+        buffer.mul_(options["momentum"]).add_( => buffer = buffer * options["momentum"] + ( ::
+            The new momentum buffer is not kept, so the next step begins with zeros again. | Change
+            the buffer in place: mul_ and add_.
         {ADDED} => (1 - options["momentum"]) * ({ADDED}) ::
             The gradient enters the buffer with 1 - momentum before it, as in a running mean. | The
             buffer is momentum times the old one plus the whole scaled gradient.
@@ -200,8 +200,6 @@ def lamb_drawn() -> list[Training]:
 ROOT = '(square / of_square).sqrt() + options["eps"]'
 COUNTED = 'size if options["clamp"] is None else size.clamp(max=options["clamp"])'
 LAMB_GUARD = "where_not_zero(counted / length, size, length, options)"
-CLAMPED = '(counted / length).clamp(max=options["clamp"] or float("inf"))'
-CLAMPED_GUARD = f"where_not_zero({CLAMPED}, size, length, options)"
 LAMB_ONE = HALF_A_GUARD.format("counted / length")
 IF_JOINT = 'if options["decay_in_ratio"] == "joint":'
 IF_APART = 'if options["decay_in_ratio"] == "none":'
@@ -249,7 +247,8 @@ lamb = of_optimizer(
         {COUNTED} => size :: The option `clamp` is not used. | It is an upper limit for the norm of
             the weight, which is `size`.
         {COUNTED} => size
-        {LAMB_GUARD} => {CLAMPED_GUARD} ::
+        {LAMB_GUARD} => where_not_zero((counted / length).clamp(max=options["clamp"] or
+            float("inf")), size, length, options) ::
             `clamp` limits the whole ratio, and not the norm of the weight.
         {LAMB_GUARD} => counted / length :: The ratio is not replaced where a norm is 0. | {ZEROS}
         {LAMB_GUARD} => {LAMB_ONE} ::

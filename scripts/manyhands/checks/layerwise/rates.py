@@ -112,7 +112,6 @@ NOT_FINITE = "not math.isfinite(losses[-1]) or "
 TOO_LARGE = f" or losses[-1] > {FIRST}"
 GROW = f"The factor from one learning rate to the next is {FACTOR}."
 END = f"The test ends where the loss is not finite, or where it is above {FIRST}."
-LAST = "Append the learning rate and the loss first, and ask then whether the test ends."
 range_test = Spec(
     todo="8.1",
     truth=rates.range_test,
@@ -145,8 +144,8 @@ range_test = Spec(
             The learning rates grow by equal amounts, and not by one factor. | {GROW}
         {RATE} => lowest * factor**(number + 1) ::
             The first learning rate is already multiplied by the factor. | Begin with `lowest`.
-        break => rates.pop(); losses.pop(); break ::
-            The loss that ends the test is left out. | {LAST}
+        break => rates.pop(); losses.pop(); break :: The loss that ends the test is left out. |
+            Append the learning rate and the loss first, and ask then whether the test ends.
         break => losses.pop(); break ::
             The learning rate that ends the test is returned, but its loss is not.
         {FIRST} => worse * min(losses) ::

@@ -94,7 +94,6 @@ def back_if_all_goes_well(
 
 
 DIRECTIONS = "zip(directions, distances, strict=True)"
-NORM = "torch.cat([p.flatten() for p in direction]).norm()"
 MOVE = "parameter.add_(part, alpha=distance)"
 BACK = "Keep clones, and copy each one back with parameter.copy_(old) in `finally:`."
 EACH = f"For each direction and its distance: {MOVE} for each parameter and its part."
@@ -149,7 +148,8 @@ loss_at = Spec(
             called, and `loss` knows no copies and no new tensors. | Move in place: {MOVE}.
         {MOVE} => parameter.add_(part, alpha=distance) if parameter.dim() > 1 else 0 ::
             Only tensors with two or more dimensions are moved. | {EACH}
-        {MOVE} => parameter.add_(part / {NORM}, alpha=distance) ::
+        {MOVE} => parameter.add_(part / torch.cat([p.flatten() for p in direction]).norm(),
+            alpha=distance) ::
             Each direction is scaled to length 1 first. | A direction is gone as it is.
         {MOVE} => parameter.copy_(distance * part) ::
             The direction replaces the parameters. | It is added to them: {MOVE}.

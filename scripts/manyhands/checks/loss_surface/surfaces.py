@@ -147,7 +147,6 @@ SINGLE = "walks[:, 0] + walks[:, -1] - 2 * lowest"
 RATIO = f"(walked / ({SINGLE}).sum())"
 BOTH = "torch.cat([losses, losses.T])"
 LOWEST = "walks.min(dim=1).values"
-VALLEY = "A single valley goes from the first point down to the lowest of its walk, and up again."
 roughness = Spec(
     todo="2.5",
     truth=truth.roughness,
@@ -180,8 +179,8 @@ roughness = Spec(
             The ratio is upside down. | Divide the walks by the valleys.
         {BOTH} => losses :: Only the rows are walked. | Walk along rows and columns: {BOTH}.
         {BOTH} => losses.T :: Only the columns are walked.
-        {LOWEST} => walks.min() ::
-            The lowest point of the whole surface is used for every walk. | {VALLEY}
+        {LOWEST} => walks.min() :: The lowest point of the whole surface is used for every walk. | A
+            single valley goes from the first point down to the lowest of its walk, and up again.
         ({SINGLE}) => (walks.max(dim=1).values - lowest) :: A valley is counted on one side only.
         {LOWEST} => walks.max(dim=1).values :: The highest point is used in place of the lowest.
         {LOWEST} => walks[:, walks.shape[1] // 2] ::
@@ -271,7 +270,6 @@ def sharpness_seen(answer: Callable, case: Curved) -> dict:
     return {**seen, "the parameters do not move": still}
 
 
-ROWS = "torch.cat([row.flatten() for row in rows])"
 UNIT = "v / v.norm()"
 PRODUCT = "torch.autograd.grad(gradient @ v, parameters, retain_graph=True)"
 LOOP = "In each step scale v to length 1, multiply it by H, and go on with the product."
@@ -320,7 +318,8 @@ sharpness = Spec(
         torch.randn(slope.shape, generator=generator) => torch.randn(slope.shape) ::
             v does not follow from `generator`.
         torch.autograd.grad(slope @ unit, => torch.autograd.grad(slope.sum(),
-        v = torch.cat([row.flatten() for row in rows]) => v = {ROWS} * unit ::
+        v = torch.cat([row.flatten() for row in rows]) => v = torch.cat([row.flatten() for row in
+            rows]) * unit ::
             The sum of the gradient is differentiated, and then multiplied by v. | H v is {PRODUCT}.
     """,
     module=globals(),

@@ -34,11 +34,9 @@ def three_numbers(kind: type[tuple]) -> Callable:
 
 # ---- 9.1 ------------------------------------------------------------------------------------
 
-STATES = "The optimizer keeps every state, and the master copy where there is one."
 EACH_SIZE = "Add up dtype.itemsize of every type that the optimizer keeps."
 KEPT = "[*states, *([master] if master else [])]"
 SUM = "sum(dtype.itemsize for dtype in kept)"
-MASTER = "The master copy of the weights belongs to the optimizer, and it is counted there only."
 
 
 def types() -> list[Call]:
@@ -77,7 +75,8 @@ recipe = Spec(
         KeyError: torch. :: Types that are not in this table may come, too. | {EACH_SIZE}
     """,
     mistakes="""
-        {KEPT} => states :: The optimizer's own copy of the weights is left out. | {STATES}
+        {KEPT} => states :: The optimizer's own copy of the weights is left out. | The optimizer
+            keeps every state, and the master copy where there is one.
         {KEPT} => [master] if master else [] :: The optimizer's states are left out.
         {KEPT} => [*states[:1], *([master] if master else [])] ::
             Only the first of the states is counted.
@@ -96,7 +95,8 @@ recipe = Spec(
         {KEPT} => [*states, *([master] if master and master != weights else [])] ::
             A master copy of the same type as the weights is left out, but it is kept as well.
         Recipe(weights.itemsize => Recipe(weights.itemsize + (master.itemsize if master else 0) ::
-            {MASTER} | Leave it out of the other two numbers.
+            The master copy of the weights belongs to the optimizer, and it is counted there only. |
+            Leave it out of the other two numbers.
         gradients.itemsize => weights.itemsize :: The gradients are counted with the bytes of the
             weights. | Gradients need not have the type of the weights.
         {SUM} => 8 * {SUM}
@@ -110,14 +110,9 @@ recipe = Spec(
 
 # ---- 9.2 ------------------------------------------------------------------------------------
 
-ROUND_UP = "A shard has -(-size // world_size) numbers of each vector."
-STAGE_0 = "In stage 0 nothing is sharded, so nothing is padded."
-ONLY_IF = "There are 4 * len(sizes) bytes of counters wherever recipe.optimizer is not 0."
-SHARD = "sum(-(-size // world_size) for size in sizes)"
 EACH = "-(-size // world_size)"
 WHOLE = "sum(sizes) if stage == 0 else shard * world_size"
 COUNTERS = "4 * len(sizes) if recipe.optimizer else 0"
-EARLY = "Stage 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well."
 
 
 def cuts() -> list[Call]:
@@ -181,20 +176,23 @@ bytes_per_rank = Spec(
         "shard * world_size, and in stage 0 sum(sizes). Then add the counters.",
     ),
     mistakes="""
-        {WHOLE} => shard * world_size :: {STAGE_0} | In stage 0 a rank holds sum(sizes) numbers.
+        {WHOLE} => shard * world_size :: In stage 0 nothing is sharded, so nothing is padded. | In
+            stage 0 a rank holds sum(sizes) numbers.
         {WHOLE} => sum(sizes) :: In stages 1 and 2 the weights are whole, but they lie in the padded
             vectors. | They take world_size shards, where a shard was rounded up.
         else sum(sizes)) => else whole) :: Whole gradients are the parameters' own .grad, which
             nobody pads. | They have sum(sizes) numbers as long as they are not sharded.
-        {EACH} => size // world_size ::
-            A shard is rounded down, so the last numbers of a vector are lost. | {ROUND_UP}
-        {SHARD} => -(-sum(sizes) // world_size) ::
+        {EACH} => size // world_size :: A shard is rounded down, so the last numbers of a vector are
+            lost. | A shard has -(-size // world_size) numbers of each vector.
+        sum(-(-size // world_size) for size in sizes) => -(-sum(sizes) // world_size) ::
             The sum of all vectors is padded, not each vector by itself.
         {EACH} => -(-size // world_size) * world_size :: The vectors are padded, but not sharded.
-        stage >= 3 => stage >= 1 :: The weights are sharded from stage 1 on. | {EARLY}
+        stage >= 3 => stage >= 1 :: The weights are sharded from stage 1 on. | Stage 1 shards the
+            optimizer's state, 2 the gradients as well, 3 the weights as well.
         stage >= 2 => stage >= 3 :: The gradients are sharded only in stage 3.
         stage >= 1 => stage >= 2 :: The optimizer's state is whole in stage 1.
-        {COUNTERS} => 0 :: The counters are left out. | {ONLY_IF}
+        {COUNTERS} => 0 :: The counters are left out. | There are 4 * len(sizes) bytes of counters
+            wherever recipe.optimizer is not 0.
         {COUNTERS} => 4 * len(sizes) :: Counters are counted where the optimizer keeps nothing.
         4 * len(sizes) => 4 * len(sizes) // (world_size if stage else 1) ::
             The counters are sharded, but every rank has one for each of its shards.
@@ -432,11 +430,8 @@ def nothing_counted(found: dict, wanted: dict, case: Saved) -> str:
 
 
 BY_STORAGE = "Remember each storage once, by tensor.untyped_storage().data_ptr()."
-NBYTES = "tensor.untyped_storage().nbytes()"
 KEEP = "kept[storage.data_ptr()] = storage.nbytes()"
-OWN = "{param.untyped_storage().data_ptr() for param in params}"
 TOTAL = "sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)"
-LEAVE_OUT = "Leave out every storage that is one of the params'."
 BACK = "What pack returns is what backward gets in place of the tensor."
 HOOKS = "torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)"
 saved_bytes = Spec(
@@ -474,15 +469,16 @@ saved_bytes = Spec(
         {KEEP} => kept[len(kept), storage.data_ptr()] = tensor.nbytes
         pointer not in own => pointer[1] not in own ::
             Each tensor is counted as if it had memory of its own, and some are views of one.
-        {KEEP} => kept[storage.data_ptr()] = tensor.nbytes ::
-            A view keeps all the memory alive that it is a part of. | Use {NBYTES}.
+        {KEEP} => kept[storage.data_ptr()] = tensor.nbytes :: A view keeps all the memory alive that
+            it is a part of. | Use tensor.untyped_storage().nbytes().
         {KEEP} => kept[storage.data_ptr()] = tensor.numel() :: Numbers are counted, not bytes.
         {KEEP} => kept[storage.data_ptr()] = 1 :: Storages are counted, not their bytes.
-        {TOTAL} => sum(kept.values()) :: The memory of params is counted as well. | {LEAVE_OUT}
+        {TOTAL} => sum(kept.values()) :: The memory of params is counted as well. | Leave out every
+            storage that is one of the params'.
         for param in params} => for param in params if param.requires_grad} ::
             The memory of frozen parameters is counted.
-        {OWN} => {param.data_ptr() for param in params} ::
-            A parameter that begins inside a longer storage is counted.
+        {param.untyped_storage().data_ptr() for param in params} => {param.data_ptr() for param in
+            params} :: A parameter that begins inside a longer storage is counted.
         {TOTAL} => sum({nbytes for pointer, nbytes in kept.items() if pointer not in own}) ::
             Two storages of the same size are counted as one. | Use a dict, not a set of sizes.
         {TOTAL} => {TOTAL} + size

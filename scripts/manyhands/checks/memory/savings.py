@@ -72,7 +72,6 @@ WEIGH = "Multiply each loss by targets.numel() / (the number of targets in all m
 SHARE = "targets.numel() / num_targets"
 LOSS = "loss = model(inputs, targets) * (targets.numel() / num_targets)"
 BACK = "loss.backward()"
-ADD = "Add in every micro-batch, and leave zero_grad() to the caller."
 SUM = "torch.stack(losses).sum()"
 accumulate = Spec(
     todo="9.5",
@@ -126,7 +125,8 @@ accumulate = Spec(
             Losses are weighed by the number of inputs, and some inputs have no target.
         {SHARE} => targets.numel() :: This is the sum of all targets' losses, not their mean.
         {LOSS} => model.zero_grad(); {LOSS} ::
-            Only the last micro-batch's gradient is left: each one clears those before. | {ADD}
+            Only the last micro-batch's gradient is left: each one clears those before. | Add in
+            every micro-batch, and leave zero_grad() to the caller.
         losses = [] => losses = []; model.zero_grad() ::
             What was in .grad before is lost, and the caller may have put it there to be added to.
         {SUM} => losses[-1] ::
@@ -276,13 +276,11 @@ STATE = "Read rng_states(x.device) before function(x), and set it again before t
 GRAD = "torch.autograd.grad(again, (x, *params), grad) gives all gradients."
 DETACH = "x = x.detach().requires_grad_()"
 SAVE = "ctx.save_for_backward(x, *params)"
-ON_CTX = "Keep it on ctx: each call has its own."
 GRADS = "*torch.autograd.grad(again, (x, *params), grad, allow_unused=True)"
 TWICE = (
     "torch.autograd.backward(again, grad); "
     "return None, x.grad, *[param.grad.clone() for param in params]"
 )
-ONES = "*torch.autograd.grad(again, (x, *params), torch.ones_like(grad))"
 RESULT = "return function(x)"
 PUT_BACK = "Read the present state before the second run, and set it again after it."
 checkpoint = Spec(
@@ -346,7 +344,7 @@ checkpoint = Spec(
             The random state is read only after the function has run, so the second run differs.
         set_rng_states(now, x.device) => ::
             After backward old random numbers come again. | {PUT_BACK}
-        {GRADS} => {ONES} ::
+        {GRADS} => *torch.autograd.grad(again, (x, *params), torch.ones_like(grad)) ::
             The gradient that comes in is not used: as if it were 1 everywhere. | {GRAD}
         return None, {GRADS} => {TWICE} ::
             backward() has added to .grad already, and what is returned is added as well.
@@ -366,8 +364,8 @@ checkpoint = Spec(
         {RESULT} => function(x); {RESULT} ::
             The function runs twice in forward. | Run it once, and return what it gives.
         ctx.function, ctx.rng = function, => Checkpoint.function, ctx.rng = function,
-        ctx.function(x) => Checkpoint.function(x) ::
-            What is kept on the class belongs to the last call only. | {ON_CTX}
+        ctx.function(x) => Checkpoint.function(x) :: What is kept on the class belongs to the last
+            call only. | Keep it on ctx: each call has its own.
         ctx.function(x) => ctx.function(x.clone())
         {GRADS} => None, *torch.autograd.grad(again, params, grad) :: x has no gradient. | {GRAD}
     """,
@@ -466,7 +464,6 @@ def exact(one: Tensor | None) -> Tensor | None:
 
 
 ONCE = "Step self.optimizer, which __init__ has made, once."
-COPY = "After the optimizer's step, param.copy_(master) rounds into the parameter."
 FROM = "master.grad = None if param.grad is None else param.grad.to(master.dtype)"
 STEP = "self.optimizer.step()"
 ZERO = "self.optimizer.zero_grad()"
@@ -498,8 +495,9 @@ master_weights = Spec(
         "param.grad to None, and let self.optimizer.zero_grad() drop the copies' gradients.",
     ),
     mistakes=r"""
-        {ROUND} => {EACH}param = master.bfloat16() :: The parameters do not change: `param = ...`
-            only gives the name to another tensor. | {COPY}
+        {ROUND} => {EACH}param = master.bfloat16() ::
+            The parameters do not change: `param = ...` only gives the name to another tensor. |
+            After the optimizer's step, param.copy_(master) rounds into the parameter.
         {ROUND} => {EACH}param.data = master.data :: The parameters turn into fp32 tensors.
         {STEP} => [p.copy_(m) for p, m in zip(self.params, self.masters)]; {STEP}
         {ROUND} => {EACH}pass ::

@@ -70,15 +70,10 @@ def sizes_of(found: str, wanted: str, case: Call) -> str:
     )
 
 
-STATE = "STATE_BYTES * num_parameters"
 FSDP_RULE = "state / num_gpus <= room and sequences >= num_gpus"
 NODE_RULE = "state / per_node <= room and num_gpus >= per_node"
 FIRST_FSDP = f'if {FSDP_RULE}:\\n        return "FSDP"\\n    '
 FIRST_NODE = f'if {NODE_RULE}:\\n        return "TP or PP"'
-HALF = "State fits where 16 N bytes are at most half of a GPU's memory."
-ONE_EACH = "FSDP asks for sequences >= num_gpus, and for a state whose share fits."
-NODE = "The third rule asks whether state / per_node fits."
-FULL = "It also asks for num_gpus >= per_node: a job of fewer GPUs has no whole node."
 ORDER = "Go through the four rules in their order, and return at the first that holds."
 approach = Spec(
     todo="14.9",
@@ -98,10 +93,11 @@ approach = Spec(
         f"{ORDER} A share that is exactly as large as the room fits.",
     ),
     mistakes=r"""
-        {STATE} => 2 * num_parameters :: Only the weights are counted, with 2 bytes each. | A
-            parameter needs STATE_BYTES = 16 bytes with its gradient and optimizer state.
-        gpu_bytes / 2 => gpu_bytes ::
-            The state may fill the whole GPU here, which leaves no room for activations. | {HALF}
+        STATE_BYTES * num_parameters => 2 * num_parameters ::
+            Only the weights are counted, with 2 bytes each. | A parameter needs STATE_BYTES = 16
+            bytes with its gradient and optimizer state.
+        gpu_bytes / 2 => gpu_bytes :: The state may fill the whole GPU here, which leaves no room
+            for activations. | State fits where 16 N bytes are at most half of a GPU's memory.
         state <= room: => state < room:
         state / num_gpus <= room => state / num_gpus < room
         state / per_node <= room => state / per_node < room ::
@@ -111,18 +107,21 @@ approach = Spec(
         if state <= room: => if state <= room and (num_gpus == 1 or sequences >= num_gpus): ::
             DDP is refused where there are fewer sequences than GPUs. | The first rule asks only
             whether the state fits on a GPU.
-        sequences >= num_gpus => True :: FSDP is chosen although there are more GPUs than sequences,
-            so that some would have nothing to do. | {ONE_EACH}
+        sequences >= num_gpus => True ::
+            FSDP is chosen although there are more GPUs than sequences, so that some would have
+            nothing to do. | FSDP asks for sequences >= num_gpus, and for a state whose share fits.
         sequences >= num_gpus => sequences > num_gpus ::
             FSDP is refused where there are exactly as many sequences as GPUs.
         sequences >= num_gpus => sequences % num_gpus == 0 ::
             FSDP is refused where the GPUs do not divide the sequences.
         state / num_gpus <= room => True :: FSDP is chosen although the share of a GPU does not fit.
-        state / per_node => state / 8 :: `per_node` is not used: every node has 8 GPUs. | {NODE}
+        state / per_node => state / 8 :: `per_node` is not used: every node has 8 GPUs. | The third
+            rule asks whether state / per_node fits.
         state / per_node => state / num_gpus :: The third rule divides the state by all GPUs, but a
             copy of the model has to fit in one node.
         {NODE_RULE} => state / per_node <= room ::
-            The third rule is taken with fewer GPUs than a node has. | {FULL}
+            The third rule is taken with fewer GPUs than a node has. | It also asks for num_gpus >=
+            per_node: a job of fewer GPUs has no whole node.
         {NODE_RULE} => state / min(per_node, num_gpus) <= room ::
             Where there are fewer GPUs than a node has, they are taken for a node.
         num_gpus >= per_node => num_gpus > per_node :: A job of exactly one node is refused.

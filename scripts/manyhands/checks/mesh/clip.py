@@ -148,7 +148,6 @@ def tell_gradient(case: Gradient) -> str:
 SQUARES = "torch.linalg.vector_norm(grad, dtype=torch.float64).square()"
 DIVIDED = f"{SQUARES} / holders"
 ONCE = "Divide the sum of a part's squares by its holders, and add up over the ranks."
-WIDE = f"Square and add up in float64: {SQUARES}, or grad.double().square().sum()."
 REDUCE = "dist.all_reduce(total, group=group)"
 ROOT = "First add up all squares over the ranks, and take the root last."
 mesh_norm = Spec(
@@ -193,7 +192,8 @@ mesh_norm = Spec(
         {DIVIDED} => {SQUARES} if holders == 1 else 0 ::
             Parts that several ranks hold are left out. | {ONCE}
         {SQUARES} => grad.square().sum() :: The numbers are squared in their own type, which may
-            have few digits, and in which large squares become infinite. | {WIDE}
+            have few digits, and in which large squares become infinite. | Square and add up in
+            float64: {SQUARES}, or grad.double().square().sum().
         {SQUARES} => grad.float().square().sum() :: The numbers are squared in float32, which has 7
             digits, and in which large squares become infinite.
         {REDUCE} => dist.all_reduce(total.sqrt_(), group=group); total.square_() ::

@@ -170,7 +170,6 @@ WRAP = 'FSDP(part, list(part.blocks), replicas=replicas, group=groups["dp"])'
 REPLICAS = 'replicas = groups.get("replicate")'
 OVER_DP = 'FSDP shards over the data axis: group=groups["dp"].'
 OVER_TP = 'TensorParallel cuts over the tensor ranks: group=groups["tp"].'
-MARK_FIRST = f"First {MARK}."
 shard_and_cut = Spec(
     todo="14.3",
     truth=combine.shard_and_cut,
@@ -214,7 +213,7 @@ shard_and_cut = Spec(
         TensorParallel(model, group=groups["tp"]) => TensorParallel(model) ::
             The model is cut over all ranks, of which some have other samples. | {OVER_TP}
         {MARK} => pass :: The parameters are not marked, so what is whole on every tensor rank is
-            counted like what is cut. | {MARK_FIRST}
+            counted like what is cut. | First {MARK}.
         {MARK} => mark_holders(model, dist.get_world_size()) ::
             The marks are the number of all ranks, and not of those that hold the same numbers.
         {MARK} => mark_holders(model, dist.get_world_size(groups["dp"])) ::

@@ -74,7 +74,6 @@ ROOM = "gpu_bytes - 3 * 2 * unit_parameters"
 ALL_STATE = "-(-STATE_BYTES * num_parameters // room)"
 UNITS = "Whole are the weights of two units and the gradients of one: 3 * 2 * unit_parameters."
 LIMIT = "16 N / ranks + 6 * unit_parameters must be at most gpu_bytes."
-UP = "Round up: -(-a // b), or math.ceil(a / b)."
 NO_ROOM = "Where the whole units fill the GPU, no room is left for a share: return None."
 ranks_to_fit = Spec(
     todo="14.11",
@@ -110,8 +109,8 @@ ranks_to_fit = Spec(
         {ROOM} => gpu_bytes / 2 - 3 * 2 * unit_parameters ::
             Half of the GPU is kept free, as in 14.9. | Here the state may fill the GPU.
         if room <= 0: => if room < 0: :: ! A room of 0 bytes is divided by. | {NO_ROOM}
-        {ALL_STATE} => STATE_BYTES * num_parameters // room ::
-            The number of ranks is rounded down, so a share does not fit. | {UP}
+        {ALL_STATE} => STATE_BYTES * num_parameters // room :: The number of ranks is rounded down,
+            so a share does not fit. | Round up: -(-a // b), or math.ceil(a / b).
         {ALL_STATE} => STATE_BYTES * num_parameters // room + 1 ::
             Where the shares fill the room exactly there is one rank too many.
         {ALL_STATE} => STATE_BYTES * num_parameters / room :: The number of ranks is not rounded.

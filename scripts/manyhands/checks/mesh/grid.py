@@ -54,11 +54,6 @@ STEP = "From one to the next there is a step of the product of the sizes of all 
 FIRST = "rank - step * coordinates(rank, sizes)[axis] is the first one."
 LINE = "[first + step * number for number in range(sizes[axis])]"
 INNER = "prod(sizes[inner] for inner in axes[axes.index(axis) + 1 :])"
-BEHIND = "prod(list(sizes.values())[list(sizes).index(axis) + 1 :][:1])"
-SAME_NUMBER = (
-    "[other for other in range(prod(sizes.values()))"
-    " if coordinates(other, sizes)[axis] == coordinates(rank, sizes)[axis]]"
-)
 FIRST_IN_LINE = "first = rank - step * coordinates(rank, sizes)[axis]"
 places = Spec(
     todo="14.1",
@@ -91,7 +86,8 @@ places = Spec(
             coordinates: the rank is not divided before the next axis takes its part.
         rank, place[axis] = {DIVMOD} => place[axis], rank = {DIVMOD} ::
             coordinates: the two results of divmod have changed places.
-        place[axis] = {DIVMOD} => place[axis] = rank, rank // {BEHIND} % sizes[axis] ::
+        place[axis] = {DIVMOD} => place[axis] = rank, rank //
+            prod(list(sizes.values())[list(sizes).index(axis) + 1 :][:1]) % sizes[axis] ::
             coordinates: the rank is divided by the size of the next axis only, and not by those of
             all the axes behind it.
         return {axis: place[axis] for axis in sizes} => return place ::
@@ -115,8 +111,10 @@ places = Spec(
             ranks_along: the rank itself comes first. | The ranks are in the axis's order.
         {LINE} => [other for other in {LINE} if other != rank] ::
             ranks_along: the rank itself is missing. | It is one of those in its line.
-        {LINE} => {SAME_NUMBER} :: ranks_along: these are the ranks with the same number in this
-            axis, and they differ in the other ones. | All but this axis has to be the same.
+        {LINE} => [other for other in range(prod(sizes.values())) if coordinates(other, sizes)[axis]
+            == coordinates(rank, sizes)[axis]] ::
+            ranks_along: these are the ranks with the same number in this axis, and they differ in
+            the other ones. | All but this axis has to be the same.
     """,
     module=globals(),
 )

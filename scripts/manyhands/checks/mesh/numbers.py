@@ -154,10 +154,6 @@ RING = "(num_ranks - 1) / num_ranks * bytes_per_number"
 REPLICAS = "(2 * ring_bytes, 4)"
 SHARDS = "[(ring_bytes, 2), (ring_bytes + ring_bytes, 4)]"
 TAKE_MAX = "return max(nbytes / flops for nbytes, flops in passes) * flops_per_byte"
-ALL_REDUCE = (
-    "Behind backward, 4 FLOPs per parameter and token have to last as long as "
-    "2 (n - 1) / n b bytes per parameter."
-)
 GATHERS = (
     "With FSDP, forward has 2 FLOPs for one gather, and backward 4 for a gather and a "
     "reduce-scatter."
@@ -200,7 +196,8 @@ tokens_to_hide = Spec(
             The all-reduce of the replicas is counted as a single trip around the ring. | It is a
             reduce-scatter and a gather, so it sends 2 (n - 1) / n b bytes per parameter.
         {REPLICAS} => (2 * ring_bytes, 6) :: The gradients of the replicas are hidden behind forward
-            as well, but there are none before backward. | {ALL_REDUCE}
+            as well, but there are none before backward. | Behind backward, 4 FLOPs per parameter
+            and token have to last as long as 2 (n - 1) / n b bytes per parameter.
         {REPLICAS} => (2 * ring_bytes, 2) ::
             The backward of the replicas is given 2 FLOPs, which are those of forward.
         {SHARDS} => [(3 * ring_bytes, 4)] :: All three messages of FSDP are hidden behind backward,

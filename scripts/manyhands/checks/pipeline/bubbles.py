@@ -186,7 +186,6 @@ def facts_of_times(found: object, wanted: object, case: Timed) -> str:
 
 
 READY = "max([free, *(done[other] for other in before)])"
-FREE = "free = mine[-1][2] if mine else 0"
 DONE = "done[action] = start + cost(action)"
 MINE = "mine.append((action, start, done[action]))"
 NEEDS = "needed(action, num_stages)"
@@ -236,7 +235,7 @@ simulate = Spec(
         {MINE} => mine.append((action, start, cost(action))) ::
             The third number of a span is its duration, and it should be the time of its stop.
         {DONE} => done[action] = start
-        {FREE} => free = mine[-1][2] if mine else 0
+        free = mine[-1][2] if mine else 0 => free = mine[-1][2] if mine else 0
         {MINE} => mine.append((action, start, start + cost(action))) ::
             An action waits until what it needs has started, not until that has stopped.
         num_stages = 1 + max(action.stage for actions in schedule for action in actions) =>
@@ -339,7 +338,6 @@ TOTAL = "max(stop for *_, stop in every) - min(start for _, start, _ in every)"
 WORK = "sum(stop - start for _, start, stop in every)"
 SHARE = "return 1 - sum(stop - start for _, start, stop in every) / (total * len(spans))"
 BOTH = "return empty / m, empty / (m + empty)"
-OWN = "sum(max(s[2] for s in mine) - min(s[1] for s in mine) for mine in spans)"
 bubble = Spec(
     todo="12.6",
     truth=Pair(truth.idle_share, truth.bubble),
@@ -365,8 +363,8 @@ bubble = Spec(
             The time before the first start counts as idle. | Subtract the first start.
         {SHARE} => return total * len(spans) - {WORK} ::
             idle_share gives a time, not a share. | {WHOLE_TIME}
-        {SHARE} => return 1 - {WORK} / {OWN} ::
-            Each rank counts from its own first start to its own last stop.
+        {SHARE} => return 1 - {WORK} / sum(max(s[2] for s in mine) - min(s[1] for s in mine) for
+            mine in spans) :: Each rank counts from its own first start to its own last stop.
         {TOTAL} => spans[-1][-1][2] - spans[0][0][1] ::
             The last rank's stop is taken for the end, but other ranks have backwards left.
         {BOTH} => return empty / (m + empty), empty / m ::

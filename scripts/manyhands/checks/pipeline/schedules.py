@@ -200,10 +200,8 @@ def one_f_one_b_shapes() -> list[Shape]:
 
 BEHIND = "Rank r has p - 1 - r ranks behind it, and its first forwards keep them busy."
 WARMUP = "min(p - 1 - rank, m)"
-DRAIN = ", *backwards[m - warmup :]"
 F_NEW = 'Action("F", rank, i)'
 B_NEW = 'Action("B", rank, i)'
-LOOPS = '[[Action(k, r, i) for k in "FB" for i in range(m)] for r in range(p)]'
 one_f_one_b = Spec(
     todo="12.7",
     truth=schedules.one_f_one_b,
@@ -235,12 +233,13 @@ one_f_one_b = Spec(
             Each rank begins with twice as many forwards as it needs.
         for action in pair => for action in pair[::-1] ::
             In each turn the backward comes before the forward. | F first, then B.
-        {DRAIN} => ::
+        , *backwards[m - warmup :] => ::
             The backwards after the last forward are missing. | backwards[m - warmup:] are left.
         zip(forwards[warmup:], backwards => zip(forwards[warmup:], backwards[warmup:]
         backwards[m - warmup :] => backwards[:warmup] :: A turn has F and B of the same micro-batch,
             so B0 comes too late. | The first turn is forwards[warmup] with backwards[0].
-        schedule = [] => schedule = []\n    if m < p: return {LOOPS} ::
+        schedule = [] => schedule = []\n    if m < p: return [[Action(k, r, i) for k in "FB" for i
+            in range(m)] for r in range(p)] ::
             With few micro-batches this is GPipe. | The same rule holds for every m.
         schedule = [] => schedule = []\n    if m < p: raise ValueError ::
             {FEWER} | min(p - 1 - rank, m) forwards come first.
@@ -383,12 +382,8 @@ def interleaved_shapes() -> list[Shape]:
 
 
 WARM = "2 * (p - 1 - rank) + (v - 1) * g"
-WARM_UP = f"The warm-up is {WARM}, or all forwards where there are not so many."
-GROUP = "Take g micro-batches of a rank's first stage, the same g of its second, then the next g."
-ORDER = "for a in range(groups) for chunk in range(v) for i in range(g)"
 PLACES = "[(chunk, a * g + i) for a in range(groups) for chunk in range(v) for i in range(g)]"
 OF_P = "[(c, i) for a in range(0, m, p) for c in range(v) for i in range(a, min(a + p, m))]"
-MADE = "g, schedule = m // groups, []"
 FORWARD_OF = "chunk * p + rank, i"
 BACKWARD_OF = "(v - 1 - chunk) * p + rank, i"
 RAISE = "Raise ValueError where m % max(1, m // p) is not 0."
@@ -418,9 +413,11 @@ interleaved = Spec(
             Neighbouring stages are on one rank. | Rank r has stages r, r + p, r + 2p, ...
         {BACKWARD_OF} => {FORWARD_OF} :: The backwards go from the first stage to the last. | The
             backward of chunk c is on stage (v - 1 - c) * p + rank.
-        {ORDER} => for a in range(groups) for i in range(g) for chunk in range(v) ::
-            Each micro-batch passes all stages of the rank before the next one. | {GROUP}
-        {MADE} => groups, g, schedule = 1, m, [] ::
+        for a in range(groups) for chunk in range(v) for i in range(g) => for a in range(groups) for
+            i in range(g) for chunk in range(v) ::
+            Each micro-batch passes all stages of the rank before the next one. | Take g
+            micro-batches of a rank's first stage, the same g of its second, then the next g.
+        g, schedule = m // groups, [] => groups, g, schedule = 1, m, [] ::
             There are no groups: all micro-batches pass the first stage first.
         {PLACES} => {OF_P} :: The groups have p micro-batches, not g. | g = m // max(1, m // p).
         {PLACES} => {OF_P}
@@ -428,7 +425,8 @@ interleaved = Spec(
             The groups have p micro-batches, not g, and so has the warm-up.
         {WARM} => 2 * (p - 1 - rank) + (v - 1) * p ::
             The warm-up counts p micro-batches for each earlier stage, and it should count g.
-        {WARM} => p - 1 - rank :: The warm-up is that of 1F1B. | {WARM_UP}
+        {WARM} => p - 1 - rank :: The warm-up is that of 1F1B. | The warm-up is {WARM}, or all
+            forwards where there are not so many.
         {WARM} => 2 * (p - 1 - rank) ::
             The warm-up leaves out what the last rank does before its last stage.
         {WARM} => p - 1 - rank + (v - 1) * g ::

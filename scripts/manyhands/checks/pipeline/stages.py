@@ -10,7 +10,6 @@ from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import listing, show, whole
 from manyhands.pipeline import stages
 
-BOUNDS = "Return num_stages + 1 numbers: 0 first, then where each next stage begins, len(costs)."
 EVERY_STAGE = "Each stage has at least one layer, so each bound is larger than the one before it."
 SLOWEST = "The whole pipeline runs at the pace of its slowest stage, so compare whole cuts by that."
 
@@ -167,7 +166,8 @@ partition = Spec(
                     These are the sizes of the stages, not their bounds. | itertools.accumulate adds
                     them up, and 0 comes first.
                 {BEST} => return best[len(costs)][1][:-1] + [len(costs) - 1] :: The last bound is
-                    the number of the last layer, and the last stage ends behind it. | {BOUNDS}
+                    the number of the last layer, and the last stage ends behind it. | Return
+                    num_stages + 1 numbers: 0 first, then where each next stage begins, len(costs).
                 {BEST} => return best[len(costs)][1][1:-1] ::
                     The first bound, 0, is missing, and so is the last.
                 if len(costs) < num_stages => if False

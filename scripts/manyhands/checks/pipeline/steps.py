@@ -325,16 +325,10 @@ def facts_of_messages(found: dict, wanted: dict, case: Step) -> str:
 
 
 LOSS = "self.loss_fn(out, self.targets[i]) / self.m"
-CAME = 'self.mail.receive("F", stage, i).requires_grad_()'
-SEND_F = 'self.mail.send("F", out.detach(), stage + 1, i)'
 SEND_B = 'self.mail.send("B", x.grad, stage - 1, i)'
-COMPUTE = "self.run(stage, x)"
 TAKE_B = 'grad = None if stage == self.last else self.mail.receive("B", stage, i)\n'
 SPAN_B = 'with self.span(Action("B", stage, i)):\n'
 SAVED = "self.saved[stage, i] = x, out, send"
-DIVIDE = "Divide by self.m, the number of micro-batches."
-OUTSIDE = "Receive before `with self.span(...)`, and compute inside of it."
-ASKED = "Only a gradient that was asked for is there to be sent: x.requires_grad_() comes first."
 Pipeline = Spec(
     todo="12.2",
     truth=engine.Pipeline,
@@ -358,7 +352,7 @@ Pipeline = Spec(
     ),
     mistakes=r"""
         {LOSS} => self.loss_fn(out, self.targets[i]) :: The loss is not divided by m, so m gradients
-            add up to m times that of the mean. | {DIVIDE}
+            add up to m times that of the mean. | Divide by self.m, the number of micro-batches.
         {LOSS} => self.loss_fn(out, self.targets[i]) / self.p ::
             The loss is divided by the number of ranks.
         self.targets[i] => self.targets[0] ::
@@ -366,9 +360,10 @@ Pipeline = Spec(
         self.losses.append(out.detach()) => self.losses.append(out) ::
             The kept losses hold their graphs, and with these all activations, until the step ends.
             | Keep the loss without its graph: detach().
-        {CAME} => self.mail.receive("F", stage, i) ::
-            The saved input does not ask for a gradient, so autograd makes none for it. | {ASKED}
-        {SEND_F} => self.mail.send("F", out, stage + 1, i) ::
+        self.mail.receive("F", stage, i).requires_grad_() => self.mail.receive("F", stage, i) ::
+            The saved input does not ask for a gradient, so autograd makes none for it. | Only a
+            gradient that was asked for is there to be sent: x.requires_grad_() comes first.
+        self.mail.send("F", out.detach(), stage + 1, i) => self.mail.send("F", out, stage + 1, i) ::
             The output is sent with its graph, and only numbers should travel. | Send out.detach().
         {SAVED} => {SAVED}\n        send and send.wait() ::
             forward waits until its message is taken; two ranks that do so can wait for each other.
@@ -379,11 +374,12 @@ Pipeline = Spec(
             which is another micro-batch in some schedules. | The key is (stage, i).
         self.saved.pop((stage, i)) => self.saved[stage, i] ::
             What was saved stays, so all activations are kept to the end of the step. | Pop it.
-        {COMPUTE} => self.stages[stage](x) ::
+        self.run(stage, x) => self.stages[stage](x) ::
             The module is called directly, so the argument `recompute` has no effect. |
             self.run(stage, x) calls it under checkpoint where that is asked for.
         {TAKE_B}        {SPAN_B} => {SPAN_B}            {TAKE_B} ::
-            The gradient is received inside the span, so that waiting counts as work. | {OUTSIDE}
+            The gradient is received inside the span, so that waiting counts as work. | Receive
+            before `with self.span(...)`, and compute inside of it.
         {SEND_B} => self.mail.send("B", x.grad if grad is None else grad, stage - 1, i) ::
             backward passes on the gradient of its output, as it came. | Send x.grad.
         self.sends.append({SEND_B}) => {SEND_B} :: Nobody keeps the work of the gradient's send, so

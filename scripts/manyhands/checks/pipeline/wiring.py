@@ -64,11 +64,8 @@ def copied(grad: Tensor | None) -> Tensor | None:
 
 GROUPED = "The ranks in `tied` count inside the group: use group_src= and group_dst=."
 ADD = "param.grad += part"
-BACK = "dist.send(param.grad, group=group, group_dst=other)"
 ANSWER = "dist.recv(param.grad, group=group, group_src=first)"
-THEIRS = "dist.send(param.grad, group=group, group_dst=first)"
 TOTAL = "part = torch.empty_like(param.grad); dist.recv(part, group=group, group_src=first)"
-FIRST_TAKES = "The first rank takes all parts before it sends the sum back."
 FOR = "for other in others:\n"
 LOOP = "param.grad += part\n            for other in others:\n"
 NO_USE = (
@@ -102,14 +99,16 @@ sum_tied = Spec(
             The parts are added to the weights, and what is summed is the gradient.
         {ANSWER} => {TOTAL}; {ADD} :: The others add the sum to their own part, which is in it
             already. | The sum replaces their gradient.
-        {BACK} => pass
-        {ANSWER} => pass :: The sum never comes back: only the first rank has it. | {FIRST_TAKES}
+        dist.send(param.grad, group=group, group_dst=other) => pass
+        {ANSWER} => pass :: The sum never comes back: only the first rank has it. | The first rank
+            takes all parts before it sends the sum back.
         {LOOP} => param.grad += part\n :: The sum is sent back to a rank before all parts have come.
         (first, *others) in tied: => (first, *others) in tied[:1]: ::
             Only the first parameter is summed. | Go through all of `tied`.
         (first, *others) in tied: => (first, *others) in tied:\n        others = others[:1] ::
             Only two ranks of each parameter take part. | Several ranks may use a parameter.
-        {THEIRS} => dist.send(param.detach(), group=group, group_dst=first) ::
+        dist.send(param.grad, group=group, group_dst=first) => dist.send(param.detach(),
+            group=group, group_dst=first) ::
             The others send their weights, and their gradients are asked for. | Send param.grad.
     """,
     reasons={
@@ -320,11 +319,7 @@ def groups_seen(answer: object, case: Call, place: Place) -> dict:
     return seen
 
 
-PIPES = "pipelines = [dist.new_group(list(range(first, world_size, d))) for first in range(d)]"
-ROWS = "rows = [dist.new_group(list(range(s * d, (s + 1) * d))) for s in range(num_stages)]"
 RETURN = "return pipelines[rank % d], rows[rank // d]"
-CHUNKS = "dist.new_group(list(range(k * num_stages, (k + 1) * num_stages))) for k in range(d)"
-STRIDES = "dist.new_group(list(range(s, world_size, num_stages))) for s in range(num_stages)"
 make_grid = Spec(
     todo="12.11",
     truth=wiring.make_grid,
@@ -345,8 +340,11 @@ make_grid = Spec(
     mistakes="""
         {RETURN} => return rows[rank // d], pipelines[rank % d] ::
             The two groups have changed places. | The pipeline comes first.
-        {PIPES} => pipelines = [{CHUNKS}]
-        {ROWS} => rows = [{STRIDES}]
+        pipelines = [dist.new_group(list(range(first, world_size, d))) for first in range(d)] =>
+            pipelines = [dist.new_group(list(range(k * num_stages, (k + 1) * num_stages))) for k in
+            range(d)]
+        rows = [dist.new_group(list(range(s * d, (s + 1) * d))) for s in range(num_stages)] => rows
+            = [dist.new_group(list(range(s, world_size, num_stages))) for s in range(num_stages)]
         {RETURN} => return pipelines[rank // num_stages], rows[rank % num_stages] :: Neighbouring
             ranks make a pipeline here, and they should be replicas of a stage. | {PLACES}
         if world_size % num_stages: => if False: ::

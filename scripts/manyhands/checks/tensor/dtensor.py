@@ -19,15 +19,11 @@ from manyhands.tensor import dtensor
 
 SIZES = {"vocab_size": 6, "block": 4, "heads": 2, "width": 8}
 NAMES = "The names are those of model.named_modules(), such as blocks.0.mlp.up."
-UP = 'mlp.up": ColwiseParallel(input_layouts=between)'
 DOWN = 'mlp.down": RowwiseParallel(output_layouts=between)'
 QKV = 'attention.qkv": ColwiseParallel(input_layouts=between)'
-OUT = 'attention.out": RowwiseParallel(output_layouts=between)'
 TOKENS = "RowwiseParallel(input_layouts=Replicate())"
 NORMS = "for name in [*norms, "
-BETWEEN = "between = Shard(1) if sequence else Replicate()"
 COLUMNS_FIRST = "qkv and up are cut by columns, out and down by rows."
-TO_SHARD = 'PrepareModuleOutput from Replicate() to Shard(1) for "dropout".'
 LOCAL = "output_layouts=Shard(-1), use_local_output=False"
 
 
@@ -131,9 +127,10 @@ plan = Spec(
             loss_parallel must know that they are parts. | use_local_output=False for the head.
         output_layouts=Shard(-1) => output_layouts=Replicate() :: The scores are gathered, and they
             should stay cut by the vocabulary. | output_layouts=Shard(-1) for the head.
-        {BETWEEN} => sequence = False; between = Replicate() ::
-            `sequence` is ignored. | With sequence, x between the layers is Shard(1).
-        {UP} => mlp.up": RowwiseParallel(output_layouts=between) ::
+        between = Shard(1) if sequence else Replicate() => sequence = False; between = Replicate()
+            :: `sequence` is ignored. | With sequence, x between the layers is Shard(1).
+        mlp.up": ColwiseParallel(input_layouts=between) => mlp.up":
+            RowwiseParallel(output_layouts=between) ::
             mlp.up is cut by input features. | {COLUMNS_FIRST}
         {DOWN} => mlp.down": ColwiseParallel(input_layouts=between) ::
             mlp.down is cut by output features.
@@ -141,7 +138,8 @@ plan = Spec(
             The embedding is cut by its width. | RowwiseParallel cuts it by tokens.
         {TOKENS} => RowwiseParallel() ::
             The embedding's input is taken to be cut. | input_layouts=Replicate()
-        {OUT} => attention.out": RowwiseParallel() ::
+        attention.out": RowwiseParallel(output_layouts=between) => attention.out": RowwiseParallel()
+            ::
             With sequence, the attention's output is whole on every rank. | output_layouts=between
         for block in ( => for block in list(
         for i in range(num_blocks)): => for i in range(num_blocks))[:1]: ::
@@ -152,8 +150,8 @@ plan = Spec(
             The last norm is left out. | With sequence it is SequenceParallel().
         SequenceParallel() for name => SequenceParallel(sequence_dim=0) for name ::
             The norms are told that dimension 0, the batch, is cut. | Positions are dimension 1.
-        styles["dropout"] => _ = {}; _["dropout"] ::
-            With sequence, "dropout" is left out, so x stays whole there. | {TO_SHARD}
+        styles["dropout"] => _ = {}; _["dropout"] :: With sequence, "dropout" is left out, so x
+            stays whole there. | PrepareModuleOutput from Replicate() to Shard(1) for "dropout".
         f"{block}.{DOWN}, =>  :: mlp.down is left out. | {COLUMNS_FIRST}
     """,
     module=globals(),

@@ -30,7 +30,6 @@ from manyhands.tensor import layers, model
 F_COPY = "total = grad.clone(memory_format=torch.contiguous_format)"
 G_COPY = "total = x.clone(memory_format=torch.contiguous_format)"
 COPY = "Make a copy, call all_reduce with the copy, then return the copy."
-SUMMED = "f sums in forward, although its input is the same on all ranks."
 MEAN = "This is a mean, and the ranks' parts have to be added up."
 F_SUM = "dist.all_reduce(total, group=ctx.group)"
 G_SUM = "dist.all_reduce(total, group=group)"
@@ -108,7 +107,8 @@ regions = Spec(
     ),
     mistakes=r"""
         return x.view_as(x) => dist.all_reduce(x := x.clone(), group=group); return x ::
-            {SUMMED} | forward returns x as it is; backward sums.
+            f sums in forward, although its input is the same on all ranks. | forward returns x as
+            it is; backward sums.
         {F_COPY} => return grad, None ::
             f only copies in backward. | Call all_reduce in backward, on every rank.
         {F_END} => {F_SUM}\n        return total / {N}, None :: f: {MEAN} | Divide by nothing.
@@ -152,10 +152,6 @@ regions = Spec(
 
 # ---- 13.3 -----------------------------------------------------------------------------------
 
-CUT_BIAS = "None if linear.bias is None else my_part(linear.bias, 0, 1, group)"
-OUT_IN = "nn.Linear keeps its weight as (out, in)."
-TO_MY_PART = "Hand `unit` and `group` to my_part."
-LAST_ADDED = "Add the whole bias after `leave`, on every rank."
 SUM_OF_PARTS = "self.leave(F.linear(x, self.weight), self.group)"
 TOTAL = "total = "
 PLUS_BIAS = "total if self.bias is None else total + self.bias"
@@ -277,15 +273,16 @@ linear_layers = Spec(
             ColumnLinear leaves out the bias. | Give F.linear the bias as well.
         my_part(linear.weight, 1, unit, group) => linear.weight ::
             RowLinear keeps the whole weight: nothing is cut. | Take my_part of it.
-        my_part(linear.weight, 1, unit => my_part(linear.weight, 1, 1 ::
-            RowLinear ignores `unit`, so what belongs together is cut through. | {TO_MY_PART}
+        my_part(linear.weight, 1, unit => my_part(linear.weight, 1, 1 :: RowLinear ignores `unit`,
+            so what belongs together is cut through. | Hand `unit` and `group` to my_part.
         my_part(linear.weight, 1, unit => my_part(linear.weight, 0, 1 ::
-            RowLinear is cut along its output features. | {OUT_IN}
-        self.bias = linear.bias\n => self.bias = {CUT_BIAS}\n ::
+            RowLinear is cut along its output features. | nn.Linear keeps its weight as (out, in).
+        self.bias = linear.bias\n => self.bias = None if linear.bias is None else
+            my_part(linear.bias, 0, 1, group)\n ::
             The bias of RowLinear is cut. | Every rank has the whole bias: the sum has all features.
         F.linear(x, self.weight), => F.linear(x, self.weight, self.bias),
-        return {PLUS_BIAS} => return total ::
-            Every rank adds the bias before the sum, so it counts N times. | {LAST_ADDED}
+        return {PLUS_BIAS} => return total :: Every rank adds the bias before the sum, so it counts
+            N times. | Add the whole bias after `leave`, on every rank.
         return {PLUS_BIAS} => return total :: RowLinear leaves out the bias.
         {SUM_OF_PARTS} => F.linear(x, self.weight) ::
             The ranks' parts are not summed. | self.leave(part, self.group), and then the bias.
@@ -313,7 +310,6 @@ CUT_LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 HEADS = "A head has 3 * head_width rows of qkv and head_width columns of out."
 MLP_END = "mlp.down = RowLinear(mlp.down, 1, leave, group)"
 MLP_CUT = f"mlp.up = ColumnLinear(mlp.up, 1, enter, group)\n    {MLP_END}"
-QKV_CUT = "attention.qkv = ColumnLinear(attention.qkv, 3 * width, enter, group)"
 OUT_CUT = "attention.out = RowLinear(attention.out, width, leave, group)"
 
 
@@ -411,7 +407,8 @@ cut_block = Spec(
         mlp.up = ColumnLinear(mlp.up, 1, enter => mlp.up = RowLinear(mlp.up, 1, leave ::
             mlp.up is cut by rows. | The first of two layers is cut by columns.
         {MLP_CUT} => pass :: The MLP is not cut. | Cut four layers: qkv, out, up and down.
-        {QKV_CUT}\n    {OUT_CUT} => pass :: The attention is not cut.
+        attention.qkv = ColumnLinear(attention.qkv, 3 * width, enter, group)\n    {OUT_CUT} => pass
+            :: The attention is not cut.
         {MLP_END} => {MLP_END}\n    attention.head_width //= dist.get_world_size(group) ::
             head_width is divided, and a rank has fewer heads, not narrower ones. | Leave head_width
             as it is: the attention counts the heads by itself.

@@ -24,7 +24,6 @@ WITH_PLACES = ADDED.format("self.positions.weight[: inputs.shape[1]]")
 ENTERED = "self.enter(self.norm(self.through_blocks(inputs)), self.group)"
 LOSS = "vocab_cross_entropy(scores, targets.flatten(), self.tokens.mine, self.group)"
 RANKS = "dist.get_world_size(self.group)"
-AS_IT_IS = "Return what vocab_cross_entropy gives: it is the same on every rank already."
 
 
 class Batch(NamedTuple):
@@ -137,7 +136,8 @@ tensor_parallel = Spec(
             x does not go through self.enter, and the head is a cut layer as well.
         [: inputs.shape[1]] => [-inputs.shape[1] :] ::
             The last T rows of the positions are taken. | Take the first ones.
-        {LOSS} => {LOSS} / {RANKS} :: The loss is divided by the number of ranks. | {AS_IT_IS}
+        {LOSS} => {LOSS} / {RANKS} :: The loss is divided by the number of ranks. | Return what
+            vocab_cross_entropy gives: it is the same on every rank already.
         {LOSS} => SumOverRanks.apply({LOSS}, self.group) ::
             The loss is summed over the ranks once more.
         {LOSS} => SumOverRanks.apply({LOSS}, self.group) / {RANKS} ::
@@ -152,7 +152,6 @@ tensor_parallel = Spec(
 
 # ---- 13.14 ----------------------------------------------------------------------------------
 
-OWN = "with self.random.use()"
 OWN_ADDED = ADDED.format("places")
 MY_PLACES = "places = self.positions.weight[: inputs.shape[1]].chunk(n)[rank]"
 OWN_PLACES = "Take this rank's part: self.positions.weight[:T].chunk(n)[rank]."
@@ -183,7 +182,7 @@ tensor_sequence_parallel = Spec(
         {OWN_ADDED} => self.tokens(inputs) + places :: self.dropout is left out. | {OWN_ADDED}
         {OWN_ADDED} => self.dropout(self.tokens(inputs)) + places ::
             Dropout comes before the places are added, so they are never dropped.
-        {OWN} => if True ::
+        with self.random.use() => if True ::
             All ranks drop the same places of their parts. | Use `with self.random.use():` there.
         x = block(x) => block(x) :: The blocks' results are not used. | x = block(x)
         .chunk(n)[rank] => .chunk(n)[0] :: Every rank adds the first T/N places. | {OWN_PLACES}

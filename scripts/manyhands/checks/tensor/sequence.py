@@ -21,21 +21,16 @@ from manyhands.tensor import sequence
 
 # ---- 13.7 -----------------------------------------------------------------------------------
 
-CUT = "torch.cat(x.chunk(n, dim=1))"
 G_SUM = "return sum_positions(grad, ctx.group)"
 G_BACK = f"{G_SUM}, None"
 S_FORWARD = "return sum_positions(x, group)"
-S_BACK = "return gather_positions(grad, ctx.group), None"
 N = "dist.get_world_size({})"
 MINE = "chunk(dist.get_world_size({0}), dim=1)[dist.get_rank({0})]"
 GRAD_MINE = "grad." + MINE.format("ctx.group")
 X_MINE = "x." + MINE.format("group")
 N_CTX = N.format("ctx.group")
 N_GROUP = N.format("group")
-STRETCHED = f"torch.cat([grad] * {N_CTX}, dim=1)"
-BEHIND = "torch.cat(x.chunk(n, dim=1)) puts what each rank gets one behind the other."
 NO_DIVISION = "Divide by nothing."
-HALVES = "Use all_gather to gather, and reduce_scatter to sum."
 ARGUMENTS = (
     "all_gather(whole, shard, group) fills `whole` and returns a work; "
     "reduce_scatter(shard, whole, group) fills `shard` and returns None.",
@@ -196,7 +191,8 @@ positions_of_ranks = Spec(
     mistakes=in_helpers(
         mistakes(
             r"""
-            {CUT} => x.contiguous() :: x is cut by its first dimension, the batch. | {BEHIND}
+            torch.cat(x.chunk(n, dim=1)) => x.contiguous() :: x is cut by its first dimension, the
+                batch. | torch.cat(x.chunk(n, dim=1)) puts what each rank gets one behind the other.
             {G_BACK} => return {GRAD_MINE}.clone(), None :: backward of GatherSequence returns this
                 rank's own slice, without a sum. | sum_positions sums over the ranks.
             {G_BACK} => {G_SUM} / {N_CTX}, None ::
@@ -207,9 +203,11 @@ positions_of_ranks = Spec(
             {S_FORWARD} => x = x.clone()\n        dist.all_reduce(x, group=group)\n        return x
                 :: ScatterSequence returns all positions. | Each rank keeps its own ones.
             {S_FORWARD} => dist.all_reduce(x := x.clone(), group=group); return {X_MINE} ::
-                ScatterSequence sums with an all-reduce, which sends twice as much. | {HALVES}
-            {S_BACK} => return {STRETCHED}, None :: backward of ScatterSequence puts this rank's
-                gradient into every position. | Gather all ranks' gradients: gather_positions.
+                ScatterSequence sums with an all-reduce, which sends twice as much. | Use all_gather
+                to gather, and reduce_scatter to sum.
+            return gather_positions(grad, ctx.group), None => return torch.cat([grad] * {N_CTX},
+                dim=1), None :: backward of ScatterSequence puts this rank's gradient into every
+                position. | Gather all ranks' gradients: gather_positions.
             if num % n => if False :: ! Positions that cannot be cut evenly must be refused. | Raise
                 ValueError with both numbers before any message if T % N.
         """,
@@ -241,7 +239,6 @@ positions_of_ranks = Spec(
 
 # ---- 13.8 -----------------------------------------------------------------------------------
 
-COLLECTED = "[param.grad for param in params if param.grad is not None]"
 REDUCED = "dist.all_reduce(vector, group=group)"
 WRITTEN = "unpack(vector, gradients)"
 ONE_LIST = "Make one list of the gradients, and pack and unpack that list."
@@ -353,7 +350,8 @@ gradient_sums = Spec(
             Nothing is done where the first parameter has no gradient. | Skip only that one.
         gradients = => list(params)\n    gradients = ::
             `params` is read twice, and an iterator can be read only once. | {ONE_LIST}
-        {COLLECTED} => [p.grad if p.grad is not None else torch.zeros_like(p) for p in params] ::
+        [param.grad for param in params if param.grad is not None] => [p.grad if p.grad is not None
+            else torch.zeros_like(p) for p in params] ::
             Parameters without a gradient are sent as zeros. | Skip those.
         if gradients => if True :: None of the parameters may have a gradient, and there is then
             nothing to send. | Ask `if gradients:`.
@@ -379,8 +377,6 @@ SET_OWN = "set_rng_states(self.states, self.device)"
 KEEP_OWN = "self.states = rng_states(self.device)\n            "
 KEEP_FIRST = "self.states = rng_states(self.device)\n        set_rng_states(common"
 ON_CLASS = "OwnRandom.states = rng_states(self.device)\n        "
-PLUS_RANK = "Add the rank in the group to the seed, and 1."
-KEEP_COMMON = "Keep rng_states before the block, and set them again in `finally`."
 
 
 def randoms_seen(answer: Callable, case: tuple[int], place: Place) -> dict:
@@ -477,7 +473,8 @@ own_random = Spec(
         "What comes after `yield` has to happen after an error as well: try ... finally.",
     ),
     mistakes=r"""
-        {SEED} => torch.manual_seed(seed) :: The seed is the same on all ranks. | {PLUS_RANK}
+        {SEED} => torch.manual_seed(seed) ::
+            The seed is the same on all ranks. | Add the rank in the group to the seed, and 1.
         {SEED} => torch.manual_seed(seed + dist.get_rank(group)) ::
             On rank 0 the seed is `seed` itself, with which the common numbers often begin.
         {SEED} => torch.manual_seed(dist.get_rank(group)) :: `seed` is not used.
@@ -494,7 +491,8 @@ own_random = Spec(
         {KEEP_OWN} => ::
             Each block starts at the same place. | Keep the new states in self.states in `finally`.
         {KEEP_OWN}set_rng_states(common, self.device) => {KEEP_OWN}pass ::
-            After a block the common numbers do not go on where they stood. | {KEEP_COMMON}
+            After a block the common numbers do not go on where they stood. | Keep rng_states before
+            the block, and set them again in `finally`.
         try: => if True:
         finally: => if True: ::
             After an error nothing is put back. | What has to happen always stands in `finally`.

@@ -26,9 +26,7 @@ from manyhands.tensor.layers import SumOverRanks, my_range
 
 LOOKUP = "F.embedding(rows, self.weight) * is_mine.unsqueeze(-1)"
 LEFT = "return self.leave(part, self.group)"
-MASK = "Multiply the rows by a mask that is 1 for tokens of `mine`."
 SHIFTED = "torch.where(is_mine, inputs - self.mine.start, 0)"
-TAKE_LEAVE = "Return self.leave(part, self.group), once, and send nothing else."
 WIDTH = 4
 
 
@@ -124,8 +122,8 @@ embedding = Spec(
         "fit. At the end call self.leave(part, self.group).",
     ),
     mistakes=r"""
-        {LOOKUP} => F.embedding(rows, self.weight) ::
-            The rows of other ranks' tokens are not zero, so the sum is wrong. | {MASK}
+        {LOOKUP} => F.embedding(rows, self.weight) :: The rows of other ranks' tokens are not zero,
+            so the sum is wrong. | Multiply the rows by a mask that is 1 for tokens of `mine`.
         {SHIFTED} => (inputs - self.mine.start).clamp(0, len(self.mine) - 1)
         {LOOKUP} => F.embedding(rows, self.weight) ::
             The indices are clamped, but the rows of other ranks' tokens are not zero.
@@ -141,8 +139,8 @@ embedding = Spec(
             The token mine.stop is taken for one of this rank's.
         inputs >= self.mine.start => inputs > self.mine.start ::
             The first token of this rank's part is left out. | mine.start is in the part.
-        {LEFT} => self.leave(part, self.group)\n        return part ::
-            What `leave` returns is not used. | {TAKE_LEAVE}
+        {LEFT} => self.leave(part, self.group)\n        return part :: What `leave` returns is not
+            used. | Return self.leave(part, self.group), once, and send nothing else.
         {LEFT} => return SumOverRanks.apply(part, self.group) ::
             The `leave` that is given is not used.
         {LEFT} => {LEFT} / len(dist.get_process_group_ranks(self.group)) :: This is a mean; the
@@ -160,16 +158,12 @@ embedding = Spec(
 # ---- 13.6 -----------------------------------------------------------------------------------
 
 LARGEST = "scores.detach().amax(-1)"
-REDUCE_MAX = "dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)"
 COLUMN = "torch.where(is_mine, targets - mine.start, 0)"
-OF_TARGET = "torch.where(is_mine, scores.gather(-1, columns).squeeze(-1), 0)"
 BOTH = "SumOverRanks.apply(parts, group)"
 END = "(total.log() - of_target).mean()"
 EXP_SUM = "scores.exp().sum(-1)"
 STACK = f"parts = torch.stack([{EXP_SUM}, of_target])"
-FIRST_MAX = "Call all_reduce with op=dist.ReduceOp.MAX before you subtract the maximum."
 ONE_MESSAGE = "torch.stack both parts of a rank, and call SumOverRanks.apply once."
-ALL_TOKENS = "Every rank has all tokens: end with .mean(), and divide by nothing else."
 
 
 class Scores(NamedTuple):
@@ -253,8 +247,9 @@ cross_entropy = Spec(
         "(log(sum) - score).mean().",
     ),
     mistakes="""
-        {REDUCE_MAX} => pass :: Each rank subtracts its own largest score, so the ranks' sums do not
-            fit together. | {FIRST_MAX}
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group) => pass ::
+            Each rank subtracts its own largest score, so the ranks' sums do not fit together. |
+            Call all_reduce with op=dist.ReduceOp.MAX before you subtract the maximum.
         op=dist.ReduceOp.MAX, => ::
             The ranks' largest scores are added up, and their maximum is needed.
         scores = scores - largest.unsqueeze(-1) => pass ::
@@ -265,8 +260,9 @@ cross_entropy = Spec(
             The largest score is taken to be at least 0, and scores can all be far below it.
         {LARGEST} => scores.amax(-1) ::
             A gradient goes through the maximum. | scores.detach().amax(-1)
-        {OF_TARGET} => scores.gather(-1, columns).squeeze(-1) :: Targets of other ranks are counted
-            as well, with a column that is not theirs. | Take 0 where the target is not in `mine`.
+        torch.where(is_mine, scores.gather(-1, columns).squeeze(-1), 0) => scores.gather(-1,
+            columns).squeeze(-1) :: Targets of other ranks are counted as well, with a column that
+            is not theirs. | Take 0 where the target is not in `mine`.
         targets - mine.start, 0) => targets - dist.get_rank(group) * scores.shape[1], 0)
         targets >= mine.start => targets >= dist.get_rank(group) * scores.shape[1]
         targets < mine.stop => targets < (dist.get_rank(group) + 1) * scores.shape[1] ::
@@ -283,7 +279,8 @@ cross_entropy = Spec(
             The result is right, but one message is enough for both sums. | {ONE_MESSAGE}
         of_target]) => of_target.detach()]) ::
             The target's score gets no gradient. | Leave out detach() there.
-        .mean() => .sum() :: This is the sum over the tokens. | {ALL_TOKENS}
+        .mean() => .sum() :: This is the sum over the tokens. | Every rank has all tokens: end with
+            .mean(), and divide by nothing else.
         .mean() => .mean() / dist.get_world_size(group) ::
             The mean is divided by the number of ranks.
     """,

@@ -18,8 +18,6 @@ REASONS = reasons(
     two ranks called the same collective with tensors of different :: Two ranks send tensors of
         different size in the same call, so they do not go through the same tensors in the same
         order. | Go through one list, in the same order on every rank. A set has no order.
-    requires grad is being used in an in-place :: Autograd does not let a parameter be changed in
-        place while it records. | Write into param.detach(), or inside `with torch.no_grad():`.
     can't be cast to the desired output type :: pack puts tensors of one type into a vector, and
         here are several types. | Use one message for each tensor, or one vector for each type.
 """,

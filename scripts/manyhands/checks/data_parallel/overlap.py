@@ -250,8 +250,6 @@ IN_ORDER = "Each time, start buckets in order as long as the next one is full."
 ONCE = "Call self._finish() after the loop that starts buckets."
 REASONS = reasons(
     """
-    'NoneType' object has no attribute 'wait' :: Without async_op=True a collective returns None,
-        since it has waited itself. | Pass async_op=True where you keep the work.
     zip() argument :: What is zipped has different lengths, as where a bucket has no work yet. |
         Call _finish when len(self.in_flight) == len(self.buckets).
     'NoneType' object has no attribute 'detach' :: A gradient that is packed is not there yet: its

@@ -267,10 +267,6 @@ def _set_gradients(model: nn.Module, vector: Tensor) -> None:
 
 REASONS = reasons(
     """
-    expected a non-empty list of Tensors :: There is nothing to pack. A generator, for example, can
-        be gone through only once. | Keep the parameters in a list: [... for param in ...].
-    requires grad is being used in an in-place :: Autograd does not let a parameter be changed in
-        place while it records. | Write into param.detach(), or inside `with torch.no_grad():`.
     Tensors must be contiguous :: A message is sent from one piece of memory, and the elements of
         this tensor do not lie side by side. | Send pack(...) of the tensors.
     is not registered :: A group of None stands for the whole job, and torch cannot look its ranks

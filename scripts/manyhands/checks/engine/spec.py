@@ -144,8 +144,7 @@ class Spec:
         """A plain tuple of arguments gets the names of the truth's parameters."""
         if type(case) is not tuple or not case:
             return case
-        parameters = inspect.signature(parts_of(self.truth)[0]).parameters
-        return _arguments(tuple(parameters)[: len(case)])(*case)
+        return _arguments(parts_of(self.truth)[0], len(case))(*case)
 
     def steps(self, cases: dict[int, list]) -> list[Step]:
         """Every case in every layout."""
@@ -174,8 +173,11 @@ class Spec:
 
 
 @functools.cache
-def _arguments(names: tuple[str, ...]) -> type[tuple]:
-    return namedtuple("Arguments", names)
+def _arguments(function: Callable, number: int) -> type[tuple]:
+    """A named tuple of the first arguments of a function, with their defaults."""
+    parameters = list(inspect.signature(function).parameters.values())[:number]
+    defaults = [one.default for one in parameters if one.default is not one.empty]
+    return namedtuple("Arguments", [one.name for one in parameters], defaults=defaults)
 
 
 def _call(name: str, case: object) -> str:

@@ -8,6 +8,7 @@ from manyhands.checks.engine.answer import lines_of
 from manyhands.checks.engine.attempt import Trial, judged
 from manyhands.checks.engine.naming import name, wrong_part
 from manyhands.checks.engine.spec import Spec
+from manyhands.checks.engine.tables import reasons
 from manyhands.checks.engine.trial import UNWAITED, Sight
 from manyhands.checks.engine.values import show
 from manyhands.ranks.failures import Failure, Frame, RanksHung, is_echo, name_ranks, where
@@ -16,30 +17,35 @@ Words = tuple[str, str, str]  # what was seen, why, what to try
 NO_CAUSE = "This is the first difference; it matches none of the mistakes that the check knows."
 NO_TIME = "This is the first difference; the check did not have the time to try all it knows."
 PACKAGE = str(Path(__file__).parents[2])
-KNOWN_ERRORS = {  # words of an error -> what it means, and what to try
-    "incompatible function arguments": (
-        "An argument of a collective is of the wrong kind; the second one of all_reduce is `op`.",
-        "Give the group by its name: group=group.",
-    ),
-    "'NoneType' object has no attribute 'wait'": (
-        "Without async_op=True a collective waits itself and returns None.",
-        "Pass async_op=True where you keep the work.",
-    ),
-    "object is not an iterator": (
-        "A function with @contextmanager has to yield.",
-        "Write `yield` where the body of the `with` has its place.",
-    ),
-    "returned non-iterator": ("__iter__ has to return an iterator.", "Return iter(...), or yield."),
-    "not part of group": (
-        "src counts over the whole job, and that rank is not in the group.",
-        "group_src=0 names the group's first rank.",
-    ),
-    "process group has not been initialized": (
-        "There is no process group here, so the one process is rank 0.",
-        "Ask dist.is_initialized() first.",
-    ),
-    "BdbQuit": ("A debugger cannot ask you anything from inside a rank.", "Use print instead."),
-}
+KNOWN_ERRORS = reasons(  # in any lesson; an exercise's own reason for the same words goes first
+    """
+    incompatible function arguments :: An argument of a collective is of the wrong kind; the second
+        one of all_reduce is `op`. | Give the group by its name: group=group.
+    'NoneType' object has no attribute 'wait' :: Without async_op=True a collective waits itself and
+        returns None. | Pass async_op=True where you keep the work.
+    object is not an iterator :: A function with @contextmanager has to yield. | Write `yield` where
+        the body of the `with` has its place.
+    returned non-iterator :: __iter__ has to return an iterator. | Return iter(...), or yield.
+    not part of group :: src counts over the whole job, and that rank is not in the group. |
+        group_src=0 names the group's first rank.
+    process group has not been initialized :: There is no process group here, so the one process is
+        rank 0. | Ask dist.is_initialized() first.
+    BdbQuit :: A debugger cannot ask you anything from inside a rank. | Use print instead.
+    is being used in an in-place :: Autograd does not let a parameter be changed in place while it
+        records. | Write into param.detach(), or inside `with torch.no_grad():`.
+    incorrect number of gradients :: backward returns one entry for each argument of forward after
+        ctx. | Return None for each that has no gradient, as a group or a function.
+    save_for_backward :: save_for_backward takes only tensors. | Keep everything else as an
+        attribute: ctx.group = group.
+    through the graph a second time :: Backward went through a graph that had been used already. |
+        Call it once for each forward.
+    expected a non-empty list of Tensors :: There is nothing to pack. A generator, for example, can
+        be gone through only once. | Keep what you go through twice in a list.
+    maximum recursion :: A call ends in the same call again, without end. | Call what you were
+        given, or the base class, and not what you are writing.
+    """,
+    {},
+)
 
 # ---- of a difference --------------------------------------------------------------------------
 

@@ -3,18 +3,27 @@
 import itertools
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 from manyhands.checks.engine.mistakes import Mistake, around, instead
-from manyhands.checks.engine.spec import Call, Spec
+from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import listing, show, whole
 from manyhands.pipeline import stages
 
+BOUNDS = "Return num_stages + 1 numbers: 0 first, then where each next stage begins, len(costs)."
 EVERY_STAGE = "Each stage has at least one layer, so each bound is larger than the one before it."
 SLOWEST = "The whole pipeline runs at the pace of its slowest stage, so compare whole cuts by that."
 
 
-def cuts() -> list[Call]:
+class Cut(NamedTuple):
+    """One call of `partition`."""
+
+    costs: list[float]
+    num_stages: int
+
+
+def cuts() -> list[Cut]:
     """One layer larger than all others, costs that each wrong way cuts badly, the extremes."""
     telling = [
         ([1.01, 3.36, 0.64, 2.82, 2.02, 0.57, 2.68, 0.48], 3),
@@ -23,11 +32,11 @@ def cuts() -> list[Call]:
         ([0.3, *[1.0] * 12, 2.43], 4),
     ]
     unit = random.uniform(0.5, 2)
-    drawn = [([round(cost * unit, 4) for cost in costs], p) for costs, p in telling]
+    drawn = [Cut([round(cost * unit, 4) for cost in costs], p) for costs, p in telling]
     few = [random.randint(1, 9) for _ in range(5)]
-    exact = [([10, 1, 1], 3), ([1, 1, 10, 1], 3), ([3, 9, 5, 5, 7, 4], 4)]
-    many = [([random.uniform(0.3, 5) for _ in range(9)], 4), ([0.5] * 5 + [0.0] * 3, 4)]
-    return [*exact, (few, 1), (few, 5), *drawn, *many, ([1.0, 2.0], 3)]
+    exact = [Cut([10, 1, 1], 3), Cut([1, 1, 10, 1], 3), Cut([3, 9, 5, 5, 7, 4], 4)]
+    many = [Cut([random.uniform(0.3, 5) for _ in range(9)], 4), Cut([0.5] * 5 + [0.0] * 3, 4)]
+    return [*exact, Cut(few, 1), Cut(few, 5), *drawn, *many, Cut([1.0, 2.0], 3)]
 
 
 def stage_costs(costs: list[float], bounds: list[int]) -> list[float]:
@@ -35,13 +44,13 @@ def stage_costs(costs: list[float], bounds: list[int]) -> list[float]:
     return [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
-def are_bounds(found: list[int], case: Call) -> bool:
+def are_bounds(found: list[int], case: Cut) -> bool:
     """Do these numbers cut all layers into that many stages, none of them empty?"""
     ends = found[:1] == [0] and found[-1:] == [len(case.costs)]
     return ends and found == sorted(set(found)) and len(found) == case.num_stages + 1
 
 
-def as_good(found: list[int], wanted: list[int], case: Call) -> bool:
+def as_good(found: list[int], wanted: list[int], case: Cut) -> bool:
     """Any bounds are right whose slowest stage is as fast."""
     if not are_bounds(found, case):
         return False
@@ -49,7 +58,7 @@ def as_good(found: list[int], wanted: list[int], case: Call) -> bool:
     return slowest <= least * (1 + 1e-9)
 
 
-def facts(found: list[int], wanted: list[int], case: Call) -> str:
+def facts(found: list[int], wanted: list[int], case: Cut) -> str:
     """What can be seen of wrong bounds."""
     last = len(case.costs)
     if are_bounds(found, case):
@@ -96,8 +105,8 @@ def greedy(is_over: bool) -> Mistake:
 def in_order_of_cost() -> Mistake:
     """The best cut of the sorted costs; of several that are as good, each one is."""
 
-    def fits(found: list[int], case: Call) -> bool:
-        other = (sorted(case.costs), case.num_stages)
+    def fits(found: list[int], case: Cut) -> bool:
+        other = Cut(sorted(case.costs), case.num_stages)
         return are_bounds(found, case) and as_good(found, stages.partition(*other), other)
 
     return Mistake(
@@ -111,17 +120,17 @@ def in_order_of_cost() -> Mistake:
 def by_aim(words: str, aim: Callable) -> Mistake:
     """The best cut by another aim; of several that are equally good, each one is."""
 
-    def all_cuts(case: Call) -> list[list[int]]:
+    def all_cuts(case: Cut) -> list[list[int]]:
         n = len(case.costs)
         return [[0, *c, n] for c in itertools.combinations(range(1, n), case.num_stages - 1)]
 
     def best(costs, num_stages):
         if len(costs) < num_stages:
             raise ValueError("too few layers")
-        ways = all_cuts((costs, num_stages))
+        ways = all_cuts(Cut(costs, num_stages))
         return min(ways, key=lambda bounds: aim(stage_costs(costs, bounds)))
 
-    def fits(found: list[int], case: Call) -> bool:
+    def fits(found: list[int], case: Cut) -> bool:
         if not are_bounds(found, case):
             return False
         least = min(aim(stage_costs(case.costs, bounds)) for bounds in all_cuts(case))
@@ -166,8 +175,7 @@ partition = Spec(
                     These are the sizes of the stages, not their bounds. | itertools.accumulate adds
                     them up, and 0 comes first.
                 {BEST} => return best[len(costs)][1][:-1] + [len(costs) - 1] :: The last bound is
-                    the number of the last layer, and the last stage ends behind it. | Return
-                    num_stages + 1 numbers: 0 first, then where each next stage begins, len(costs).
+                    the number of the last layer, and the last stage ends behind it. | {BOUNDS}
                 {BEST} => return best[len(costs)][1][1:-1] ::
                     The first bound, 0, is missing, and so is the last.
                 if len(costs) < num_stages => if False

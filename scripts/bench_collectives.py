@@ -36,6 +36,7 @@ from manyhands.ranks.runtime import BadInput, World, command_line, distributed, 
 from manyhands.training import lock
 from manyhands.training.storage import open_folder, replace_file
 
+TINY = {"": "--max-mb 4 --repeats 3"}  # its short runs: gpu/jobs.py
 BY_HAND = {
     "broadcast": ("broadcast_naive", "broadcast_tree"),
     "reduce": ("reduce_tree",),

@@ -32,6 +32,7 @@ from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
+TINY = {"": "--networks 1 --rates 0.4 --largest 64 --target 0.7 --max-steps 60"}
 BATCHES = [2**power for power in range(11)]
 SMALL = 8  # the batch sizes with which the noise scale is measured
 LARGE = 32

@@ -11,23 +11,24 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from manyhands.checkpoint import elastic
 from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.ddp.wrapping import mean_over_ranks
-from manyhands.fsdp.fully_shard import full_state, torch_fsdp
-from manyhands.fsdp.units import FSDP
+from manyhands.fsdp.fully_shard import full_state
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import World, command_line, distributed, on_main, together
 from manyhands.training.report import finish
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways.fsdp import shard
+from manyhands.ways.job import open_run, shape_of
+
+TINY = {"": "{text} --save-every 10", "torch": "{text} --save-every 10 --impl torch"}
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,9 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
-    run = Run(
-        config,
-        world,
-        "checkpoint",
-        num_samples=len(data.train),
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-        checkpoints=partial(ShardedCheckpoints, address=config.store),
-        same_ranks=False,
-    )
+    shape = shape_of(config, data)
+    checkpoints = partial(ShardedCheckpoints, address=config.store)
+    run = open_run(config, world, "checkpoint", data, checkpoints=checkpoints, same_ranks=False)
     place = (world.rank, world.world_size)
     sampler = elastic.PlacedBatches(
         len(data.train), config.batch, *place, config.seed, parts.samples_of_step
@@ -79,7 +71,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     valid, test = corpus.held_out(data, config.batch // world.world_size, *place)
 
     # Model
-    model = shard(config.impl, Transformer(*shape).to(world.device))
+    model = shard(Transformer(*shape).to(world.device), native=config.impl == "torch")
     torch.manual_seed(world.data_seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
     live = Live(parts_of(model, optimizer), device=world.device)
@@ -113,15 +105,6 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Result
     run.test(test, data.in_words)
     return finish(run, unshard(model, Transformer(*shape), world), run.valid_loss, live)
-
-
-def shard(impl: str, model: Transformer) -> nn.Module:
-    """The model in shards, block by block."""
-    if impl != "torch":
-        return FSDP(model, list(model.blocks))
-    # Without a mesh PyTorch would take GPUs wherever a node has some, also with --device cpu.
-    mesh = init_device_mesh(model.head.weight.device.type, (dist.get_world_size(),))
-    return torch_fsdp(model, list(model.blocks), mesh)
 
 
 def unshard(sharded: nn.Module, plain: nn.Module, world: World) -> nn.Module:

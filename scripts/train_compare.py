@@ -30,6 +30,7 @@ from manyhands.training.storage import open_folder, replace_file, write_json
 from manyhands.ways.ready import Make, Setting
 from manyhands.ways.registry import ON_A_MESH, WAYS, ways_for
 
+TINY = {"": "--steps 3 {sizes}"}  # its short runs: gpu/jobs.py
 FORMAT = "manyhands compare 1"
 TIMEOUT_S = 600  # of a message; the largest models take a while in one process
 CAPTION = (

@@ -13,22 +13,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel import loops, replicas
 from manyhands.ddp import wrapping
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed
 from manyhands.training.report import write_report
 from manyhands.training.run import (
-    Run,
     TrainConfig,
     learning_rate_at,
     save_once,
     set_learning_rate,
 )
+from manyhands.ways.data_parallel import replica
+from manyhands.ways.job import open_run, shape_of
 
+TINY = {"": "{text}"}  # its short runs: gpu/jobs.py
 BUCKET_BYTES = 25_000_000
 EXERCISES = {  # of lesson 05, which each --impl is made of
     "server": ("broadcast_state", "worker_step", "server_step"),
@@ -86,22 +87,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     data = corpus.of(config)
     world.print(data.note)
-    vocab_size = data.tokenizer.vocab_size
-    run = Run(
-        config,
-        world,
-        "data_parallel",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-        num_shares=num_workers,
-    )
+    run = open_run(config, world, "data_parallel", data, num_shares=num_workers)
     sampler, loader, valid, test = make_loaders(data, config, worker, num_workers)
 
     # Model
-    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    model = Transformer(*shape_of(config, data)).to(world.device)
     torch.manual_seed(world.data_seed)
     model, buckets = replicate(config.impl, parts, model)
     optimizer = None
@@ -137,10 +127,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
 def replicate(impl: str, parts: Parts, model: nn.Module) -> tuple[nn.Module, list]:
     """Make the ranks' models equal; returns the model, and its buckets for `update`."""
-    if impl == "torch":
-        return wrapping.torch_ddp(model), []
-    if impl == "overlapped":
-        return parts.BucketedDDP(model), []
+    if impl in ("overlapped", "torch"):
+        return replica(model, impl == "torch", parts.BucketedDDP), []
     parts.broadcast_state(model)
     return model, parts.make_buckets(model.parameters(), BUCKET_BYTES) if impl == "bucketed" else []
 

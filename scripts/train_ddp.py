@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Literal, NamedTuple
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel import replicas
 from manyhands.ddp import program, wrapping
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token
+from manyhands.models.transformer import Transformer
 from manyhands.ranks.runtime import World, command_line, distributed, place, process_group
 from manyhands.training.report import write_report
-from manyhands.training.run import Run, TrainConfig, save_once
+from manyhands.training.run import TrainConfig, save_once
+from manyhands.ways.job import open_run, shape_of
+
+TINY = {"": "{text} --impl scratch", "torch": "{text} --impl torch"}  # its short runs: gpu/jobs.py
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,8 @@ def main(config: Config) -> float:
 def train(config: Config, world: World, parts: Parts) -> float:
     data = corpus.of(config)
     world.print(data.note)
-    vocab_size = data.tokenizer.vocab_size
-    run = Run(
-        config,
-        world,
-        "ddp",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-    )
-    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    run = open_run(config, world, "ddp", data)
+    model = Transformer(*shape_of(config, data)).to(world.device)
     run_program = parts.train or with_parts(parts)
     run_program(run, model, data)
     run.finish()

@@ -24,6 +24,8 @@ from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun
 
+TINY = {"": "--smallest 150 --networks 1"}  # its short runs: gpu/jobs.py
+
 
 @dataclass(frozen=True)
 class Config(TaskConfig):

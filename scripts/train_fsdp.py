@@ -5,31 +5,35 @@ bash sbatch/fsdp.sbatch --impl mine         with your own functions in it
 """
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
-from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.ddp import wrapping as ddp
-from manyhands.fsdp import flat, fully_shard, meta, units, zero
+from manyhands.fsdp import fully_shard, meta
 from manyhands.fsdp.meta import Draw
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line, distributed
 from manyhands.training.report import finish
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways import fsdp as ways
+from manyhands.ways.fsdp import Parts
+from manyhands.ways.job import open_run, shape_of
 
+TINY = {  # its short runs: gpu/jobs.py
+    "": "{text} --impl zero3",
+    "torch": "{text} --impl torch --dtype bfloat16 --offload",
+}
 SHARDED = {"zero1": ["optimizer"], "zero2": ["optimizer"]}  # of a checkpoint; the rest: all of it
 
 
@@ -48,18 +52,6 @@ class Config(TrainConfig):
     limit_mb: float = 0.0
     """Stop when a rank's tensors take more than so many MB, from the model's building on; 0 for no
     limit. Slow."""
-
-
-class Parts(NamedTuple):
-    """The exercises of lesson 10 that a job can use."""
-
-    Flat: Callable = flat.Flat
-    ShardedOptimizer: Callable = zero.ShardedOptimizer
-    reduce_during_backward: Callable = zero.reduce_during_backward
-    ShardedFlat: Callable = flat.ShardedFlat  # which FSDP makes for itself
-    FSDP: Callable = units.FSDP
-    torch_fsdp: Callable = fully_shard.torch_fsdp
-    make_mesh: Callable = fully_shard.make_mesh
 
 
 HIGHEST = {  # what --impl mine trains with: the first of these parts that the learner has
@@ -92,18 +84,9 @@ def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     # Data
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    shape = shape_of(config, data)
     mesh = mesh_of(config, world, parts)
-    run = Run(
-        config,
-        world,
-        "fsdp",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-    )
+    run = open_run(config, world, "fsdp", data)
     batch = config.batch // world.world_size
     sampler = corpus.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
@@ -176,26 +159,13 @@ def shard(
     """Build the model in shards, block by block, and make the optimizer of this rank's shards."""
     model, draw = first_model(impl, parts, shape, world)
     torch.manual_seed(world.data_seed)
-    blocks = list(model.blocks)
     adamw = partial(torch.optim.AdamW, lr=config.learning_rate, fused=True)
-    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
     if impl in SHARDED:
-        broadcast_state(model)
-        flats = [parts.Flat(params) for params in flat.units_of(model)]
-        if impl == "zero2":
-            parts.reduce_during_backward(flats)
-        return model, parts.ShardedOptimizer(flats, adamw)
-    if impl == "torch":
-        # Without a mesh PyTorch would take GPUs wherever a node has some, also with --device cpu.
-        where = mesh or init_device_mesh(world.device.type, (world.world_size,))
-        model = parts.torch_fsdp(model, blocks, where, dtype=dtype, offload=config.offload)
-        if draw is not None:
-            meta.fill(model, draw, "cpu" if config.offload else world.device)
-    elif mesh is None:
-        model = parts.FSDP(model, blocks, dtype=dtype, draw=draw)
-    else:
-        groups = {"replicas": mesh.get_group("replicate"), "group": mesh.get_group("shard")}
-        model = parts.FSDP(model, blocks, dtype=dtype, draw=draw, **groups)
+        return model, ways.shard_optimizer(model, int(impl[-1]), adamw, parts)
+    dtype = None if config.dtype == "float32" else getattr(torch, config.dtype)
+    is_native = impl == "torch"
+    where = {"mesh": mesh, "offload": config.offload, "draw": draw, "device": world.device}
+    model = ways.shard(model, is_native, dtype=dtype, parts=parts, **where)
     return model, adamw(model.parameters())
 
 

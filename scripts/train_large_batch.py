@@ -25,6 +25,7 @@ from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
+TINY = {"": "--seeds 2 --epochs 1 --remedy 1"}  # its short runs: gpu/jobs.py
 NAMES = list(REMEDIES)
 
 

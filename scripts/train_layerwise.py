@@ -29,6 +29,7 @@ from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
+TINY = {"": "--seeds 2 --small-steps 10 --large-steps 4 --optimizer 1"}
 NAMES = list(ways(Parts()))
 
 

@@ -33,6 +33,7 @@ from manyhands.training.report import write_report
 from manyhands.training.storage import partial_name, read_state, write_state
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 
+TINY = {"": "--grid 3 --networks 1 --blocks 2 --epochs 1"}  # its short runs: gpu/jobs.py
 KINDS = ("skip", "plain")
 NAMES = {"skip": "with skips", "plain": "without skips"}
 AT_ONCE = 1000  # images in one forward pass when testing

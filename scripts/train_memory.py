@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients, broadcast_state
 from manyhands.ddp import wrapping
 from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import mine
 from manyhands.memory import savings
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways.job import open_run, shape_of
 
+TINY = {"": "{text}"}  # its short runs: gpu/jobs.py
 NUM_PIECES = 4
 
 
@@ -55,21 +56,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
-    run = Run(
-        config,
-        world,
-        "memory",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-    )
+    run = open_run(config, world, "memory", data)
     sampler, loader, valid, test = make_loaders(data, config, world)
 
     # Model
-    model = Transformer(*shape).to(world.device)
+    model = Transformer(*shape_of(config, data)).to(world.device)
     torch.manual_seed(world.data_seed)
     broadcast_state(model)
     loss_of, num_pieces = saving(config, model, parts)

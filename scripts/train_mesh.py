@@ -5,9 +5,9 @@ bash sbatch/mesh.sbatch --impl mine         with your own functions in it
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,13 +19,19 @@ from manyhands.data import corpus
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
-from manyhands.mesh import clip, combine, grid, native, seeds
-from manyhands.mesh.training import MeshTraining, OnMesh
+from manyhands.mesh import clip, grid, native
+from manyhands.mesh.training import OnMesh
 from manyhands.mesh.whole import whole_state
-from manyhands.models.transformer import Transformer, flops_per_token
+from manyhands.models.transformer import Transformer
 from manyhands.ranks.runtime import BadInput, World, command_line
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways import job
+from manyhands.ways.job import open_run, shape_of
+from manyhands.ways.mesh import Parts, spread
+from manyhands.ways.ready import adamw
+
+TINY = {"": "{text}", "torch": "{text} --impl torch"}  # its short runs: gpu/jobs.py
 
 
 @dataclass(frozen=True)
@@ -48,22 +54,10 @@ class Config(TrainConfig):
     """Most that the norm of the gradient may be; 0 does not clip."""
 
 
-class Parts(NamedTuple):
-    """The exercises of lesson 14 that a job can use."""
-
-    coordinates: Callable = grid.coordinates
-    make_groups: Callable = grid.make_groups
-    shard_and_cut: Callable = combine.shard_and_cut
-    mesh_norm: Callable = clip.mesh_norm
-    seed_of: Callable = seeds.seed_of
-
-
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
-    if config.micro_batches < 1:
-        raise BadInput(f"micro_batches is {config.micro_batches}: take at least 1")
-    if not config.clip >= 0:
-        raise BadInput(f"clip is {config.clip}: take a positive norm, or 0 for no limit")
+    job.check_micro_batches(config.micro_batches)
+    job.check_clip(config.clip)
     return mine.start("mesh", config, Parts, train)
 
 
@@ -72,21 +66,12 @@ def train(config: Config, world: World, parts: Parts) -> float:
     sizes = sizes_of(config, world.world_size)
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    shape = shape_of(config, data)
     check(config, sizes, shape[0])
     place = parts.coordinates(world.rank, sizes)
     share, num_shares = grid.share_of_data(place, sizes)
-    run = Run(
-        config,
-        world,
-        "mesh",
-        num_samples=len(data.train),
-        checkpoints=OwnParts,
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-        num_shares=num_shares,
-    )
+    options = {"checkpoints": OwnParts, "num_shares": num_shares}
+    run = open_run(config, world, "mesh", data, **options)
     batch = config.batch // num_shares
     # All ranks shuffle alike; then each takes its share.
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
@@ -97,11 +82,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
 
     # Model
     torch.manual_seed(parts.seed_of("weights", config.seed, place, sizes))
-    training = spread(config, parts, Transformer(*shape).to(world.device), sizes)
+    is_native = config.impl == "torch"
+    whole = Transformer(*shape).to(world.device)
+    training = spread(whole, sizes, config.micro_batches, is_native, parts)
     torch.manual_seed(parts.seed_of("dropout", config.seed, place, sizes))
-    # PyTorch's parameters are tensors of several meshes, which one fused step does not take.
-    adamw = {"foreach": False} if config.impl == "torch" else {"fused": True}
-    optimizer = torch.optim.AdamW(training.parameters(), lr=config.learning_rate, **adamw)
+    optimizer = adamw(training.parameters(), config.learning_rate, is_mixed=is_native)
     world.print(f"mesh of {world.world_size} rank(s):\n{grid.drawn(sizes)}")
     live = Live(parts_of(training.model, optimizer), device=world.device)
 
@@ -181,11 +166,7 @@ def check(config: Config, sizes: Mapping[str, int], vocab_size: int) -> None:
             f"batch {config.batch} cannot be cut into {shares} share(s) x {m} micro-batches: take "
             f"a multiple of {shares * m}, or other --micro-batches"
         )
-    if config.layers < tp:
-        raise BadInput(
-            f"{config.layers} heads cannot be shared by {tp} ranks: take --layers {tp} (it gives "
-            "as many heads), or a smaller --tp"
-        )
+    job.check_heads(config.layers, tp, "--tp")
     if vocab_size < tp:
         raise BadInput(f"{vocab_size} tokens cannot be shared by {tp} ranks: take a smaller --tp")
     if config.layers + 2 < pp:
@@ -193,25 +174,9 @@ def check(config: Config, sizes: Mapping[str, int], vocab_size: int) -> None:
             f"embedding, {config.layers} blocks and head cannot make {pp} stages: take --layers "
             f"{pp - 2} or more, or a smaller --pp"
         )
-    if config.impl == "torch" and (vocab_size % tp or config.layers % tp):
-        raise BadInput(
-            f"PyTorch's plan cuts evenly, but {vocab_size} tokens and {config.layers} heads are "
-            f"not both multiples of {tp}: take --impl scratch, or fit --vocab and --layers"
-        )
-    if config.impl == "torch" and m < pp:
-        raise BadInput(
-            f"PyTorch's 1F1B with {m} micro-batches on {pp} stages: take --micro-batches {pp} or "
-            "more, or --impl scratch"
-        )
-
-
-def spread(config: Config, parts: Parts, model: Transformer, sizes: Mapping[str, int]) -> OnMesh:
-    """The model on the mesh; every rank has built the whole of it."""
     if config.impl == "torch":
-        mesh = grid.torch_mesh(sizes, model.head.weight.device.type)
-        return native.TorchMeshTraining(model, mesh, config.micro_batches)
-    groups = parts.make_groups(sizes)
-    return MeshTraining(model, groups, config.micro_batches, parts.shard_and_cut)
+        job.check_even_cut(vocab_size, config.layers, tp)
+        job.check_1f1b_of_pytorch(m, pp, "stages")
 
 
 def clip_gradients(config: Config, parts: Parts, training: OnMesh) -> None:

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=4 scripts/train_pipeline.py --stages 2 --
 bash sbatch/pipeline.sbatch --impl mine     with your own functions in it
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.ddp import wrapping
@@ -25,14 +24,22 @@ from manyhands.fsdp.clip import clip_grad_norm
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import Stopwatch, reset_peaks
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer, flops_per_token, token_loss
+from manyhands.models.transformer import Transformer
 from manyhands.pipeline import bubble, schedules, stages, wiring
 from manyhands.pipeline import engine as pipeline
 from manyhands.ranks.runtime import BadInput, World, command_line, on_main
 from manyhands.training import storage
 from manyhands.training.report import finish
 from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways import job
+from manyhands.ways.job import open_run, shape_of
+from manyhands.ways.pipeline import Native, Parts, make_engine
+from manyhands.ways.pipeline import take_stages as take
 
+TINY = {  # its short runs: gpu/jobs.py
+    "": "{text} --micro-batches {pieces}",
+    "torch": "{text} --micro-batches {pieces} --impl torch",
+}
 SEVERAL = ("interleaved", "zero-bubble")  # two stages a rank
 
 
@@ -56,18 +63,6 @@ class Config(TrainConfig):
     """Most that the norm of the gradient over all stages may be; 0 does not clip."""
 
 
-class Parts(NamedTuple):
-    """The exercises of lesson 12 that a job can use."""
-
-    partition: Callable = stages.partition
-    Pipeline: Callable = pipeline.Pipeline
-    sum_tied: Callable = wiring.sum_tied
-    gpipe: Callable = schedules.gpipe
-    one_f_one_b: Callable = schedules.one_f_one_b
-    interleaved: Callable = schedules.interleaved
-    make_grid: Callable = wiring.make_grid
-
-
 class Place(NamedTuple):
     """This rank's pipeline, the replicas of its stage, and which stages of how many it has."""
 
@@ -86,10 +81,8 @@ def main(config: Config) -> float:
         raise BadInput("--schedule zero-bubble is PyTorch's: add --impl torch, or take another")
     if config.impl == "torch" and (config.recompute or config.schedule == "naive"):
         raise BadInput("--recompute and --schedule naive are by hand: leave out --impl torch")
-    if config.micro_batches < 1:
-        raise BadInput(f"micro_batches is {config.micro_batches}: take at least 1")
-    if not config.clip >= 0:
-        raise BadInput(f"clip is {config.clip}: take a positive norm, or 0 for no limit")
+    job.check_micro_batches(config.micro_batches)
+    job.check_clip(config.clip)
     return mine.start("pipeline", config, Parts, train)
 
 
@@ -98,19 +91,9 @@ def train(config: Config, world: World, parts: Parts) -> float:
     place = find_place(config, world, parts)
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    shape = shape_of(config, data)
     num_shares = place.share[1]
-    run = Run(
-        config,
-        world,
-        "pipeline",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-        num_shares=num_shares,
-    )
+    run = open_run(config, world, "pipeline", data, num_shares=num_shares)
     batch = config.batch // num_shares
     size = batch // config.micro_batches
     sampler = corpus.ShardedSampler(len(data.train), *place.share, config.seed)
@@ -124,7 +107,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     )
     model = nn.ModuleList(own.values())
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-    engine = make_engine(config, parts, own, size, place, run.stopwatch)
+    engine = engine_of(config, parts, own, size, place, run.stopwatch)
     plan = schedule_words(config, size, place)
     world.print(f"schedule: {plan}")
     live = Live(parts_of(model, optimizer), device=world.device)
@@ -198,11 +181,8 @@ def find_place(config: Config, world: World, parts: Parts) -> Place:
             f"--schedule {config.schedule} with {m} micro-batches on {ranks} rank(s): take 2 ranks "
             "or more, and a multiple of their number as --micro-batches"
         )
-    if config.impl == "torch" and config.schedule == "1f1b" and m < ranks:
-        raise BadInput(
-            f"PyTorch's 1F1B with {m} micro-batches on {ranks} ranks: take --micro-batches {ranks} "
-            "or more, or --impl scratch"
-        )
+    if config.impl == "torch" and config.schedule == "1f1b":
+        job.check_1f1b_of_pytorch(m, ranks, "ranks")
     pipe, replicas = parts.make_grid(ranks)
     back, _ = parts.make_grid(ranks)
     num_stages = ranks * per_rank
@@ -245,10 +225,7 @@ def take_stages(
         print(f"layers of each stage and their time for a micro-batch: {', '.join(words)}")
         return told["bounds"]
 
-    every = stages.cut(layers, on_main(choose))
-    rank = dist.get_rank(place.pipe)
-    tied = [entry for entry in wiring.find_tied(every, place.ranks) if rank in entry[1]]
-    return {stage: every[stage] for stage in place.stages}, tied
+    return take(layers, on_main(choose), place.pipe)
 
 
 def message_shape(config: Config, size: int) -> tuple[int, int, int]:
@@ -256,26 +233,7 @@ def message_shape(config: Config, size: int) -> tuple[int, int, int]:
     return size, config.block, 32 * config.layers
 
 
-class Native:
-    """PyTorch's schedule, called like Pipeline; it records no spans."""
-
-    def __init__(self, schedule: object, place: Place) -> None:
-        self.schedule = schedule
-        self.place = place
-
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of a batch; returns its mean loss on every rank."""
-        losses: list[Tensor] = []
-        last = self.place.num_stages - 1
-        given = [inputs] if 0 in self.place.stages else []
-        wanted = {"target": targets, "losses": losses} if last in self.place.stages else {}
-        self.schedule.step(*given, **wanted)
-        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=inputs.device)
-        dist.broadcast(loss, group=self.place.pipe, group_src=last % self.place.ranks)
-        return loss
-
-
-def make_engine(
+def engine_of(
     config: Config,
     parts: Parts,
     own: Mapping[int, nn.Module],
@@ -284,22 +242,11 @@ def make_engine(
     stopwatch: Stopwatch,
 ) -> pipeline.Pipeline | Native:
     """What runs a training step over this rank's stages, with `size` samples a micro-batch."""
-    m = config.micro_batches
-    kind = config.schedule
+    m, shape, kind = config.micro_batches, message_shape(config, size), config.schedule
     if config.impl == "torch":
-        schedule = wiring.torch_pipeline(own, place.num_stages, m, token_loss, kind, place.pipe)
-        return Native(schedule, place)
-    makers = {"naive": schedules.naive, "gpipe": parts.gpipe, "1f1b": parts.one_f_one_b}
-    schedule = makers.get(kind, parts.interleaved)(place.ranks, m)
-    engine = parts.Pipeline(
-        own,
-        schedule,
-        token_loss,
-        message_shape(config, size),
-        config.recompute,
-        back=place.back,
-        group=place.pipe,
-    )
+        return make_engine(own, m, shape, kind, native=True, group=place.pipe)
+    options = {"recompute": config.recompute, "back": place.back}
+    engine = make_engine(own, m, shape, kind, parts=parts, group=place.pipe, **options)
     return marked(engine, stopwatch)
 
 
@@ -356,7 +303,6 @@ def mean_loss(
     """The validation loss: forwards only, each replica of the pipeline with its share."""
     replica, d = place.share
     loader = DataLoader(valid, batch, sampler=range(replica, len(valid), d))
-    schedule = schedules.forwards(place.ranks, 1, len(place.stages))
     engines: dict[int, pipeline.Pipeline] = {}  # by size: the last batch may be smaller
     channels = None  # of the first of them, for the others
     total = torch.zeros((), dtype=torch.float64, device=run.world.device)
@@ -364,15 +310,9 @@ def mean_loss(
     for inputs, targets in run.validation(loader):
         size = len(inputs)
         if size not in engines:
-            engines[size] = pipeline.Pipeline(
-                own,
-                schedule,
-                token_loss,
-                message_shape(config, size),
-                back=place.back,
-                group=place.pipe,
-                channels=channels,
-            )
+            options = {"group": place.pipe, "back": place.back, "channels": channels}
+            shape = message_shape(config, size)
+            engines[size] = make_engine(own, 1, shape, "forwards", **options)
             channels = engines[size].mail.channel
         loss = engines[size].step(inputs, targets)
         total += loss.double() * targets.numel()

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.data.corpus import Corpus
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import alone, command_line
 from manyhands.training.report import write_report
 from manyhands.training.run import (
@@ -22,6 +21,7 @@ from manyhands.training.run import (
     learning_rate_at,
     set_learning_rate,
 )
+from manyhands.ways.job import open_run, shape_of
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,8 @@ def main(config: Config) -> float:
     world = alone(config.device, config.seed)
     data = corpus.of(config)
     world.print(data.note)
-    vocab_size = data.tokenizer.vocab_size
-    run = Run(
-        config,
-        world,
-        "single",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-    )
-    model = Transformer(vocab_size, config.block, config.layers).to(world.device)
+    run = open_run(config, world, "single", data)
+    model = Transformer(*shape_of(config, data)).to(world.device)
     train_alone(run, model, data)
     run.finish()
     world.print(f"report: {write_report(run.folder)}")

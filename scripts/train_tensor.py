@@ -4,21 +4,20 @@ torchrun --standalone --nproc-per-node=4 scripts/train_tensor.py --tensor 2 --se
 bash sbatch/tensor.sbatch --impl mine       with your own functions in it
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checkpoint.pieces import is_dtensor
 from manyhands.data import corpus
 from manyhands.ddp import wrapping
@@ -27,13 +26,17 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.layerwise.norms import added_up, whole_norms
-from manyhands.models.transformer import Transformer, flops_per_token, total_loss
+from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import BadInput, World, command_line
-from manyhands.tensor import dtensor, sequence
 from manyhands.tensor import model as split_model
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.ways import job
+from manyhands.ways.job import open_run, shape_of
+from manyhands.ways.ready import adamw
+from manyhands.ways.tensor import Native, Parts, cut
 
+TINY = {"": "{text}"}  # its short runs: gpu/jobs.py
 MESH = ("replicate", "tensor")
 
 
@@ -53,18 +56,9 @@ class Config(TrainConfig):
     """Most that the norm of the gradient may be; 0 does not clip."""
 
 
-class Parts(NamedTuple):
-    """The exercises of lesson 13 that a job can use."""
-
-    TensorParallel: Callable = split_model.TensorParallel
-    TensorSequenceParallel: Callable = sequence.TensorSequenceParallel
-    data_place: Callable = split_model.data_place
-
-
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
-    if not config.clip >= 0:
-        raise BadInput(f"clip is {config.clip}: take a positive norm, or 0 for no limit")
+    job.check_clip(config.clip)
     # Inside it cross_entropy takes scores that are cut by the vocabulary, as DTensors.
     with loss_parallel() if config.impl == "torch" else nullcontext():
         return mine.start("tensor", config, Parts, train)
@@ -74,20 +68,10 @@ def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     data = corpus.of(config)
     world.print(data.note)
-    shape = (data.tokenizer.vocab_size, config.block, config.layers)
+    shape = shape_of(config, data)
     ranks = ranks_of_a_model(config, world, shape[0])
     share, num_shares = parts.data_place(world.rank, world.world_size, ranks)
-    run = Run(
-        config,
-        world,
-        "tensor",
-        num_samples=len(data.train),
-        checkpoints=ShardedCheckpoints,
-        flops_per_token=flops_per_token(*shape),
-        floor=data.entropy_floor,
-        data_sha256=data.sha256,
-        num_shares=num_shares,
-    )
+    run = open_run(config, world, "tensor", data, num_shares=num_shares)
     batch = config.batch // num_shares
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
     loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
@@ -97,12 +81,11 @@ def train(config: Config, world: World, parts: Parts) -> float:
     mesh = init_device_mesh(world.device.type, (num_shares, ranks), mesh_dim_names=MESH)
     whole = Transformer(*shape).to(world.device)
     before = set(whole.parameters())
-    model = cut(config, parts, whole, mesh)
+    model = cut_over(config, parts, whole, mesh)
     del whole
     copies = [param for param in model.parameters() if param in before]  # on every tensor rank
-    # For PyTorch's plan, not fused: that takes no mixture of DTensors and plain tensors.
-    adamw = {"foreach": False} if config.impl == "torch" else {"fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, **adamw)
+    is_mixed = config.impl == "torch"
+    optimizer = adamw(model.parameters(), config.learning_rate, is_mixed)
     live = Live(parts_of(model, optimizer), device=world.device)
 
     def mean_loss(batches: Iterator) -> float:
@@ -131,21 +114,6 @@ def train(config: Config, world: World, parts: Parts) -> float:
     return finish(run, uncut(model, Transformer(*shape), world), run.valid_loss, live)
 
 
-class Native(nn.Module):
-    """PyTorch's cut model, called like TensorParallel."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss as a plain scalar."""
-        return self.module(inputs, targets).full_tensor()
-
-    def finish_gradients(self) -> None:
-        """Do nothing: DTensor sums the gradients of norms when the optimizer's step reads them."""
-
-
 def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
     """How many ranks hold one model; BadInput where the sizes cannot be cut for them."""
     ranks = config.tensor or world.world_size
@@ -155,28 +123,16 @@ def ranks_of_a_model(config: Config, world: World, vocab_size: int) -> int:
         raise BadInput(
             f"--sequence with --block {config.block} on {ranks} ranks: take a multiple of {ranks}"
         )
-    if config.layers < ranks:
-        raise BadInput(
-            f"{config.layers} heads cannot be shared by {ranks} ranks: take --layers {ranks} (it "
-            "gives as many heads), or a smaller --tensor"
-        )
-    if config.impl == "torch" and (vocab_size % ranks or config.layers % ranks):
-        raise BadInput(
-            f"PyTorch's plan cuts evenly, but {vocab_size} tokens and {config.layers} heads are "
-            f"not both multiples of {ranks}: take --impl scratch, or fit --vocab and --layers"
-        )
+    job.check_heads(config.layers, ranks, "--tensor")
+    if config.impl == "torch":
+        job.check_even_cut(vocab_size, config.layers, ranks)
     return ranks
 
 
-def cut(config: Config, parts: Parts, model: Transformer, mesh: DeviceMesh) -> nn.Module:
+def cut_over(config: Config, parts: Parts, whole: Transformer, mesh: DeviceMesh) -> nn.Module:
     """Cut the model over the ranks of this rank's row of the mesh."""
-    group = mesh.get_group("tensor")
-    if config.impl == "torch":
-        model = Native(dtensor.torch_tensor_parallel(model, mesh["tensor"], config.sequence))
-    elif config.sequence:
-        model = parts.TensorSequenceParallel(model, config.seed, group=group)
-    else:
-        model = parts.TensorParallel(model, group=group)
+    is_native = config.impl == "torch"
+    model = cut(whole, is_native, config.sequence, mesh["tensor"], config.seed, parts)
     is_half = config.dtype == "bfloat16"
     autocast = torch.autocast(mesh.device_type, torch.bfloat16, enabled=is_half)
     model.forward = autocast(model.forward)

@@ -38,11 +38,11 @@ FAST = set(
     "timeline transformer".split()
 )
 
-# Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs.
+# Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs; and those of
+# every training script.
 UNDER_RULES = set(
     "collectives data_parallel fsdp fsdp_uses grid layerwise mesh pipeline sequence split_model "
-    "tensor train_checkpoint train_data_parallel train_ddp train_fsdp train_memory train_mesh "
-    "train_pipeline train_single train_tensor vocabulary".split()
+    "tensor vocabulary".split()
 )
 # These measure times, which the notes of a watched rank would change.
 NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")
@@ -168,7 +168,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold the ranks of some files' tests to NCCL's rules."""
-    is_held = request.path.stem.removeprefix("test_") in UNDER_RULES
+    stem = request.path.stem.removeprefix("test_")
+    is_held = stem in UNDER_RULES or stem.startswith("train_")
     if is_held and not request.node.name.startswith(NOT_UNDER_RULES):
         monkeypatch.setenv("MANYHANDS_RULES", "nccl")
 

@@ -19,7 +19,7 @@ from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import BadInput
 from manyhands.tensor import model as split_model
 from manyhands.ways.ready import Ready, Setting, adamw, backward_of, one_process, own_samples
-from manyhands.ways.registry import ON_A_MESH, WAYS, native_for, ways_for
+from manyhands.ways.registry import ON_A_MESH, WAYS, ways_for
 
 SETTINGS = {
     2: Setting(layers=2, vocab=40, block=8, batch=8, micro_batches=4),
@@ -47,15 +47,6 @@ def test_every_way_trains_as_one_process_does(found):
     for name, one in found["ways"].items():
         assert len(one["losses"]) == 5 and one["difference"] < 1e-5, name
     assert found["ways"]["one process"]["losses"][0] == pytest.approx(3.7, abs=0.2)  # ln 40 to 42
-
-
-@pytest.mark.parametrize("ranks", SETTINGS)
-def test_every_way_of_pytorch_trains_as_one_process_does(ranks):
-    ways = {"one process": one_process, **native_for(ranks)}
-    found = run_ranks(compare, ranks, SETTINGS[ranks], 1, ways=ways, timeout_s=100)[0]
-    assert list(found["ways"]) == list(ways)
-    for name, one in found["ways"].items():
-        assert len(one["losses"]) == 4 and one["difference"] < 1e-5, name
 
 
 def test_memory_is_what_lesson_09_predicts(found):

@@ -4,9 +4,6 @@ from jobs import ROOT
 
 # Those that need the extra `frameworks` are started by torchrun; tests in test_frameworks.py.
 OF_FRAMEWORKS = {"lightning", "accelerate"}
-# Those of many tasks that have no test file of their own have theirs in these.
-TOGETHER = {"loss_surface": "task_jobs", "batch_size": "task_jobs", "large_batch": "task_jobs"}
-TOGETHER |= {"layerwise": "task_jobs", "compare": "compare"}
 OWN = ("#", "export ARRAY_FLAGS=")
 
 
@@ -27,10 +24,12 @@ def commands(word: str) -> list[str]:
 
 def test_every_training_script_has_a_job_that_starts_it_and_a_test():
     found = words_of_scripts()
-    assert len(found) > 10 and found >= {"ddp", "mesh", *TOGETHER}
+    assert len(found) > 10 and found >= {"ddp", "mesh", "layerwise"}
+    tests = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     for word in found:
-        tests = (ROOT / f"tests/test_{TOGETHER.get(word, f'train_{word}')}.py").read_text()
-        assert f"\nimport train_{word}\n" in tests
+        line = f"\nimport train_{word}\n"
+        own = tests.get(f"test_train_{word}", "".join(tests.values()))  # or one for several jobs
+        assert line in own, word
     for word in found - {"single"}:
         assert commands(word)[-1].endswith(' SCRIPT "$@"')
 

@@ -16,6 +16,7 @@ import torch
 import train_ddp
 from cluster import Cluster
 from jobs import ROOT, environment, flags, losses, make_clone, settings
+from manyhands.gpu.jobs import flags as short_runs
 from manyhands.ranks.lab import run_ranks
 
 JOB_FILES = sorted(path.name for path in (ROOT / "sbatch").glob("*.sbatch"))
@@ -263,44 +264,28 @@ def test_a_folder_has_one_writer(slurm, clone, tmp_path):
     slurm.run("scancel", job)
 
 
-TINY = {"collectives": "--max-mb 0.01 --repeats 2 --device cpu --only all_reduce"}
-TINY_AT_NIGHT = {
-    "loss_surface": "--networks 1 --blocks 1 --epochs 1 --grid 3 --device cpu",
-    "first_job": "--smallest 150 --networks 1 --device cpu",
-    "large_batch": "--seeds 2 --epochs 1 --device cpu",
-    "layerwise": "--seeds 2 --small-steps 4 --large-steps 2 --device cpu",
-    "compare": "--layers 2 --block 8 --batch 8 --steps 2 --device cpu",
-}
-TRAINING_AT_NIGHT = {
-    "data_parallel": SHORT,
-    "memory": SHORT,
-    "fsdp": SHORT,
-    "checkpoint": SHORT,
-    "pipeline": SHORT | {"micro_batches": 3},
-    "tensor": SHORT | {"layers": 2},
-    "mesh": SHORT | {"layers": 2, "micro_batches": 3},
-}
-AT_NIGHT = [pytest.param(word, marks=pytest.mark.nightly) for word in TRAINING_AT_NIGHT]
-AT_NIGHT += [pytest.param(word, marks=pytest.mark.nightly) for word in TINY_AT_NIGHT]
+# Jobs that train and that have tasks are tried above, one of each.
+OTHER_JOBS = sorted({run.partition(" ")[0] for run in short_runs(2)} - {"ddp", "batch_size"})
+OTHERS = [
+    pytest.param(word, marks=() if word == "collectives" else pytest.mark.nightly)
+    for word in OTHER_JOBS
+]
 
 
 @pytest.fixture(scope="module")
 def other_jobs(request, slurm: Cluster, clone: Path) -> dict[str, Job]:
     """All that will be asked for, submitted at once."""
     asked = [item for item in request.session.items if "other_jobs" in item.fixturenames]
-    jobs = {}
+    submitted = {}
     for word in (item.callspec.params["word"] for item in asked):
-        if word in TRAINING_AT_NIGHT:
-            words = flags(clone, **TRAINING_AT_NIGHT[word])
-        else:
-            words = (TINY | TINY_AT_NIGHT)[word].split()
-        jobs[word] = submit(
+        words = [*short_runs(2)[word].split(), "--device", "cpu"]
+        submitted[word] = submit(
             slurm, clone, word, "--nodes=2", ONE_GPU, f"sbatch/{word}.sbatch", *words
         )
-    return jobs
+    return submitted
 
 
-@pytest.mark.parametrize("word", [*TINY, *AT_NIGHT])
+@pytest.mark.parametrize("word", OTHERS)
 def test_other_jobs_on_two_nodes(slurm, other_jobs, word):
     """At a tiny size; each gets its folder by the job's name and number.
 
@@ -313,8 +298,7 @@ def test_other_jobs_on_two_nodes(slurm, other_jobs, word):
 
 def test_every_job_file_is_run():
     others = {"ddp.sbatch", "solution.sbatch", "batch_size.sbatch"}
-    tried = {f"{word}.sbatch" for word in TINY | TINY_AT_NIGHT | TRAINING_AT_NIGHT}
-    assert tried == {*JOB_FILES} - others
+    assert {f"{word}.sbatch" for word in OTHER_JOBS} == {*JOB_FILES} - others
 
 
 # ---- jobs that something happens to ------------------------------------------------------------

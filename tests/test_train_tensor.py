@@ -70,7 +70,7 @@ def clipped(changes):
     whole = Transformer(8, 4, 2)
     before = set(whole.parameters())
     with loss_parallel() if config.impl == "torch" else nullcontext():
-        model = train_tensor.cut(config, train_tensor.Parts(), whole, mesh)
+        model = train_tensor.cut_over(config, train_tensor.Parts(), whole, mesh)
         model(*a_batch()).backward()
     model.finish_gradients()
     copies = [param for param in model.parameters() if param in before]

@@ -1,7 +1,17 @@
 """One short run of every job of the course, through its job file, on all GPUs of this machine.
 
-It shows that the jobs work with NCCL and CUDA, not how well they train: a run takes seconds.
+It shows that the jobs work with NCCL and CUDA, not how well they train: a run takes seconds. Each
+program says in TINY how: a word for each of its runs, and the flags, which may hold
+
+    {text}      the sizes of a short training of the language model
+    {sizes}     of these the sizes of the model and of its batch
+    {pieces}    micro-batches, of which there are two a rank
 """
+
+import ast
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parents[2]
 
 
 def flags(num_ranks: int) -> dict[str, str]:
@@ -11,27 +21,18 @@ def flags(num_ranks: int) -> dict[str, str]:
     """
     layers = max(2, num_ranks)
     sizes = f"--block {16 * layers} --layers {layers} --batch {8 * num_ranks}"
-    train = f"--steps 20 {sizes} --valid-tokens 4096"
-    stages = f"{train} --micro-batches {2 * num_ranks}"
+    text = f"--steps 20 {sizes} --valid-tokens 4096"
+    known = {"sizes": sizes, "text": text, "pieces": 2 * num_ranks}
     return {
-        "first_job": "--networks 1",
-        "loss_surface": "--grid 3 --networks 1 --blocks 2 --epochs 1",
-        "batch_size": "--networks 1 --rates 0.4 --largest 64 --target 0.7 --max-steps 60",
-        "collectives": "--max-mb 4 --repeats 3",
-        "data_parallel": train,
-        "ddp": f"{train} --impl scratch",
-        "ddp torch": f"{train} --impl torch",
-        "large_batch": "--seeds 2 --epochs 1 --remedy 1",
-        "layerwise": "--seeds 2 --small-steps 10 --large-steps 4 --optimizer 1",
-        "memory": train,
-        "fsdp": f"{train} --impl zero3",
-        "fsdp torch": f"{train} --impl torch --dtype bfloat16 --offload",
-        "checkpoint": f"{train} --save-every 10",
-        "checkpoint torch": f"{train} --save-every 10 --impl torch",
-        "pipeline": stages,
-        "pipeline torch": f"{stages} --impl torch",
-        "tensor": train,
-        "mesh": train,
-        "mesh torch": f"{train} --impl torch",
-        "compare": f"--steps 3 {sizes}",
+        f"{script.stem.partition('_')[2]} {run}".strip(): words.format(**known)
+        for script in sorted(SCRIPTS.glob("*_*.py"))
+        for run, words in tiny(script).items()
     }
+
+
+def tiny(script: Path) -> dict[str, str]:
+    """What a program says in TINY; read, since a program is imported by nobody."""
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TINY":
+            return ast.literal_eval(node.value)
+    return {}

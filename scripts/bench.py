@@ -27,7 +27,8 @@ import psutil
 import torch
 
 from manyhands.instruments.benchmark import CannotMeasure, Measure, Row, plain
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "scripts" / "manyhands"

@@ -32,7 +32,8 @@ from manyhands.instruments.figures import BLACK, GREY, legend_below, lines, new_
 from manyhands.instruments.meters import machine, scaled
 from manyhands.instruments.timing import median_s
 from manyhands.jobs import mine
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, distributed, on_main, together
 from manyhands.training import lock
 from manyhands.training.storage import open_folder, replace_file
 

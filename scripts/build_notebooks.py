@@ -26,7 +26,7 @@ What a cell's heading may hold, beside `tags=[...]`:
 So an answer is written once, in the library that the training scripts run.
 
 A section whose heading ends in " (optional)" is no part of the lesson's core. The minutes of the
-course map are counted from the source, see scripts/manyhands/jobs/timetable.py. The header of
+course map are counted from the source, see scripts/manyhands/building/timetable.py. The header of
 start.py holds the paths through the course; a path that takes longer than its hours is an error.
 """
 
@@ -47,11 +47,12 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 
-from manyhands.jobs.notebook import kernel_environment, run_cells
-from manyhands.jobs.source import PICTURE, Lesson, read_lesson
-from manyhands.jobs.timetable import core_minutes, optional_minutes, path_row
+from manyhands.building.notebook import kernel_environment, run_cells
+from manyhands.building.source import PICTURE, Lesson, read_lesson
+from manyhands.building.timetable import core_minutes, optional_minutes, path_row
 from manyhands.jobs.written import global_names
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_EVERY_MODULE = set(dir(builtins)) | {"__name__", "__doc__", "__file__", "get_ipython"}

@@ -29,7 +29,8 @@ from manyhands.gpu import page, plan, scales
 from manyhands.gpu.measuring import one_line
 from manyhands.gpu.peaks import peak_of, utilisation
 from manyhands.instruments.meters import machine
-from manyhands.ranks.runtime import BadInput, command_line, distributed
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line, distributed
 from manyhands.training import places
 from manyhands.training.storage import next_free, write_json
 

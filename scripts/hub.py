@@ -14,7 +14,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from tyro.conf import OmitSubcommandPrefixes, Positional
 from tyro.conf import subcommand as named
 
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 
 DISPLAY_NAME = "Many Hands"
 # The notebooks ask for this name, which is that of each Jupyter's own Python. A notebook with

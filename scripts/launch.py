@@ -37,10 +37,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from manyhands.instruments.gpus import Gpus
 from manyhands.instruments.meters import machine
 from manyhands.ranks import private, streams
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.runtime import (
     END_WITH_PARENT,
     HUNG_UP,
-    BadInput,
     end_with_caller,
     first_line,
     rendezvous_arguments,

@@ -31,12 +31,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from manyhands.mesh import plan_words, published
-from manyhands.mesh.hardware import GIB, GPUS, Gpu
-from manyhands.mesh.plan_memory import Layout, Training
-from manyhands.mesh.planner import Plan, plans, price
-from manyhands.mesh.shape import MODELS, ModelShape
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.planner import published, reasons
+from manyhands.planner.hardware import GIB, GPUS, Gpu
+from manyhands.planner.memory import Layout, Training
+from manyhands.planner.plans import Plan, plans, price
+from manyhands.planner.shape import MODELS, ModelShape
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 
 FIELDS = "dp pp tp sp zero micro_batch grad_accumulation interleave recompute memory_gib step_s mfu"
 FIELDS = (*FIELDS.split(), "tokens_per_s_per_gpu", "fits")
@@ -327,13 +328,13 @@ def tell(config: Config) -> None:
     )
     if not layout:
         num_fit = sum(plan.fits for plan in found)
-        print(f"{len(found):,} layouts can run, and {num_fit:,} fit. {plan_words.why(found)}")
+        print(f"{len(found):,} layouts can run, and {num_fit:,} fit. {reasons.why(found)}")
     shown = found if layout else chosen(config, found)
     for plan in shown:
         fits = "" if plan.fits else "  DOES NOT FIT"
         print(
             f"{plan.step_s:9.3f} s  {plan.mfu:6.1%}  {plan.memory_bytes / GIB:6.1f} GiB  "
-            f"{plan_words.layout_words(plan)}{fits}"
+            f"{reasons.layout_words(plan)}{fits}"
         )
         if budget := money(plan, config):
             print(
@@ -342,7 +343,7 @@ def tell(config: Config) -> None:
             )
     if config.explain and shown:
         print()
-        print(plan_words.explain(shown[0]))
+        print(reasons.explain(shown[0]))
     if shown:
         print()
         print(published.caution(shown[0].layout))

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from manyhands.data import corpus, images
-from manyhands.ranks.runtime import BadInput, command_line, first_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line, first_line
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 from manyhands.training.report import write_report
 
 

@@ -23,8 +23,9 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat import NotebookNode
 from tyro.conf import Positional
 
-from manyhands.jobs.notebook import kernel_environment, run_cells
-from manyhands.ranks.runtime import BadInput, command_line, end_with_caller, first_line
+from manyhands.building.notebook import kernel_environment, run_cells
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line, end_with_caller, first_line
 from manyhands.training.storage import replace_file, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from manyhands.building.source import read_lesson
 from manyhands.jobs import submit as jobs
-from manyhands.jobs.source import read_lesson
 from manyhands.jobs.watch import tail
-from manyhands.ranks.runtime import BadInput, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import command_line
 from manyhands.training import record
 from manyhands.training.storage import next_free, read_json, replace_file, write_json
 

@@ -13,7 +13,8 @@ from manyhands.ddp.wrapping import mean_over_ranks
 from manyhands.models.transformer import total_loss
 from manyhands.ranks.runtime import command_line
 from manyhands.training import framework
-from manyhands.training.run import learning_rate_at, save_once, set_learning_rate
+from manyhands.training.run import save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
 
 accelerate = framework.imported("accelerate")
 utils = framework.imported("accelerate.utils")

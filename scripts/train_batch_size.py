@@ -28,7 +28,8 @@ from manyhands.first_job.power_law import fit_power_law
 from manyhands.instruments.figures import new_figure, png, steps_by_batch
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 

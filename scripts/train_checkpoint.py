@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from manyhands.checkpoint import elastic
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.ddp.wrapping import mean_over_ranks
 from manyhands.fsdp.fully_shard import full_state
@@ -23,8 +22,11 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import World, command_line, distributed, on_main, together
+from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import Run
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways.fsdp import shard
 from manyhands.ways.job import open_run, shape_of
 

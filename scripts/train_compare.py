@@ -21,7 +21,8 @@ from manyhands.data import corpus
 from manyhands.instruments.figures import png
 from manyhands.instruments.meters import machine
 from manyhands.models.transformer import num_parameters
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed, on_main, together
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, distributed, on_main, together
 from manyhands.training import lock
 from manyhands.training.report import PAGE, card, grid, tile
 from manyhands.training.report import table as html_rows

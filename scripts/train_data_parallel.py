@@ -18,14 +18,12 @@ from manyhands.data_parallel import loops, replicas
 from manyhands.ddp import wrapping
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, total_loss
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, distributed
 from manyhands.training.report import write_report
-from manyhands.training.run import (
-    TrainConfig,
-    learning_rate_at,
-    save_once,
-    set_learning_rate,
-)
+from manyhands.training.run import save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways.data_parallel import replica
 from manyhands.ways.job import open_run, shape_of
 

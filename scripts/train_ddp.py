@@ -12,12 +12,14 @@ from typing import Literal, NamedTuple
 
 from manyhands.data import corpus
 from manyhands.data_parallel import replicas
-from manyhands.ddp import program, wrapping
+from manyhands.ddp import wrapping
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer
+from manyhands.programs import ddp
 from manyhands.ranks.runtime import World, command_line, distributed, place, process_group
 from manyhands.training.report import write_report
-from manyhands.training.run import TrainConfig, save_once
+from manyhands.training.run import save_once
+from manyhands.training.settings import TrainConfig
 from manyhands.ways.job import open_run, shape_of
 
 TINY = {"": "{text} --impl scratch", "torch": "{text} --impl torch"}  # its short runs: gpu/jobs.py
@@ -54,7 +56,7 @@ def learners_parts() -> dict[str, Callable]:
 def with_parts(parts: Parts) -> Callable:
     """The course's program, with `parts` under the names that it calls."""
     names = parts._asdict() | {"torch_ddp": parts.BucketedDDP}
-    return FunctionType(program.train.__code__, vars(program) | names)
+    return FunctionType(ddp.train.__code__, vars(ddp) | names)
 
 
 def main(config: Config) -> float:

@@ -20,7 +20,8 @@ from manyhands.data import images
 from manyhands.first_job import planning, power_law
 from manyhands.instruments.figures import measured_and_predicted, new_figure, png
 from manyhands.jobs import mine
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun
 

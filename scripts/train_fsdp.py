@@ -23,9 +23,12 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer, total_loss
-from manyhands.ranks.runtime import BadInput, World, command_line, distributed
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, distributed
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import Run
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways import fsdp as ways
 from manyhands.ways.fsdp import Parts
 from manyhands.ways.job import open_run, shape_of

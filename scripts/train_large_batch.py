@@ -21,7 +21,8 @@ from manyhands.first_job.planning import my_share
 from manyhands.instruments.figures import png, remedies_compared
 from manyhands.jobs import mine
 from manyhands.large_batch.remedies import REMEDIES, Outcome, Parts, Task, train
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 

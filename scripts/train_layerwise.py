@@ -25,7 +25,8 @@ from manyhands.large_batch.ties import ranked
 from manyhands.layerwise.comparison import Outcome, compared, is_inside, table
 from manyhands.layerwise.figures import accuracies_drawn
 from manyhands.layerwise.training import Parts, Split, split, ways
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import write_report
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one
 

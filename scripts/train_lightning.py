@@ -13,7 +13,8 @@ from manyhands.data import corpus
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.runtime import command_line
 from manyhands.training import framework
-from manyhands.training.run import learning_rate_at, save_once, set_learning_rate
+from manyhands.training.run import save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
 
 L = framework.imported("lightning.pytorch")
 AFTER_VALIDATION = {"save_on_train_epoch_end": False, "auto_insert_metric_name": False}

@@ -28,7 +28,8 @@ from manyhands.jobs import mine
 from manyhands.loss_surface import surface as loss_surface
 from manyhands.models import resnet
 from manyhands.models.resnet import ResNet, use_batch_statistics
-from manyhands.ranks.runtime import BadInput, World, command_line, together
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, together
 from manyhands.training.report import write_report
 from manyhands.training.storage import partial_name, read_state, write_state
 from manyhands.training.tasks import WAIT_S, Kind, TaskConfig, TaskRun, at_least_one

@@ -23,7 +23,8 @@ from manyhands.memory import savings
 from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import World, command_line
 from manyhands.training.report import finish
-from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways.job import open_run, shape_of
 
 TINY = {"": "{text}"}  # its short runs: gpu/jobs.py

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data import corpus
 from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
@@ -23,9 +22,12 @@ from manyhands.mesh import clip, grid, native
 from manyhands.mesh.training import OnMesh
 from manyhands.mesh.whole import whole_state
 from manyhands.models.transformer import Transformer
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
+from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.report import finish
-from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways import job
 from manyhands.ways.job import open_run, shape_of
 from manyhands.ways.mesh import Parts, spread

@@ -27,10 +27,13 @@ from manyhands.jobs import mine
 from manyhands.models.transformer import Transformer
 from manyhands.pipeline import bubble, schedules, stages, wiring
 from manyhands.pipeline import engine as pipeline
-from manyhands.ranks.runtime import BadInput, World, command_line, on_main
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line, on_main
 from manyhands.training import storage
 from manyhands.training.report import finish
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.run import Run
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways import job
 from manyhands.ways.job import open_run, shape_of
 from manyhands.ways.pipeline import Native, Parts, make_engine

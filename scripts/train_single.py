@@ -15,12 +15,9 @@ from manyhands.data.corpus import Corpus
 from manyhands.models.transformer import Transformer, total_loss
 from manyhands.ranks.runtime import alone, command_line
 from manyhands.training.report import write_report
-from manyhands.training.run import (
-    Run,
-    TrainConfig,
-    learning_rate_at,
-    set_learning_rate,
-)
+from manyhands.training.run import Run
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways.job import open_run, shape_of
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.data import DataLoader
 
-from manyhands.checkpoint.pieces import is_dtensor
 from manyhands.data import corpus
 from manyhands.ddp import wrapping
 from manyhands.fsdp.clip import clip_grad_norm
@@ -27,10 +26,13 @@ from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.layerwise.norms import added_up, whole_norms
 from manyhands.models.transformer import Transformer, total_loss
-from manyhands.ranks.runtime import BadInput, World, command_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, command_line
+from manyhands.saving.pieces import is_dtensor
 from manyhands.tensor import model as split_model
 from manyhands.training.report import finish
-from manyhands.training.run import TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.ways import job
 from manyhands.ways.job import open_run, shape_of
 from manyhands.ways.ready import adamw

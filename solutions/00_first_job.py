@@ -38,7 +38,7 @@ from manyhands.jobs.submit import course_file
 from manyhands.ranks import lab
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 from manyhands.training import storage
 
 lab.warm_up()

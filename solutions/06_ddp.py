@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.checks import ddp as check, score
 from manyhands.data import corpus
 from manyhands.data.corpus import Corpus
@@ -49,7 +48,10 @@ from manyhands.models.transformer import Transformer, generate, total_loss
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import World
-from manyhands.training.run import Run, TrainConfig, learning_rate_at, set_learning_rate
+from manyhands.training.checkpoints import ShardedCheckpoints
+from manyhands.training.run import Run
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import unwrapped
 
 lab.warm_up()
@@ -663,7 +665,7 @@ print(course_file("../sbatch/ddp.sbatch").read_text())
 # the weights and the saved file with those of the course's version.
 
 # %% exercise="train" todo="6.8" minutes=20 difficulty=2 points=3
-from manyhands.ddp.program import train
+from manyhands.programs.ddp import train
 
 # %% check="6.8" tags=["nbval-check-output"]
 check.train(train)

@@ -57,11 +57,24 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from manyhands.checkpoint import figures as drawn, program
-from manyhands.checkpoint.agree import from_first, gather, rank_of, to_first, together
-from manyhands.checkpoint.fits import agreed, check_kinds, check_names, check_whole
-from manyhands.checkpoint.folder import complete, damage, name_of, remove, step_of
-from manyhands.checkpoint.index import (
+from manyhands.checkpoint import figures as drawn
+from manyhands.checkpoint.state import Patience
+from manyhands.checks import checkpoint as check
+from manyhands.collectives.trees import Group
+from manyhands.data import images
+from manyhands.fsdp.fully_shard import full_state
+from manyhands.fsdp.units import FSDP
+from manyhands.instruments import figures
+from manyhands.jobs import watch as jobs
+from manyhands.models.transformer import Transformer
+from manyhands.programs import killed
+from manyhands.ranks import lab
+from manyhands.ranks.failures import RankFailed, RanksHung
+from manyhands.ranks.lab import run_ranks
+from manyhands.saving.agree import from_first, gather, rank_of, to_first, together
+from manyhands.saving.fits import agreed, check_kinds, check_names, check_whole
+from manyhands.saving.folder import complete, damage, name_of, remove, step_of
+from manyhands.saving.index import (
     FORMAT,
     INDEX,
     describe,
@@ -71,23 +84,11 @@ from manyhands.checkpoint.index import (
     read_index,
     sealed,
 )
-from manyhands.checkpoint.kept import aim, optimizer_state, set_groups
-from manyhands.checkpoint.names import flatten, kept_in, tensor_of, with_leaves
-from manyhands.checkpoint.pieces import model_state
-from manyhands.checkpoint.sharded import OWN, copy_common, for_the_disk
-from manyhands.checkpoint.state import Patience
-from manyhands.checkpoint.store import Store
-from manyhands.checks import checkpoint as check
-from manyhands.collectives.trees import Group
-from manyhands.data import images
-from manyhands.fsdp.fully_shard import full_state
-from manyhands.fsdp.units import FSDP
-from manyhands.instruments import figures
-from manyhands.jobs import watch as jobs
-from manyhands.models.transformer import Transformer
-from manyhands.ranks import lab
-from manyhands.ranks.failures import RankFailed, RanksHung
-from manyhands.ranks.lab import run_ranks
+from manyhands.saving.kept import aim, optimizer_state, set_groups
+from manyhands.saving.names import flatten, kept_in, tensor_of, with_leaves
+from manyhands.saving.pieces import model_state
+from manyhands.saving.sharded import OWN, copy_common, for_the_disk
+from manyhands.saving.store import Store
 from manyhands.training.storage import stored
 
 lab.warm_up()
@@ -339,10 +340,10 @@ except RankFailed:
 # `PARTIAL` is what the other name ends in, and `sync_folder` waits for the names of a folder.
 
 # %% show="true"
-from manyhands.checkpoint.store import PARTIAL, sync_folder
+from manyhands.saving.store import PARTIAL, sync_folder
 
 # %% exercise="write_whole" todo="11.3" minutes=10 difficulty=2 points=2
-from manyhands.checkpoint.store import write_whole
+from manyhands.saving.store import write_whole
 
 # %% check="11.3" tags=["nbval-check-output"]
 check.write_whole(write_whole)
@@ -382,7 +383,7 @@ if check.ready("11.3"):
 # - A **piece** is a box together with the memory in which this rank holds it.
 
 # %% show="true"
-from manyhands.checkpoint.pieces import Box, Piece
+from manyhands.saving.pieces import Box, Piece
 
 # %% [markdown]
 # Boxes describe any kind of sharding. In your FSDP of lesson 10 a unit is one long vector and each rank's
@@ -424,7 +425,7 @@ print(f"{len(every_box[0])} pieces per rank, {len(values)} plain values, such as
 # to the rank that has least to write so far, among the ranks that hold it.
 
 # %% exercise="plan" todo="11.4" minutes=10 difficulty=2 points=2
-from manyhands.checkpoint.sharded import plan
+from manyhands.saving.sharded import plan
 
 # %% check="11.4" tags=["nbval-check-output"]
 check.plan(plan)
@@ -475,7 +476,7 @@ if check.ready("11.4"):
 # becomes a different number, so a reader can tell that a file is the one that was written.
 
 # %% show="true"
-from manyhands.checkpoint.sharded import divide, save_sharded
+from manyhands.saving.sharded import divide, save_sharded
 
 
 # %%
@@ -537,7 +538,7 @@ if check.ready("11.4"):
 # one side, it begins at the later of the two beginnings and ends at the earlier of the two ends.
 
 # %% exercise="overlap" todo="11.5" minutes=5 difficulty=1 points=1
-from manyhands.checkpoint.pieces import overlap
+from manyhands.saving.pieces import overlap
 
 # %% check="11.5" tags=["nbval-check-output"]
 check.overlap(overlap)
@@ -547,7 +548,7 @@ check.overlap(overlap)
 # that hold nothing for this rank are not opened, which matters when there are a thousand of them.
 
 # %% exercise="parts_to_copy" todo="11.6" minutes=10 difficulty=2 points=2
-from manyhands.checkpoint.sharded import parts_to_copy
+from manyhands.saving.sharded import parts_to_copy
 
 # %% check="11.6" tags=["nbval-check-output"]
 check.parts_to_copy(parts_to_copy)
@@ -559,7 +560,7 @@ check.parts_to_copy(parts_to_copy)
 # names begin with `module.` on one side only, then nothing is loaded, and the run begins anew without a word.
 
 # %% show="true"
-from manyhands.checkpoint.sharded import load_sharded
+from manyhands.saving.sharded import load_sharded
 
 # %% [markdown]
 # Now use it. The checkpoint that four ranks wrote after step 3 is loaded by 4, 2, 3 and 1 ranks, into models
@@ -612,7 +613,7 @@ if check.ready("11.5", "11.4", "11.6"):
 # because the best model is often not the last one.
 
 # %% show="true"
-from manyhands.checkpoint.folder import newest_intact, to_remove
+from manyhands.saving.folder import newest_intact, to_remove
 
 # %% [markdown]
 # The cell saves five checkpoints, keeps the two newest and the best, and then flips one bit in the newest.
@@ -1054,13 +1055,13 @@ check.account(account)
 
 # %%
 if check.ready("11.9", "11.10"):
-    costs = program.rehearse()
+    costs = killed.rehearse()
     mtbf_s = 10 * costs.save_s
     # Two ranks, each of which fails half as often as the job.
     best = best_interval(costs.save_s, 2 * mtbf_s, 2, costs.step_s)
     intervals = sorted({max(1, round(factor * best)) for factor in (1 / 4, 1, 2, 4)})
     # The first twelve lifetimes of seed 10 average 0.97 M; those of seed 7 only 0.37 M.
-    runs = program.measure(intervals, 4 * best, mtbf_s, seeds=(10,))
+    runs = killed.measure(intervals, 4 * best, mtbf_s, seeds=(10,))
     save_ms, restart_ms = 1e3 * costs.save_s, 1e3 * costs.restart_s
     print(f"a save: {save_ms:.0f} ms, a restart: {restart_ms:.0f} ms; Young-Daly: {best} steps")
     for run in runs:
@@ -1070,7 +1071,7 @@ if check.ready("11.9", "11.10"):
 
 # %%
 if check.ready("11.9", "11.10"):
-    now = program.paid(runs, 4 * best)
+    now = killed.paid(runs, 4 * best)
     alt = "Goodput of four intervals as points beside the formula's curve; time by cause."
     figures.show(drawn.goodput_by_interval(runs, now, mtbf_s, 4 * best), alt)
     shares = []
@@ -1093,8 +1094,8 @@ if check.ready("11.9", "11.10"):
 
 # %%
 kept = stored("checkpoint", "goodput")
-many = program.runs_of(kept)
-now = program.paid(many, kept["num_steps"])
+many = killed.runs_of(kept)
+now = killed.paid(many, kept["num_steps"])
 alt = "As above with more intervals: the common goodput of many runs each beside the formula."
 figures.show(drawn.goodput_by_interval(many, now, kept["mtbf_s"], kept["num_steps"]), alt)
 gaps = []

@@ -42,11 +42,10 @@ from manyhands.fsdp.units import FSDP
 from manyhands.instruments import figures
 from manyhands.instruments.ledger import Ledger
 from manyhands.jobs import watch
-from manyhands.mesh import bench, figures as mesh_figures, pictures
+from manyhands.mesh import bench, figures as mesh_figures
 from manyhands.mesh.clip import Parts
 from manyhands.mesh.combine import Stage, shard_of
 from manyhands.mesh.grid import DATA_AXES, Groups, Sizes
-from manyhands.mesh.hardware import GIB, GPUS, group_link
 from manyhands.mesh.native import shard
 from manyhands.mesh.parts import (
     bounds_of,
@@ -63,6 +62,7 @@ from manyhands.mesh.training import MeshTraining
 from manyhands.mesh.whole import whole_state
 from manyhands.models.transformer import Transformer
 from manyhands.pipeline.wiring import find_tied, sum_tied
+from manyhands.planner.hardware import GIB, GPUS, group_link
 from manyhands.ranks import lab
 from manyhands.ranks.lab import run_ranks
 from manyhands.tensor.dtensor import torch_tensor_parallel
@@ -84,7 +84,9 @@ print(f"torch {torch.__version__}, {os.cpu_count()} cores; ranks use CPU + gloo"
 
 # %%
 SIZES = {"pp": 2, "dp": 2, "tp": 2}  # the outermost axis first
-figures.show(pictures.mesh(SIZES), "Two blocks of 2 x 2 ranks; tp joins rows, dp joins columns.")
+figures.show(
+    mesh_figures.mesh(SIZES), "Two blocks of 2 x 2 ranks; tp joins rows, dp joins columns."
+)
 
 # %% [markdown]
 # Which axis goes where is not arbitrary. The last axis has consecutive ranks, so it lies inside a node.
@@ -314,8 +316,10 @@ def messages_of_a_step():
 
 
 if check.ready(*GRID):
-    pairs = pictures.pair_bytes(run_ranks(messages_of_a_step, 8, timeout_s=120), SIZES)
-    figures.show(pictures.who_talks(pairs, 8), "A matrix of the ranks: squares where they talk.")
+    pairs = mesh_figures.pair_bytes(run_ranks(messages_of_a_step, 8, timeout_s=120), SIZES)
+    figures.show(
+        mesh_figures.who_talks(pairs, 8), "A matrix of the ranks: squares where they talk."
+    )
     per_axis = Counter()
     for axis, nbytes in pairs.values():
         per_axis[axis] += nbytes / 8
@@ -462,7 +466,9 @@ if check.ready("14.6"):
             kinds[name] = dtype, in_pairs
     seen = {name: [measured_spread(n, *kind) for n in counts] for name, kind in kinds.items()}
     said = {name: [spread_of_sum(n, *kind) for n in counts] for name, kind in kinds.items()}
-    figures.show(pictures.spreads(counts, seen, said), "Spread of sums: points lie below lines.")
+    figures.show(
+        mesh_figures.spreads(counts, seen, said), "Spread of sums: points lie below lines."
+    )
     shares = [a / b for name in kinds for a, b in zip(seen[name], said[name], strict=True)]
     print(f"measured spreads are {min(shares):.2f} to {max(shares):.2f} of the predicted ones")
     assert 0.6 < min(shares) and max(shares) < 1.0
@@ -656,7 +662,7 @@ if check.ready("14.10", "14.11"):
 # messages of tensor parallelism (13). The **planner** adds them up for every layout, with the data sheet of a
 # GPU and a dozen constants, such as the share of the data sheet that a large matrix product reaches. Others
 # have measured most of them with programs that do nothing else, and a few are estimates, such as the 5 % that
-# the allocator adds (`scripts/manyhands/mesh/hardware.py` names the sources and says which is which). None is
+# the allocator adds (`scripts/manyhands/planner/hardware.py` names the sources and says which is which). None is
 # fitted to a training run.
 #
 # Let us plan Llama 3 405B on 16,384 H100 with 16 million tokens per step, and gradients kept in float32, as its
@@ -669,10 +675,10 @@ if check.ready("14.10", "14.11"):
 # functions in backward, and attention where it is not fused, which need much memory and little time.
 
 # %%
-from manyhands.mesh import plan_words, published
-from manyhands.mesh.plan_memory import Layout, Training
-from manyhands.mesh.planner import plans, price
-from manyhands.mesh.shape import MODELS, ModelShape
+from manyhands.planner import figures as plan_figures, published, reasons
+from manyhands.planner.memory import Layout, Training
+from manyhands.planner.plans import plans, price
+from manyhands.planner.shape import MODELS, ModelShape
 
 your_tp, your_pp = None, None  # your numbers
 
@@ -692,9 +698,9 @@ for tp in (1, 2, 4, 8, 16):
     fastest[tp] = min(fitting)
     print(f"tp {tp:2}: {len(fitting):3} fit, the fastest takes {fastest[tp]:5.2f} s per step")
 assert min(fastest, key=fastest.get) == 8 and fastest[1] > 5 * fastest[8]
-print(plan_words.why(found))
+print(reasons.why(found))
 print()
-print(plan_words.explain(best))
+print(reasons.explain(best))
 
 # %%
 paper = price(LLAMA, Layout(128, 16, 8, True, 1, 1, "selective", 4))
@@ -706,10 +712,10 @@ print(
     f"the published mesh, by the planner with selective recomputation: utilisation {paper.mfu:.0%}"
 )
 print("the paper reports 41 %")
-print("with 16-bit gradients the planner would take", plan_words.layout_words(smaller))
+print("with 16-bit gradients the planner would take", reasons.layout_words(smaller))
 fit = sum(plan.fits for plan in found) / len(found)
 figures.show(
-    pictures.plane(found, {"best plan": (best.memory_bytes / GIB, best.step_s)}),
+    plan_figures.plane(found, {"best plan": (best.memory_bytes / GIB, best.step_s)}),
     f"A cloud of plans over memory and time; {fit:.0%} of them fit.",
 )
 assert best.layout[:3] == paper.layout[:3] and abs(paper.mfu - 0.41) < 0.02
@@ -783,13 +789,13 @@ def best_with(gb_per_s):
 
 
 quick = best_with(50)
-print("at 50 GB/s:", plan_words.layout_words(quick[0]))
+print("at 50 GB/s:", reasons.layout_words(quick[0]))
 if slow_gb_per_s is None:
     print("no bandwidth yet: set slow_gb_per_s")
 else:
     slow = best_with(slow_gb_per_s)
-    print(f"at {slow_gb_per_s} GB/s:", plan_words.layout_words(slow[0]))
-    print(plan_words.why(slow))
+    print(f"at {slow_gb_per_s} GB/s:", reasons.layout_words(slow[0]))
+    print(reasons.why(slow))
     verdict = "another mesh wins" if slow[0].layout[:3] != quick[0].layout[:3] else "still the same"
     print(verdict)
 
@@ -807,7 +813,7 @@ def what_if(gpus, network_gb_per_s, sequences):
     found = plans(Training(MODELS["llama3-8b"], gpu, gpus, sequences))
     best = found[0]
     name = f"dp {best.layout.dp} pp {best.layout.pp} tp {best.layout.tp}"
-    return pictures.plane(found, {name: (best.memory_bytes / GIB, best.step_s)})
+    return plan_figures.plane(found, {name: (best.memory_bytes / GIB, best.step_s)})
 
 
 figures.show_sliders(
@@ -887,7 +893,7 @@ if check.ready("14.12"):
     for replicas in (2, 4, 8):
         sizes = {"replicate": replicas, "shard": 64 // replicas}
         entries = run_ranks(messages_of_rank_0, 1, *sizes.values(), join=False)
-        sent = dict(pictures.pair_bytes(entries, sizes).values())
+        sent = dict(mesh_figures.pair_bytes(entries, sizes).values())
         yours = hsdp_bytes(3 * 256**2, *sizes.values())
         for axis in ("shard", "replicate"):
             print(f"{sizes}, {axis}: PyTorch {sent[axis]:,.0f} bytes, yours {yours[axis]:,}")
@@ -904,8 +910,9 @@ if check.ready("14.12"):
 # than you have: each of 512 virtual ranks runs the program of the recorded rank at its place.
 
 # %%
-from manyhands.mesh.clock import replay, summary
-from manyhands.mesh.traffic import Machine
+from manyhands.simulator import figures as step_figures
+from manyhands.simulator.clock import replay, summary
+from manyhands.simulator.traffic import Machine
 from manyhands.tensor.cost import Link
 
 SMALL = {"vocab_size": 64, "block": 32, "layers": 4, "heads": 4, "width": 192}
@@ -924,7 +931,7 @@ rows = {"as recorded": replay(programs, SIZES, machine(5))}
 rows["the same program"] = replay(programs, SIZES, machine(5), larger)
 rows["rank 4 half as fast"] = replay(programs, SIZES, machine(5), larger, {4: 2.0})
 figures.show(
-    mesh_figures.replays(rows, [0, 2, 4]), "Time lines of three ranks; a straggler delays all."
+    step_figures.replays(rows, [0, 2, 4]), "Time lines of three ranks; a straggler delays all."
 )
 calm, delayed = (summary(row).step_s for row in list(rows.values())[1:])
 assert delayed > 1.1 * calm
@@ -944,7 +951,7 @@ scaled = {
     ]
     for speed in (5, 1)
 }
-figures.show(mesh_figures.against_ranks(counts, scaled), "Step time and exposed share by ranks.")
+figures.show(step_figures.against_ranks(counts, scaled), "Step time and exposed share by ranks.")
 for many in scaled.values():
     assert all(few.step_s < more.step_s for few, more in itertools.pairwise(many))
 
@@ -1049,7 +1056,7 @@ if check.ready("14.7"):
         print(f"yours {nbytes / 1e6:5.1f} MB, {1e3 * seconds:5.1f} ms")
         assert nbytes > plan.memory_bytes
     figures.show(
-        pictures.plane(plans(training), stars), "Your four runs beside the cloud of plans."
+        plan_figures.plane(plans(training), stars), "Your four runs beside the cloud of plans."
     )
 
 # %% [markdown]
@@ -1107,5 +1114,5 @@ check.summary()
 # sequences on 2,048 GPUs: NVIDIA's teaching kit on generative AI, lecture 9.1. C/W: The Ultra-Scale Playbook,
 # 2025, https://huggingface.co/spaces/nanotron/ultrascale-playbook, and Austin et al. 2025, "How to Scale Your
 # Model", https://jax-ml.github.io/scaling-book/gpus/. Published runs:
-# `scripts/manyhands/mesh/stored_published.json` names the source of each. PyTorch's meshes:
+# `scripts/manyhands/planner/stored_published.json` names the source of each. PyTorch's meshes:
 # https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html.

@@ -24,9 +24,27 @@ from units import ROOT, Course
 
 # Where a file that is gone has its content today.
 MOVED = {
-    "scripts/manyhands/training/checkpoints.py": "scripts/manyhands/checkpoint/checkpoints.py",
+    "scripts/manyhands/checkpoint/checkpoints.py": "scripts/manyhands/training/checkpoints.py",
+    "scripts/manyhands/checkpoint/elastic_run.py": "scripts/manyhands/programs/elastic_run.py",
+    "scripts/manyhands/checkpoint/program.py": "scripts/manyhands/programs/killed.py",
+    "scripts/manyhands/ddp/program.py": "scripts/manyhands/programs/ddp.py",
+    "scripts/manyhands/mesh/pictures.py": "scripts/manyhands/mesh/figures.py",
+    "scripts/manyhands/mesh/plan_memory.py": "scripts/manyhands/planner/memory.py",
+    "scripts/manyhands/mesh/plan_messages.py": "scripts/manyhands/planner/messages.py",
+    "scripts/manyhands/mesh/plan_time.py": "scripts/manyhands/planner/step_time.py",
+    "scripts/manyhands/mesh/plan_words.py": "scripts/manyhands/planner/reasons.py",
+    "scripts/manyhands/mesh/planner.py": "scripts/manyhands/planner/plans.py",
     "tests/test_scripts.py": "tests/training.py",
 }
+# Files that have gone from one room to another under their own name.
+for _old, _new, _names in (
+    ("checkpoint", "saving", "agree fits folder index kept names pieces remote sharded store"),
+    ("mesh", "planner", "hardware published shape"),
+    ("mesh", "simulator", "clock events recorder traffic"),
+    ("jobs", "building", "notebook source timetable"),
+):
+    for _name in _names.split():
+        MOVED[f"scripts/manyhands/{_old}/{_name}.py"] = f"scripts/manyhands/{_new}/{_name}.py"
 LAST = 60
 
 

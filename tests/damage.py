@@ -31,9 +31,9 @@ from pathlib import Path
 import psutil
 
 from jobs import losses, make_clone, settings
-from manyhands.checkpoint.folder import complete, newest_intact
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from manyhands.saving.folder import complete, newest_intact
 from manyhands.training.run import Run
 
 KINDS = ("cut short", "bit changed", "missing", "swapped", "from an older one")

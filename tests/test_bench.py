@@ -18,8 +18,8 @@ from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.models import bench as flops_bench
 from manyhands.pipeline import bench as pipeline_bench
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 from manyhands.tensor import bench as tensor_bench
 from manyhands.training import bench as char_bench
 

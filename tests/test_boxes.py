@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyhands.checkpoint.names import flatten, tensor_of
-from manyhands.checkpoint.pieces import Box
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.mesh import native
 from manyhands.mesh.boxes import boxes_of_run, mesh_state
 from manyhands.mesh.grid import coordinates, make_groups, share_of_data, torch_mesh
 from manyhands.mesh.training import MeshTraining
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.lab import run_ranks
+from manyhands.saving.names import flatten, tensor_of
+from manyhands.saving.pieces import Box
+from manyhands.saving.sharded import load_sharded, save_sharded
 
 V, T, B = 13, 6, 8
 

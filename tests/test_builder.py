@@ -15,8 +15,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from build_notebooks import Config, build, main
-from manyhands.jobs.source import read_lesson
-from manyhands.ranks.runtime import BadInput
+from manyhands.building.source import read_lesson
+from manyhands.ranks.failures import BadInput
 
 LIBRARY = '''\
 """A module that a lesson draws from."""

@@ -18,22 +18,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.checkpoint import folder as checkpoints
-from manyhands.checkpoint.agree import gather
 from manyhands.checkpoint.asynchronous import AsyncSaver
-from manyhands.checkpoint.fits import check_names, check_whole, have_common
-from manyhands.checkpoint.index import damage
-from manyhands.checkpoint.kept import optimizer_state, set_groups
-from manyhands.checkpoint.names import flatten
-from manyhands.checkpoint.pieces import Box, Piece, model_state
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
-from manyhands.checkpoint.store import Store
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.fsdp import fully_shard, zero
 from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.units import FSDP
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from manyhands.saving import folder as checkpoints
+from manyhands.saving.agree import gather
+from manyhands.saving.fits import check_names, check_whole, have_common
+from manyhands.saving.index import damage
+from manyhands.saving.kept import optimizer_state, set_groups
+from manyhands.saving.names import flatten
+from manyhands.saving.pieces import Box, Piece, model_state
+from manyhands.saving.sharded import load_sharded, save_sharded
+from manyhands.saving.store import Store
 from manyhands.training.storage import differences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -528,7 +528,7 @@ def test_a_disk_that_fills_up_loses_nothing(small_disk):
 
 SAVER = """
 import itertools, os, sys, torch
-from manyhands.checkpoint.sharded import save_sharded
+from manyhands.saving.sharded import save_sharded
 for step in itertools.count(1):
     state = {"w": torch.full((200_000,), float(step)), "step": step}
     save_sharded(state, f"{sys.argv[1]}/step-{step % 2:08d}")
@@ -642,7 +642,7 @@ def test_a_program_that_ends_finishes_its_last_save(tmp_path):
 
 KILLED = """
 import os, signal, sys, torch
-from manyhands.checkpoint import store
+from manyhands.saving import store
 from manyhands.checkpoint.asynchronous import AsyncSaver
 saver = AsyncSaver()
 saver.save({"w": torch.ones(1000)}, sys.argv[1] + "/step-00000001")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import units
 from audit import Audit
-from manyhands.checkpoint import asynchronous, store
+from manyhands.checkpoint import asynchronous
 from manyhands.checks import score
 from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.card import NotYet, Verdict
@@ -40,6 +40,7 @@ from manyhands.fsdp import flat
 from manyhands.jobs.alike import difference
 from manyhands.memory import savings
 from manyhands.pipeline import bubble
+from manyhands.saving import store
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in (ROOT / "tests" / "answers").glob("[a-z]*.py"))
@@ -381,7 +382,7 @@ check.write_whole(write_whole)
 
 
 def test_an_answer_can_import_a_module_beside_the_notebook(tmp_path):
-    text = "from manyhands.checkpoint.store import write_whole as write\n"
+    text = "from manyhands.saving.store import write_whole as write\n"
     (tmp_path / "beside_the_notebook.py").write_text(text)
     (tmp_path / "kernel.py").write_text(AS_IN_A_KERNEL)
     command = [sys.executable, "kernel.py"]

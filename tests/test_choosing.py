@@ -6,9 +6,9 @@ import math
 import pytest
 
 from manyhands.mesh.choosing import CLASSES, approach, ranks_to_fit, smallest_tensor_degree
-from manyhands.mesh.hardware import GPUS
-from manyhands.mesh.plan_memory import Layout, Training, states
-from manyhands.mesh.shape import MODELS
+from manyhands.planner.hardware import GPUS
+from manyhands.planner.memory import Layout, Training, states
+from manyhands.planner.shape import MODELS
 
 GB = 10**9
 

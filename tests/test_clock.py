@@ -13,9 +13,13 @@ from torch import nn
 
 from manyhands.collectives.alpha_beta import predicted_s
 from manyhands.instruments import figures as look
-from manyhands.mesh import bench, figures
-from manyhands.mesh.clock import replay, summary
-from manyhands.mesh.events import (
+from manyhands.mesh import bench
+from manyhands.pipeline import bubble, schedules
+from manyhands.pipeline.engine import Pipeline
+from manyhands.ranks.lab import run_ranks
+from manyhands.simulator import figures
+from manyhands.simulator.clock import replay, summary
+from manyhands.simulator.events import (
     Collective,
     Compute,
     Message,
@@ -24,11 +28,8 @@ from manyhands.mesh.events import (
     recorded_rank,
     scaled,
 )
-from manyhands.mesh.recorder import Recorder
-from manyhands.mesh.traffic import ALGORITHMS, Machine
-from manyhands.pipeline import bubble, schedules
-from manyhands.pipeline.engine import Pipeline
-from manyhands.ranks.lab import run_ranks
+from manyhands.simulator.recorder import Recorder
+from manyhands.simulator.traffic import ALGORITHMS, Machine
 from manyhands.tensor.cost import Link
 
 FREE = Link("free", math.inf, 0.0)

@@ -23,9 +23,9 @@ from manyhands.collectives.figures import against_ranks
 from manyhands.instruments.figures import style
 from manyhands.instruments.ledger import Ledger, calls, rounds, traffic
 from manyhands.jobs import mine
-from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.failures import BadInput, RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput, World
+from manyhands.ranks.runtime import World
 
 SIZES = range(1, 9)
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]

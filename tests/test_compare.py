@@ -14,9 +14,8 @@ from manyhands.compare.measure import PARTS, compare
 from manyhands.fsdp import fully_shard
 from manyhands.instruments.figures import png
 from manyhands.models.transformer import num_parameters
-from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.failures import BadInput, RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 from manyhands.tensor import model as split_model
 from manyhands.ways.ready import Ready, Setting, adamw, backward_of, one_process, own_samples
 from manyhands.ways.registry import ON_A_MESH, WAYS, ways_for

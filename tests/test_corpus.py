@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import prepare_data
 from manyhands.data import corpus, images
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"

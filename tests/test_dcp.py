@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.checkpoint.agree import gather
 from manyhands.checkpoint.dcp import AppState, load_dcp, save_dcp
-from manyhands.checkpoint.kept import optimizer_state, set_groups
-from manyhands.checkpoint.names import flatten
-from manyhands.checkpoint.pieces import model_state
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position
 from manyhands.fsdp.fully_shard import torch_fsdp
 from manyhands.ranks.lab import run_ranks
+from manyhands.saving.agree import gather
+from manyhands.saving.kept import optimizer_state, set_groups
+from manyhands.saving.names import flatten
+from manyhands.saving.pieces import model_state
+from manyhands.saving.sharded import load_sharded, save_sharded
 
 
 def build(kind, seed):

@@ -14,8 +14,6 @@ from torch import nn
 
 import draw_diagrams
 from draw_diagrams import HEIGHTS, ORDERS, PATTERNS, Config, main
-from manyhands.checkpoint.pieces import Box, overlap
-from manyhands.checkpoint.sharded import plan
 from manyhands.collectives.ring import all_gather_ring, all_reduce_ring, reduce_scatter_ring
 from manyhands.collectives.trees import broadcast_naive, broadcast_tree, gather, reduce_tree
 from manyhands.data.corpus import ShardedSampler
@@ -24,6 +22,8 @@ from manyhands.first_job.places import Place, device_map
 from manyhands.instruments.ledger import Ledger, rounds, traffic
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import rendezvous_arguments
+from manyhands.saving.pieces import Box, overlap
+from manyhands.saving.sharded import plan
 
 FIGURES = Config().folder
 NAMES = [draw.__name__ for draw in HEIGHTS]

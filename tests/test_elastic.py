@@ -9,8 +9,9 @@ import pytest
 import train_checkpoint
 import training
 from jobs import left_behind, losses, make_clone, settings
-from manyhands.checkpoint import elastic, elastic_run
+from manyhands.checkpoint import elastic
 from manyhands.data.corpus import ShardedSampler
+from manyhands.programs import elastic_run
 from manyhands.training.run import Run
 
 STEPS, STEPS_PER_EPOCH = 20, 8  # of 12 samples

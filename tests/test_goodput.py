@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from manyhands.checkpoint import figures, program
+from manyhands.checkpoint import figures
 from manyhands.checkpoint.goodput import Plan, events_of, lifetimes, note
 from manyhands.checkpoint.interval import (
     Event,
@@ -18,6 +18,7 @@ from manyhands.checkpoint.interval import (
     young_daly,
 )
 from manyhands.instruments.figures import png
+from manyhands.programs import killed
 from manyhands.ranks.failures import RankFailed
 from manyhands.training.storage import stored
 
@@ -94,9 +95,9 @@ def test_events_after_a_kill_are_left_out(tmp_path):
 
 def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(tmp_path):
     """Real ranks, real kills: in a step, in a save (times are drawn), and one after the other."""
-    undisturbed, _ = program.survive(Plan(str(tmp_path / "calm"), 30, 30))
+    undisturbed, _ = killed.survive(Plan(str(tmp_path / "calm"), 30, 30))
     lives = (0.1, 0.02, 0.07, 0.15)
-    states, events = program.survive(Plan(str(tmp_path / "killed"), 30, 4, 0.01, lives))
+    states, events = killed.survive(Plan(str(tmp_path / "killed"), 30, 4, 0.01, lives))
     assert states == undisturbed
     assert sum(event.kind == "killed" for event in events) == len(lives)
     assert sum(account(events)) == pytest.approx(events[-1].time_s - events[0].time_s)
@@ -110,13 +111,13 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(tmp_path):
 
 def test_a_rank_that_nobody_killed_is_an_error(tmp_path):
     with pytest.raises(RankFailed, match="ZeroDivisionError"):
-        program.survive(Plan(str(tmp_path), 8, interval=0))
+        killed.survive(Plan(str(tmp_path), 8, interval=0))
 
 
 def test_the_stored_run_is_right_and_near_the_formula(capsys):
     kept = stored("checkpoint", "goodput")
-    runs = program.runs_of(kept)
-    costs = program.paid(runs, kept["num_steps"])
+    runs = killed.runs_of(kept)
+    costs = killed.paid(runs, kept["num_steps"])
     assert all(run.is_right for run in runs)
     assert costs.save_s > 0 and sum(run.num_kills for run in runs) > 100
     for group in figures.by_interval(runs).values():
@@ -128,5 +129,5 @@ def test_the_stored_run_is_right_and_near_the_formula(capsys):
 
 def test_what_was_paid_is_what_the_events_say():
     events = [Event("resumed", 0, 0.0), Event("step", 1, 2.0), Event("saved", 1, 5.0)]
-    run = program.Run(1, 0, account(events), 0, 1, True)
-    assert program.paid([run], 1) == program.Costs(2.0, 3.0, 0.0)
+    run = killed.Run(1, 0, account(events), 0, 1, True)
+    assert killed.paid([run], 1) == killed.Costs(2.0, 3.0, 0.0)

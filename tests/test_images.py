@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from manyhands.data import corpus, images
 from manyhands.data.images import Images
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 MNIST = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte") + (

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from manyhands.checkpoint.kept import optimizer_state, set_groups
-from manyhands.checkpoint.names import flatten
-from manyhands.checkpoint.pieces import model_state
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.fsdp.units import FSDP
 from manyhands.layerwise.optimizers import LAMB, LARS, NovoGrad
 from manyhands.ranks.lab import run_ranks
+from manyhands.saving.kept import optimizer_state, set_groups
+from manyhands.saving.names import flatten
+from manyhands.saving.pieces import model_state
+from manyhands.saving.sharded import load_sharded, save_sharded
 
 MAKES = {
     "SGD": lambda params: optim.SGD(params, lr=0.1, weight_decay=0.1),

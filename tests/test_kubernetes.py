@@ -25,8 +25,8 @@ from jobs import ROOT, environment, flags, left_behind, losses, make_clone, sett
 from launch import is_unfinished, node_of_pod, torchrun_arguments
 from manyhands.checkpoint.pods import BROKEN, Pod, mended_job, pods_of
 from manyhands.checks.checkpoint.pods import VERSION
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 
 FOLDER = ROOT / "sbatch" / "containers"
 

@@ -24,11 +24,12 @@ import train_ddp
 import training
 from jobs import contents, environment, flags, left_behind, losses, make_clone, run, settings
 from launch import prepare_environment, take_share, torchrun_arguments
-from manyhands.checkpoint.elastic_run import until
-from manyhands.checkpoint.folder import complete
 from manyhands.instruments.gpus import least_used
+from manyhands.programs.elastic_run import until
 from manyhands.ranks import private
-from manyhands.ranks.runtime import BadInput, refuse_copies
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import refuse_copies
+from manyhands.saving.folder import complete
 
 LONG = {"layers": 2, "block": 32, "batch": 12, "steps": 120, "impl": "scratch", "save_every": 7}
 LONG |= {"learning_rate": 0.01}

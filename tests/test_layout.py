@@ -27,28 +27,26 @@ PLUMBING = {
     "instruments": 2,
     "data": 2,
     "models": 2,
+    "saving": 2,
     "training": 2,
     "jobs": 2,
+    "programs": 4,
     "checks": 4,
     "compare": 4,
+    "planner": 4,
+    "simulator": 4,
+    "building": 4,
     "gpu": 4,
     "ways": 4,
 }
 LESSON_LAYER = 3
 BENCH_LAYER = 4
-# They use all below: they measure, draw and run what the room teaches, or hand it to a Run.
-BESIDE_CHECKS = (
-    "bench.py",
-    "figures.py",
-    "pictures.py",
-    "program.py",
-    "checkpoints.py",
-    "elastic_run.py",
-    "recorder.py",
-)
+FOR_LESSONS = ("saving",)  # rooms that lessons may import; they import no other room
+# They use all below: they measure and draw what their room teaches.
+BESIDE_CHECKS = ("bench.py", "figures.py")
 PROGRAM_LAYER = 5
 OTHER_JOBS = ("solution", "compare")  # jobs of no single lesson
-MAX_ROOMS = 27
+MAX_ROOMS = 32
 NUM_LESSONS = 17  # of the whole course; those that are still to come have their room counted
 
 TOP_LEVEL = set(
@@ -181,9 +179,9 @@ def layers(root: Path) -> list[str]:
 
     fsspec, which gives files by address, comes with torch.
 
-    A room's bench.py measures it, figures.py draws it and program.py is a whole training with it;
-    they stand beside the checks. Programs import no other program:
-    what two of them need stands in a room.
+    So does what every job saves with, which lessons may import as well. A room's bench.py measures
+    it and figures.py draws it; they stand beside the checks. Programs import no other program: what
+    two of them need stands in a room.
     """
     words, faults = lessons(root), []
     programs = {path.stem for path in (root / "scripts").glob("*.py")}
@@ -192,6 +190,7 @@ def layers(root: Path) -> list[str]:
         is_program, own_room = len(parts) == 1, parts[1] if len(parts) > 2 else ""
         own = PROGRAM_LAYER if is_program else PLUMBING.get(own_room, LESSON_LAYER)
         own = BENCH_LAYER if parts[-1] in BESIDE_CHECKS and not is_program else own
+        is_clean = own == LESSON_LAYER or own_room in FOR_LESSONS
         for target in imports(tree):
             package, _, rest = target.partition(".")
             room = rest.partition(".")[0]
@@ -200,11 +199,13 @@ def layers(root: Path) -> list[str]:
                 faults.append(f"{name}: imports the program {package}")
             elif package != "manyhands":
                 known = package in sys.stdlib_module_names or package in ("torch", "fsspec")
-                if own == LESSON_LAYER and not known:
+                if is_clean and not known:
                     faults.append(f"{name}: a lesson imports {package}")
-            elif own == LESSON_LAYER and layer != LESSON_LAYER:
+            elif own_room in FOR_LESSONS and room != own_room:
+                faults.append(f"{name}: {own_room} imports {target}")
+            elif own == LESSON_LAYER and layer != LESSON_LAYER and room not in FOR_LESSONS:
                 faults.append(f"{name}: a lesson imports {target}")
-            elif own == LESSON_LAYER and words.get(room, 99) > words.get(own_room, 99):
+            elif own == layer == LESSON_LAYER and words.get(room, 99) > words.get(own_room, 99):
                 faults.append(f"{name}: imports the later lesson {room}")
             elif layer > own:
                 faults.append(f"{name}: layer {own} imports {target}, layer {layer}")
@@ -493,6 +494,7 @@ scripts/    code
   manyhands/  package
     <lesson>/     a lesson
     ranks/        processes
+    saving/       what every job saves with
     checks/       verdicts
 solutions/  answers
 tests/      tests
@@ -509,6 +511,9 @@ SOUND = {
     "scripts/manyhands/ring/__init__.py": '"""Lesson 06."""\n',
     "scripts/manyhands/ring/hops.py": "import torch\n\n\ndef f(x: int) -> int:\n    return x\n",
     "scripts/manyhands/ring/sums.py": "from manyhands.ring import hops\n",
+    "scripts/manyhands/ring/files.py": "from manyhands.saving import store\n",
+    "scripts/manyhands/saving/__init__.py": '"""Saving."""\n',
+    "scripts/manyhands/saving/store.py": "import fsspec\n",
     "scripts/manyhands/ranks/__init__.py": '"""Processes."""\n',
     "scripts/manyhands/ranks/runtime.py": "import os\n",
     "scripts/manyhands/checks/__init__.py": "from manyhands.ranks import runtime\n",
@@ -521,6 +526,7 @@ JOB = "sbatch/ring.sbatch"
 LESSON = "scripts/manyhands/ring/hops.py"
 ROOM = "scripts/manyhands/ring/__init__.py"
 RANKS = "scripts/manyhands/ranks/runtime.py"
+SAVING = "scripts/manyhands/saving/store.py"
 LONG = "def f() -> None:\n" + "    x = 1\n" * 60
 
 # rule, file, what stands in it (None: the file is missing), what the rule says
@@ -535,6 +541,8 @@ FAULTY = [
     (rooms, ROOM, '"""Ring."""\n\nfrom manyhands.ring import hops\n', "holds a docstring"),
     (rooms, ROOM, '"""' + "Ring.\n" * 5 + '"""\n', "holds a docstring of 1 to 4 lines"),
     (layers, LESSON, "import numpy\n", "a lesson imports numpy"),
+    (layers, SAVING, "import numpy\n", "a lesson imports numpy"),
+    (layers, SAVING, "from manyhands.ring import hops\n", "saving imports manyhands.ring.hops"),
     (layers, LESSON, "from manyhands import ranks\n", "a lesson imports manyhands.ranks"),
     (layers, LESSON, "from manyhands.ranks import runtime\n", "a lesson imports manyhands.ranks."),
     (layers, RANKS, "from manyhands.ring import hops\n", "layer 1 imports"),
@@ -604,5 +612,5 @@ def test_later_lessons_and_too_many_rooms_are_named(tmp_path: Path, monkeypatch)
     later = {"solutions/07_late.py": "", "scripts/manyhands/late/a.py": ""}
     write(tmp_path, SOUND | later | {LESSON: "from manyhands.late import a\n"})
     assert any("imports the later lesson late" in fault for fault in layers(tmp_path))
-    monkeypatch.setattr(sys.modules[__name__], "MAX_ROOMS", 18)
-    assert "19 rooms with all lessons, over 18" in rooms(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "MAX_ROOMS", 19)
+    assert "20 rooms with all lessons, over 19" in rooms(tmp_path)

@@ -25,9 +25,8 @@ from manyhands.mesh.parts import holders
 from manyhands.mesh.training import MeshTraining, with_all
 from manyhands.mesh.whole import whole_state
 from manyhands.models.transformer import Transformer
-from manyhands.ranks.failures import RankFailed
+from manyhands.ranks.failures import BadInput, RankFailed
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 
 V, T, LAYERS, HEADS, B, STEPS = 50, 6, 4, 4, 16, 3
 MAX_NORM = 0.5  # the first norms are about 0.9

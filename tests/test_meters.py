@@ -31,9 +31,10 @@ from manyhands.instruments.meters import (
     reset_peaks,
     seconds_of,
 )
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.network import SlowNetwork
-from manyhands.ranks.runtime import BadInput, World
+from manyhands.ranks.runtime import World
 from manyhands.training.storage import FORMAT, job_before, read_lines
 
 CPU = torch.device("cpu")

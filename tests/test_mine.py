@@ -13,7 +13,8 @@ from nbclient import NotebookClient
 
 from manyhands.jobs import mine, written
 from manyhands.jobs.alike import difference
-from manyhands.ranks.runtime import BadInput, first_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import first_line
 
 HELPERS = """
 import functools

@@ -4,11 +4,12 @@ import pytest
 from matplotlib.patches import FancyBboxPatch
 
 from manyhands.instruments.ledger import Entry
-from manyhands.mesh import pictures
-from manyhands.mesh.hardware import GIB, GPUS
-from manyhands.mesh.plan_memory import Training
-from manyhands.mesh.planner import plans
-from manyhands.mesh.shape import MODELS
+from manyhands.mesh import figures
+from manyhands.planner import figures as plan_figures
+from manyhands.planner.hardware import GIB, GPUS
+from manyhands.planner.memory import Training
+from manyhands.planner.plans import plans
+from manyhands.planner.shape import MODELS
 
 SIZES = {"pp": 2, "dp": 2, "tp": 2}
 
@@ -17,7 +18,7 @@ SIZES = {"pp": 2, "dp": 2, "tp": 2}
     "sizes", [SIZES, {"pp": 4, "dp": 3, "tp": 2}, {"dp": 2, "tp": 4}, {"dp": 3}]
 )
 def test_a_mesh_has_a_box_for_every_rank(sizes):
-    (ax,) = pictures.mesh(sizes).axes
+    (ax,) = figures.mesh(sizes).axes
     boxes = [one for one in ax.patches if isinstance(one, FancyBboxPatch)]
     numbers = sorted(int(text.get_text()) for text in ax.texts if text.get_text().isdigit())
     assert numbers == list(range(len(boxes)))
@@ -42,36 +43,36 @@ def test_bytes_of_pairs_are_sends_and_rings_along_an_axis():
         entry("all_reduce", 0, 999, (0,)),
     ]
     entries[5] = [entry("reduce_scatter", 5, 600, (5, 7))]
-    assert pictures.pair_bytes(entries, SIZES) == {
+    assert figures.pair_bytes(entries, SIZES) == {
         (0, 4): ("pp", 150),
         (0, 1): ("tp", 1000),
         (0, 2): ("dp", 200),
         (5, 7): ("dp", 300),
     }
-    assert pictures.axis_between(0, 7, SIZES) == "several"
-    figure = pictures.who_talks(pictures.pair_bytes(entries, SIZES), 8)
+    assert figures.axis_between(0, 7, SIZES) == "several"
+    figure = figures.who_talks(figures.pair_bytes(entries, SIZES), 8)
     assert {text.get_text() for text in figure.axes[0].texts} == {"0.1", "1", "0.2", "0.3"}
 
 
 def test_the_plane_holds_every_plan_and_the_limit_of_memory():
     found = plans(Training(MODELS["llama3-8b"], GPUS["H100-80GB"], 8, 64))
-    (ax,) = pictures.plane(found, {"mine": (30.0, 5.0)}).axes
+    (ax,) = plan_figures.plane(found, {"mine": (30.0, 5.0)}).axes
     drawn = sum(len(one.get_offsets()) for one in ax.collections)
     assert drawn == len(found)
     limits = [line.get_xdata()[0] for line in ax.lines if line.get_label().startswith("memory")]
     assert limits == [GPUS["H100-80GB"].memory_bytes / GIB]
     assert "mine" in [line.get_label() for line in ax.lines]
     many = {f"run {number}": (30.0, 5.0 + number) for number in range(6)}
-    (ax,) = pictures.plane(found[:3], many).axes
+    (ax,) = plan_figures.plane(found[:3], many).axes
     own = [line for line in ax.lines if line.get_label() in many]
     assert len({line.get_marker() for line in own}) == 6  # each is told from the others
-    (ax,) = pictures.plane(found[:3], many | {"run 6": (30.0, 11.0)}).axes
+    (ax,) = plan_figures.plane(found[:3], many | {"run 6": (30.0, 11.0)}).axes
     assert "run 6" in [line.get_label() for line in ax.lines]  # none is left out
 
 
 def test_the_plane_leaves_out_a_limit_that_is_far_away():
     found = [plan for plan in plans(Training(MODELS["gpt2-124m"], GPUS["B200"], 8, 8)) if plan.fits]
-    (ax,) = pictures.plane(found[:2]).axes
+    (ax,) = plan_figures.plane(found[:2]).axes
     needs = [plan.memory_bytes / GIB for plan in found[:2]]
     assert 10 * max(needs) < GPUS["B200"].memory_bytes / GIB
     assert "memory of the GPU" not in [line.get_label() for line in ax.lines]

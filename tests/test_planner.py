@@ -13,9 +13,12 @@ import pytest
 
 from manyhands.gpu.peaks import peak_of
 from manyhands.memory.accounting import block_activations
-from manyhands.mesh import plan_messages, plan_words, published
-from manyhands.mesh.hardware import GPUS, group_link
-from manyhands.mesh.plan_memory import (
+from manyhands.models.transformer import flops_per_token, num_parameters
+from manyhands.pipeline.bubble import in_flight
+from manyhands.pipeline.schedules import interleaved, one_f_one_b
+from manyhands.planner import messages, published, reasons
+from manyhands.planner.hardware import GPUS, group_link
+from manyhands.planner.memory import (
     Layout,
     Training,
     in_flight_on_ends,
@@ -23,12 +26,9 @@ from manyhands.mesh.plan_memory import (
     memory_of,
     states,
 )
-from manyhands.mesh.plan_time import time_of
-from manyhands.mesh.planner import fault, layouts, plans, price
-from manyhands.mesh.shape import MODELS, ModelShape
-from manyhands.models.transformer import flops_per_token, num_parameters
-from manyhands.pipeline.bubble import in_flight
-from manyhands.pipeline.schedules import interleaved, one_f_one_b
+from manyhands.planner.plans import fault, layouts, plans, price
+from manyhands.planner.shape import MODELS, ModelShape
+from manyhands.planner.step_time import time_of
 from manyhands.tensor.cost import messages_s
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,15 +131,15 @@ def test_recomputing_trades_memory_for_time(way, more):
 
 def test_tensor_messages_are_lesson_13_s():
     layout = Layout(2, 1, 8, True, 1, 4)
-    link = plan_messages.tensor_link(training(), layout)
+    link = messages.tensor_link(training(), layout)
     expected = messages_s(256, 4 * 128, 8, link)
-    assert plan_messages.tensor_messages_s(training(), layout) == expected
+    assert messages.tensor_messages_s(training(), layout) == expected
     assert time_of(training(), layout)["tensor messages"] == pytest.approx(8 * 4 * expected)
 
 
 def test_tensor_ranks_beyond_a_node_use_all_network_cards_of_its_gpus():
     inside, across = (
-        plan_messages.tensor_link(training(), Layout(1, 1, tp, True, 0, 4)) for tp in (8, 16)
+        messages.tensor_link(training(), Layout(1, 1, tp, True, 0, 4)) for tp in (8, 16)
     )
     assert inside.bytes_per_s == pytest.approx(0.8 * 450e9)
     assert across.bytes_per_s == pytest.approx(0.8 * 8 * 50e9)
@@ -164,14 +164,14 @@ def test_a_node_is_the_limit_of_what_its_network_cards_can_do():
 
 def test_data_parallel_groups_use_a_network_card_for_each_of_their_gpus_in_a_node():
     links = {
-        tp: plan_messages.data_link(training(gpus=64), Layout(64 // tp, 1, tp, False, 1, 1))
+        tp: messages.data_link(training(gpus=64), Layout(64 // tp, 1, tp, False, 1, 1))
         for tp in (1, 2, 4, 8)
     }
     share = 0.8
     assert links[8].bytes_per_s == pytest.approx(share * 50e9)
     assert links[4].bytes_per_s == pytest.approx(share * 100e9)
     assert links[1].bytes_per_s == pytest.approx(share * 400e9)
-    in_node = plan_messages.data_link(training(gpus=8), Layout(8, 1, 1, False, 1, 1))
+    in_node = messages.data_link(training(gpus=8), Layout(8, 1, 1, False, 1, 1))
     assert in_node.bytes_per_s == pytest.approx(share * 450e9)
 
 
@@ -252,17 +252,17 @@ def test_plans_come_with_those_that_fit_first_and_the_fastest_of_these():
     assert fits == sorted(fits, reverse=True) and True in fits and False in fits
     times = [one.step_s for one in found if one.fits]
     assert times == sorted(times)
-    words = plan_words.why(found)
+    words = reasons.why(found)
     best = found[0].layout
     assert (
         words.startswith(f"dp {best.dp} x pp {best.pp} x tp {best.tp} wins") and "longer" in words
     )
-    assert "No layout fits" in plan_words.why([one for one in found if not one.fits])
+    assert "No layout fits" in reasons.why([one for one in found if not one.fits])
 
 
 def test_every_part_is_explained():
     one = plan(4, 2, 2, True, 1, 2)
-    text = plan_words.explain(one)
+    text = reasons.explain(one)
     assert all(name in text for name in [*one.memory, *one.time])
 
 

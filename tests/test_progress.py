@@ -15,8 +15,8 @@ from manyhands.checks.engine.card import NotYet
 from manyhands.checks.engine.lesson import Lesson
 from manyhands.data import corpus
 from manyhands.jobs import mine, submit
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 from manyhands.training import places, storage
 
 CHECKS = importlib.import_module("manyhands.checks.gradient_descent").lesson

@@ -6,11 +6,11 @@ import pytest
 
 from manyhands.instruments import figures as look
 from manyhands.mesh import bench, figures
-from manyhands.mesh.clock import replay, summary
-from manyhands.mesh.events import Collective, Compute, Wait
-from manyhands.mesh.hardware import GPUS, group_link
 from manyhands.mesh.ratio import largest_tensor_degree, step_s, tokens_to_hide
-from manyhands.mesh.traffic import Machine
+from manyhands.planner.hardware import GPUS, group_link
+from manyhands.simulator.clock import replay, summary
+from manyhands.simulator.events import Collective, Compute, Wait
+from manyhands.simulator.traffic import Machine
 from manyhands.tensor.cost import Link, messages_s, products_s
 
 

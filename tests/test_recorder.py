@@ -12,14 +12,14 @@ from manyhands.fsdp.units import FSDP
 from manyhands.instruments.ledger import Ledger
 from manyhands.instruments.ledger import calls as ledger_calls
 from manyhands.mesh import bench
-from manyhands.mesh.clock import replay, summary
-from manyhands.mesh.events import Collective, Compute, Message, Wait
 from manyhands.mesh.grid import make_groups
-from manyhands.mesh.recorder import FlopCounter, Recorder, calls
-from manyhands.mesh.traffic import Machine
 from manyhands.models.transformer import Transformer, flops_per_token
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from manyhands.simulator.clock import replay, summary
+from manyhands.simulator.events import Collective, Compute, Message, Wait
+from manyhands.simulator.recorder import FlopCounter, Recorder, calls
+from manyhands.simulator.traffic import Machine
 from manyhands.tensor.cost import Link
 from manyhands.tensor.model import TensorParallel, calls_per_step
 

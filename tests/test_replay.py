@@ -11,8 +11,8 @@ from manyhands.collectives.ring import all_gather_ring, all_reduce_ring, reduce_
 from manyhands.collectives.trees import all_reduce_naive, all_reduce_tree, broadcast_tree
 from manyhands.instruments.ledger import Entry, Ledger
 from manyhands.instruments.replay import marked_input, record, replay
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 
 
 def everything(num_ranks):

@@ -16,12 +16,12 @@ import pytest
 
 from manyhands.instruments import figures
 from manyhands.instruments.meters import PHASES
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 from manyhands.training import report, report_figures
 from manyhands.training.process import this_process
 from manyhands.training.record import read
-from manyhands.training.run import TrainConfig
+from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_lines
 from test_run import train
 

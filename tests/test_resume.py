@@ -14,10 +14,10 @@ import torch.distributed as dist
 import train_single
 import training
 from jobs import settings, write_text
-from manyhands.checkpoint.index import sealed
 from manyhands.ranks.lab import RankFailed, run_ranks
+from manyhands.saving.index import sealed
 from manyhands.training import lock
-from manyhands.training.run import TrainConfig
+from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_json
 from test_run import assert_same, names, refused, train
 

@@ -21,21 +21,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from manyhands.checkpoint import checkpoints
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
-from manyhands.checkpoint.folder import complete
-from manyhands.checkpoint.index import damage
-from manyhands.checkpoint.store import Store
 from manyhands.instruments.meters import STEP_PHASES
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import RankFailed, run_ranks
-from manyhands.ranks.runtime import BadInput, World
-from manyhands.training.run import (
-    Run,
-    TrainConfig,
-    learning_rate_at,
-    save_once,
-    set_learning_rate,
-)
+from manyhands.ranks.runtime import World
+from manyhands.saving.folder import complete
+from manyhands.saving.index import damage
+from manyhands.saving.store import Store
+from manyhands.training import checkpoints
+from manyhands.training.checkpoints import ShardedCheckpoints
+from manyhands.training.run import Run, save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
+from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_json, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -505,8 +502,9 @@ def test_a_run_that_is_left_behind_has_failed_at_the_end_of_the_process(config):
     """As in a notebook, where the traceback of the last cell holds everything."""
     code = f"""
 import torch
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.checkpoints import ShardedCheckpoints
+from manyhands.training.run import Run
+from manyhands.training.settings import TrainConfig
 from manyhands.ranks.runtime import alone
 from torch.utils.data import TensorDataset, DataLoader
 config = TrainConfig(batch=4, steps=15, out={config.out!r})

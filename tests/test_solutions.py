@@ -16,9 +16,9 @@ import run_notebook
 import run_solutions
 from build_notebooks import ROOT
 from jobs import environment, left_behind, make_clone, run
-from manyhands.jobs.source import read_lesson
+from manyhands.building.source import read_lesson
 from manyhands.jobs.submit import Job, State
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 from run_solutions import Config
 
 DDP = "--impl scratch --data text --layers 1 --block 16 --batch 12 --steps 10 --device cpu"

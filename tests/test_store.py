@@ -21,15 +21,15 @@ from torch import nn
 import train_checkpoint
 import training
 from jobs import environment, flags, left_behind, losses, make_clone, run, settings
-from manyhands.checkpoint import folder as checkpoints
-from manyhands.checkpoint import remote
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
-from manyhands.checkpoint.index import INDEX, damage
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
-from manyhands.checkpoint.store import Store
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 from manyhands.ranks.runtime import World
+from manyhands.saving import folder as checkpoints
+from manyhands.saving import remote
+from manyhands.saving.index import INDEX, damage
+from manyhands.saving.sharded import load_sharded, save_sharded
+from manyhands.saving.store import Store
+from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.random_state import get_rng
 from test_checkpoint import load_state, refused, save_and_go_on, save_state, state_for
 
@@ -213,7 +213,7 @@ def test_parts_without_an_index_are_no_checkpoint(address):
 
 KILLED_IN_A_FILE = """
 import os, signal, sys
-from manyhands.checkpoint.store import Store
+from manyhands.saving.store import Store
 def fill(file):
     for _ in range(20):  # more than two parts of an upload
         file.write(bytes(1 << 20))

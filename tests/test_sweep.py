@@ -10,8 +10,8 @@ import train_batch_size
 from manyhands.batch_size.problem import Problem, of_images
 from manyhands.batch_size.scaling import best_rate
 from manyhands.batch_size.sweep import Training, squares_on_the_way, tune
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import run_ranks
-from manyhands.ranks.runtime import BadInput
 from manyhands.training.storage import read_json
 
 

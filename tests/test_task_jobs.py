@@ -23,8 +23,8 @@ from jobs import run as run_command
 from manyhands.batch_size import sweep
 from manyhands.batch_size.problem import of_images
 from manyhands.data import images
-from manyhands.ranks.failures import RankFailed
-from manyhands.ranks.runtime import BadInput, World
+from manyhands.ranks.failures import BadInput, RankFailed
+from manyhands.ranks.runtime import World
 from manyhands.training import lock, storage, tasks
 from manyhands.training.storage import read_json, read_lines
 

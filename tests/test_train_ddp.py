@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import train_ddp
+from conftest import lessons
 from jobs import flags, make_clone, run
-from manyhands.ddp import program
 from manyhands.jobs import mine
+from manyhands.programs import ddp
 from training import (
     Runs,
     assert_a_signal_in_the_validation_stops_all_ranks,
@@ -37,10 +38,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with mine/ as somebody has it who has solved lesson 06."""
     folder = make_clone(tmp_path_factory.mktemp("clone"))
-    answers = train_ddp.Parts(train=program.train)._asdict()
+    answers = train_ddp.Parts(train=ddp.train)._asdict()
     del answers["BucketedDDP"]
     mine.write("ddp", answers, folder / "mine")
     return folder
+
+
+def test_the_jobs_of_lessons_05_and_06_import_no_later_lesson():
+    program = "import train_single, train_data_parallel, train_ddp, sys; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    code, out, err = run(command, Path(train_ddp.__file__).parent)
+    assert code == 0, err
+    rooms = {name.split(".")[1] for name in out.split() if name.startswith("manyhands.")}
+    later = {word for word, number in lessons().items() if number > 6}
+    assert "ddp" in rooms and not rooms & later
 
 
 @pytest.mark.parametrize("impl", YOURS)

@@ -10,7 +10,7 @@ import pytest
 
 import train_single
 from jobs import flags
-from manyhands.checkpoint.index import sealed
+from manyhands.saving.index import sealed
 from manyhands.training.storage import read_json
 from training import Runs, assert_starts_by_itself, assert_whole, refusal, start, train
 

@@ -2,6 +2,7 @@
 
 import io
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
-from manyhands.checkpoint.names import flatten
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.checkpoint.state import Position, Training, TrainingState
 from manyhands.data import images
 from manyhands.ranks.runtime import World
+from manyhands.saving.names import flatten
+from manyhands.saving.pieces import vectors_of
+from manyhands.saving.sharded import load_sharded, save_sharded
+from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.run import save_once
 
 
@@ -134,3 +136,26 @@ def test_a_checkpoint_unwraps_wrappers_and_no_model_with_a_part_called_module(tm
         save_once(model, tmp_path / "model.pt")
         names = torch.load(tmp_path / "model.pt", weights_only=True).keys()
         assert names == (wanted or model.module).state_dict().keys()
+
+
+def vector(shard):
+    """What looks like a sharded vector."""
+    return SimpleNamespace(whole=torch.zeros(4), shard=shard, padding=torch.zeros(0), group=None)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [64, [64, 32], [], [[1]], nn.ModuleList([nn.Linear(2, 2)]), [[vector(nn.Parameter())]]],
+    ids=["a number", "numbers", "none", "no vector", "modules", "another model's"],
+)
+def test_a_model_with_units_of_another_kind_has_no_sharded_vectors(units):
+    model = nn.Linear(2, 2)
+    model.units = units
+    assert vectors_of(model) == []
+
+
+def test_a_model_with_its_parameters_in_vectors_has_them():
+    model = nn.Linear(2, 2)
+    one = vector(model.weight)
+    model.units = [[one], []]
+    assert vectors_of(model) == [one]

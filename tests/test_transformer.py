@@ -18,7 +18,7 @@ from manyhands.models.transformer import (
     num_parameters,
     total_loss,
 )
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 V, T = 11, 7
 

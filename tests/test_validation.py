@@ -17,12 +17,13 @@ import train_ddp
 import train_single
 import training
 from jobs import settings, write_text
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
-from manyhands.checkpoint.index import sealed
+from manyhands.ranks.failures import BadInput
 from manyhands.ranks.lab import RankFailed, run_ranks
-from manyhands.ranks.runtime import BadInput
+from manyhands.saving.index import sealed
 from manyhands.training import run as run_module
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.checkpoints import ShardedCheckpoints
+from manyhands.training.run import Run
+from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_json, read_lines
 from test_resume import cut_in_half
 from test_run import Net, data, limit_file_size, names, status, world_here

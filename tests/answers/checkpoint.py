@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.utils._pytree import tree_map
 
-from manyhands.checkpoint import dcp, kept, pieces, pods, state, store
+from manyhands.checkpoint import dcp, pods, state
 from manyhands.checkpoint.asynchronous import AsyncSaver, Background
 from manyhands.checkpoint.interval import Spent
-from manyhands.checkpoint.sharded import save_sharded
 from manyhands.checks.engine.answer import Pair
+from manyhands.saving import kept, pieces, sharded, store
 
 RIGHT: dict[str, list] = defaultdict(list)
 WRONG: dict[str, list] = defaultdict(list)
@@ -639,7 +639,7 @@ class SaverWithPool(Background):
         self.running = ThreadPoolExecutor(1).submit(self.write, self.copy(state), folder)
 
     def write(self, state, folder):
-        save_sharded(state, folder, self.group)
+        sharded.save_sharded(state, folder, self.group)
 
     def wait(self):
         running, self.running = self.running, None
@@ -668,7 +668,7 @@ class SaverWithList(Background):
 
     def write(self, state, folder):
         try:
-            save_sharded(state, folder, self.group)
+            sharded.save_sharded(state, folder, self.group)
         except (ValueError, OSError) as problem:
             self.errors = (problem,)
 

@@ -16,11 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from manyhands.data import corpus
 from manyhands.data_parallel import replicas
-from manyhands.ddp import program, wrapping
+from manyhands.ddp import wrapping
 from manyhands.models.transformer import total_loss
+from manyhands.programs import ddp
 from manyhands.ranks import runtime
 from manyhands.ranks.runtime import World
-from manyhands.training import run
+from manyhands.training import run, schedule
 from manyhands.training import run as run_file
 
 DDP = nn.parallel.DistributedDataParallel
@@ -356,7 +357,7 @@ def train_in_pieces(run, model, data):
         for batch in run.batches(loader):
             optimizer.zero_grad()
             for group in optimizer.param_groups:
-                group["lr"] = run_file.learning_rate_at(run.step, run.config)
+                group["lr"] = schedule.learning_rate_at(run.step, run.config)
             loss = model(*batch)
             loss.backward()
             optimizer.step()
@@ -367,12 +368,12 @@ def train_in_pieces(run, model, data):
 
 def train_with_buckets_by_hand(run, model, data):
     """Lesson 05's class in place of torch's."""
-    real = program.torch_ddp
-    program.torch_ddp = replicas.BucketedDDP
+    real = ddp.torch_ddp
+    ddp.torch_ddp = replicas.BucketedDDP
     try:
-        program.train(run, model, data)
+        ddp.train(run, model, data)
     finally:
-        program.torch_ddp = real
+        ddp.torch_ddp = real
 
 
 def train_one_process_on_each(run, model, data):
@@ -393,7 +394,7 @@ def train_one_process_on_each(run, model, data):
     for epoch in run.epochs(loader):
         order.manual_seed(config.seed + epoch)
         for inputs, targets in run.batches(loader):
-            run_file.set_learning_rate(optimizer, run_file.learning_rate_at(run.step, config))
+            schedule.set_learning_rate(optimizer, schedule.learning_rate_at(run.step, config))
             loss = model(inputs, targets)
             loss.backward()
             optimizer.step()
@@ -406,7 +407,7 @@ def train_one_process_on_each(run, model, data):
 def train_saves_before_its_last_step(run, model, data):
     """All is right but for the file, which holds the weights of the beginning."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    program.train(run, model, data)
+    ddp.train(run, model, data)
     if run.world.rank == 0:
         torch.save(before, run.folder / "model.pt")
 
@@ -419,7 +420,7 @@ RIGHT: dict[str, list] = {
     "6.5": [wrapping.mean_over_ranks, mean_by_two_messages, mean_by_gathering],
     "6.6": [run.save_once, save_with_early_return, save_and_tell],
     "6.7": [runtime.rendezvous_arguments, arguments_as_pairs, arguments_in_a_tuple],
-    "6.8": [program.train, train_in_pieces, train_with_buckets_by_hand],
+    "6.8": [ddp.train, train_in_pieces, train_with_buckets_by_hand],
 }
 WRONG: dict[str, list] = {
     "6.1": [

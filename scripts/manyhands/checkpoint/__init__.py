@@ -1,1 +1,1 @@
-"""Checkpoints: what a run is made of, on the disk and back, on any number of ranks."""
+"""Lesson 11: what a run is made of, asynchronous and elastic saves, and what survival costs."""

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint.names import flatten, with_leaves
-from manyhands.checkpoint.sharded import save_sharded
 from manyhands.collectives.trees import Group
+from manyhands.saving.names import flatten, with_leaves
+from manyhands.saving.sharded import save_sharded
 
 
 class Background:

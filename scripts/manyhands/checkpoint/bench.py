@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.asynchronous import AsyncSaver
-from manyhands.checkpoint.fits import check_whole
-from manyhands.checkpoint.pieces import Box, Piece
-from manyhands.checkpoint.sharded import save_sharded
 from manyhands.instruments.benchmark import (
     Measure,
     Measured,
@@ -22,6 +19,9 @@ from manyhands.instruments.benchmark import (
 )
 from manyhands.instruments.timing import in_turn, slowest_rank
 from manyhands.ranks import lab
+from manyhands.saving.fits import check_whole
+from manyhands.saving.pieces import Box, Piece
+from manyhands.saving.sharded import save_sharded
 
 NUM_PARAMETERS = 100_000_000
 PARTS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW's training, float32
@@ -93,18 +93,18 @@ MEASURES = (
         ),
         (
             "checkpoint/asynchronous.py",
-            "checkpoint/sharded.py",
-            "checkpoint/fits.py",
-            "checkpoint/index.py",
-            "checkpoint/names.py",
-            "checkpoint/store.py",
-            "checkpoint/pieces.py",
+            "saving/sharded.py",
+            "saving/fits.py",
+            "saving/index.py",
+            "saving/names.py",
+            "saving/store.py",
+            "saving/pieces.py",
             "checkpoint/bench.py",
         ),
     ),
     Measure(
         index_check,
         (Row("check of the index of 512 ranks x 870 tensors", "< 5", "s"),),
-        ("checkpoint/fits.py", "checkpoint/pieces.py", "checkpoint/bench.py"),
+        ("saving/fits.py", "saving/pieces.py", "checkpoint/bench.py"),
     ),
 )

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from manyhands.checkpoint.interval import Spent, expected_goodput, young_daly
-from manyhands.checkpoint.program import Costs, Run, by_chance
 from manyhands.instruments import figures
+from manyhands.programs.killed import Costs, Run, by_chance
 
 # What the time of a run goes to: its name in the legend, colour, hatch.
 SPENT = {

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint.folder import clear, complete, name_of, newest_intact, remove, to_remove
 from manyhands.checkpoint.interval import Event
-from manyhands.checkpoint.pieces import Piece
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
 from manyhands.collectives.trees import Group
+from manyhands.saving.folder import clear, complete, name_of, newest_intact, remove, to_remove
+from manyhands.saving.pieces import Piece
+from manyhands.saving.sharded import load_sharded, save_sharded
 
 TABLE = 1 << 18
 LOG = "events.txt"

@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from manyhands.checkpoint.agree import rank_of
 from manyhands.collectives.trees import Group
+from manyhands.saving.agree import rank_of
 
 
 class Position(Sampler[int]):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import psutil
 
-from manyhands.mesh.hardware import GPUS, LINK_SHARE
-from manyhands.mesh.plan_memory import Layout, Training
-from manyhands.mesh.planner import Plan, price
-from manyhands.mesh.shape import ModelShape
+from manyhands.planner.hardware import GPUS, LINK_SHARE
+from manyhands.planner.memory import Layout, Training
+from manyhands.planner.plans import Plan, price
+from manyhands.planner.shape import ModelShape
 from manyhands.tensor.cost import Link
 from manyhands.ways.ready import Setting
 

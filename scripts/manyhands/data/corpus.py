@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, Subset
 
 from manyhands.data.splits import read_splits
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 if TYPE_CHECKING:
     import tokenizers

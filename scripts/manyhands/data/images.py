@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from manyhands.data.corpus import fetched, program
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 HUB: Mapping[str, tuple[str, None]] = {
     "mnist": ("ylecun/mnist", None),

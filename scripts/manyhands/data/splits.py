@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 SPLITS = ("train", "validation", "test")
 PAIRS = (("train", "valid"), ("train", "test"), ("valid", "test"))  # where not all three are there

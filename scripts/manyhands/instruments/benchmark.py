@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from manyhands.instruments.timing import slowest_rank
 from manyhands.models.transformer import Transformer, num_parameters
 from manyhands.ranks import lab
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 SCRIPTS = Path(__file__).resolve().parents[2]
 Measured = tuple[float, str]  # value and note

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 Parts = Mapping[str, Iterable[Tensor]]
 OTHER = "other"

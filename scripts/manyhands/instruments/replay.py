@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.instruments.ledger import Entry, Ledger, rounds
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 MAX_RANKS = 8
 COUNT_BITS = 4  # a mark counts how often each rank's number is in the sum

@@ -1,1 +1,1 @@
-"""Jobs and notebooks: submitted, watched, and run with a learner's own functions."""
+"""Jobs: submitted, watched, and run with a learner's own functions."""

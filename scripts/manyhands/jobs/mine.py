@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from manyhands.jobs import alike, written
-from manyhands.ranks.runtime import BadInput, distributed, first_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import distributed, first_line
 from manyhands.training import places, storage
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 from manyhands.instruments.meters import duration, seconds_of
-from manyhands.ranks.failures import OneLine
-from manyhands.ranks.runtime import END_WITH_PARENT, BadInput
+from manyhands.ranks.failures import BadInput, OneLine
+from manyhands.ranks.runtime import END_WITH_PARENT
 from manyhands.training import places, storage
 
 ANSWER_S = 5  # what a controller of Slurm may take to answer

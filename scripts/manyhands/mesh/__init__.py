@@ -1,1 +1,1 @@
-"""Lesson 14: a mesh of ranks, techniques combined on it, and how a training is planned."""
+"""Lesson 14: a mesh of ranks, and techniques combined on it."""

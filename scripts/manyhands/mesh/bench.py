@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from manyhands.instruments.benchmark import Measure, Measured, Row, spread
 from manyhands.instruments.timeline import Timeline
 from manyhands.instruments.timing import in_turn, slowest_rank
-from manyhands.mesh.events import Program
 from manyhands.mesh.grid import make_groups
-from manyhands.mesh.hardware import GPUS
-from manyhands.mesh.plan_memory import Training, in_flight_on_ends, layer_activations
-from manyhands.mesh.plan_time import block_forward
-from manyhands.mesh.planner import plans
 from manyhands.mesh.ratio import step_s, tokens_to_hide
-from manyhands.mesh.recorder import Recorder
-from manyhands.mesh.shape import MODELS
 from manyhands.mesh.training import MeshTraining
 from manyhands.models.bench import matmuls
 from manyhands.models.transformer import Transformer, flops_per_token
+from manyhands.planner.hardware import GPUS
+from manyhands.planner.memory import Training, in_flight_on_ends, layer_activations
+from manyhands.planner.plans import plans
+from manyhands.planner.shape import MODELS
+from manyhands.planner.step_time import block_forward
 from manyhands.ranks.lab import run_ranks
+from manyhands.simulator.events import Program
+from manyhands.simulator.recorder import Recorder
 from manyhands.ways.data_parallel import replica
 
 SHAPE = {"vocab_size": 64, "block": 16, "layers": 3, "heads": 4, "width": 192}
@@ -242,6 +242,9 @@ MEASURES = (
     Measure(
         plan_large,
         (Row("planning a 405 B model on 16,384 GPUs, without imports", "< 2", "s"),),
-        ("mesh/plan*.py", "mesh/hardware.py", "mesh/shape.py"),
+        tuple(
+            f"planner/{name}.py"
+            for name in ("hardware", "memory", "messages", "plans", "shape", "step_time")
+        ),
     ),
 )

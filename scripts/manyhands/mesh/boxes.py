@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.checkpoint.agree import gather
-from manyhands.checkpoint.kept import Kept, settings
-from manyhands.checkpoint.pieces import Box, Parts, Piece, is_dtensor, piece_of
 from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.model import ShardedModel
 from manyhands.mesh.training import OnMesh
+from manyhands.saving.agree import gather
+from manyhands.saving.kept import Kept, settings
+from manyhands.saving.pieces import Box, Parts, Piece, is_dtensor, piece_of
 
 TIED = {"head.weight": "tokens.weight"}  # one matrix under two names, in two stages
 AsPiece = Callable[[Tensor], object]

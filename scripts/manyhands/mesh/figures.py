@@ -1,87 +1,146 @@
-"""Pictures of lesson 14: the time machine's time lines, scaling to many ranks, and the crossing."""
+"""Pictures of lesson 14: the mesh, who talks to whom on it, spreads of sums, and the crossing."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.ticker import LogLocator
 
 from manyhands.instruments import figures
+from manyhands.instruments.ledger import Entry
 from manyhands.mesh.bench import Crossing
-from manyhands.mesh.clock import Replay, Summary
-from manyhands.mesh.traffic import Span
+from manyhands.mesh.grid import coordinates, ranks_along
 
-LEAST = 2e-3  # of the whole time: shorter gaps between spans of one role are drawn over
+AXIS = {  # colour and hatch of a mesh's axes, as of messages on them
+    "pp": (figures.ORANGE, ".."),
+    "dp": (figures.GREEN, "//"),
+    "shard": (figures.GREEN, "//"),
+    "replicate": (figures.PURPLE, "--"),
+    "tp": (figures.BLUE, "xx"),
+}
+RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of (n-1)/n of the whole
 
 
-def replays(rows: Mapping[str, Replay], ranks: Sequence[int]) -> Figure:
-    """A time line of some of the ranks for each replay, all on one time axis.
+def look_of(axis: str) -> tuple[str, str]:
+    """Colour and hatch of an axis."""
+    return AXIS.get(axis, (figures.GREY, ""))
 
-    Args:
-        rows: title -> replay; the step's time is added to the title.
-        ranks: those to draw, in the order from above.
+
+def mesh(sizes: Mapping[str, int]) -> Figure:
+    """A grid of up to three axes: a block for each place on the first, ranks in rows and columns.
+
+    Lines join the ranks of a group along the two inner axes; along the outermost axis the ranks at
+    the same place of each block are a group.
     """
-    longest_s = max(max(one.stop_s) for one in rows.values())
-    height = len(rows) * (0.75 + 0.42 * len(ranks))
-    figure, axes = figures.new_figure(9, 0.5 + height, rows=len(rows))
-    for ax, (title, one) in zip(figure.axes, rows.items(), strict=True):
-        spans = [
-            (row, role, start_s, stop_s)
-            for row, rank in enumerate(ranks)
-            for _, role, start_s, stop_s in merged(one.spans[rank], LEAST * longest_s)
-        ]
-        figures.timeline(ax, sorted(spans, key=lambda span: span[1] != "idle"))
-        ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-        ax.set_xlim(0, 1e3 * longest_s)
-        for bar in ax.patches:
-            bar.set_linewidth(0.3)  # an edge would cover a short span
-        words = f"{title}: {len(one.spans)} ranks, {1e3 * max(one.stop_s):,.1f} ms a step"
-        ax.set_title(words, fontsize=10, color=figures.BLACK)
-        ax.label_outer()
-    figures.legend_below(figure, figure.axes[0])
+    axes = [""] * (3 - len(sizes)) + list(sizes)
+    outer, rows, cols = (sizes.get(axis, 1) for axis in axes)
+    width = min(11, 1.6 + outer * (cols * 0.85 + 0.6))
+    figure, ax = figures.new_figure(width, 1.0 + 0.75 * rows)
+    for rank in range(prod(sizes.values())):
+        place = coordinates(rank, sizes)
+        x = place.get(axes[0], 0) * (cols + 0.8) + place.get(axes[2], 0)
+        y = place.get(axes[1], 0)
+        box = {"boxstyle": "round,pad=0.02,rounding_size=0.1", "zorder": 3}
+        ax.add_patch(
+            FancyBboxPatch((x - 0.3, y - 0.27), 0.6, 0.54, fc="white", ec=figures.BLACK, **box)
+        )
+        ax.text(x, y, str(rank), ha="center", va="center", fontsize=11, zorder=4)
+    for block in range(outer):
+        left = block * (cols + 0.8)
+        for row in range(rows):
+            ax.plot([left, left + cols - 1], [row, row], color=look_of(axes[2])[0], lw=4, alpha=0.8)
+        for col in range(cols):
+            line = {"color": look_of(axes[1])[0], "lw": 4, "ls": (0, (2, 1)), "alpha": 0.8}
+            ax.plot([left + col] * 2, [0, rows - 1], **line)
+        if axes[0]:
+            ax.text(left + (cols - 1) / 2, -0.62, f"{axes[0]} {block}", ha="center", fontsize=10)
+    names = {axes[2]: "-", axes[1]: (0, (2, 1))}
+    for axis, line in names.items():
+        if axis:
+            ax.plot([], [], color=look_of(axis)[0], ls=line, lw=4, label=f"a group along {axis}")
+    ax.set_xlim(-0.7, outer * (cols + 0.8) - 0.8)
+    ax.set_ylim(rows - 0.5, -0.95)
+    ax.set_axis_off()
+    ax.legend(fontsize=9, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 0.02))
     return figure
 
 
-def merged(spans: Sequence[Span], least_s: float) -> list[Span]:
-    """Spans of one role that follow each other within `least_s`, as one; fewer boxes to draw."""
-    found: list[Span] = []
-    last: dict[str, int] = {}
-    for rank, role, start_s, stop_s in sorted(spans, key=lambda span: span[2]):
-        place = last.get(role)
-        if place is not None and start_s - found[place][3] <= least_s:
-            found[place] = (rank, role, found[place][2], max(stop_s, found[place][3]))
-        else:
-            last[role] = len(found)
-            found.append((rank, role, start_s, stop_s))
+def pair_bytes(
+    entries_by_rank: Sequence[Sequence[Entry]], sizes: Mapping[str, int]
+) -> dict[tuple[int, int], tuple[str, float]]:
+    """(sender, receiver) -> the axis on which they talk, and the bytes sent in a step.
+
+    A collective counts as a ring: each rank sends (n-1)/n of the whole to the next rank of the
+    group, and twice that for an all-reduce.
+    """
+    found: dict[tuple[int, int], tuple[str, float]] = {}
+    for rank, entries in enumerate(entries_by_rank):
+        for entry in entries:
+            if entry.op == "send":
+                other, nbytes = entry.peer, float(entry.nbytes)
+            elif (
+                entry.op in ("all_reduce", "all_gather", "reduce_scatter") and len(entry.ranks) > 1
+            ):
+                n = len(entry.ranks)
+                other = entry.ranks[(entry.ranks.index(rank) + 1) % n]
+                nbytes = RING[entry.op] * entry.nbytes * (n - 1) / n
+            else:
+                continue
+            axis, before = found.get((rank, other), (axis_between(rank, other, sizes), 0.0))
+            found[rank, other] = axis, before + nbytes
     return found
 
 
-def against_ranks(counts: Sequence[int], found: Mapping[str, Sequence[Summary]]) -> Figure:
-    """The time of a step, and how much of it is exposed communication, by the number of ranks.
+def axis_between(rank: int, other: int, sizes: Mapping[str, int]) -> str:
+    """The axis along which two ranks are in one group; "several" where there is none."""
+    axes = [axis for axis in sizes if other in ranks_along(axis, rank, sizes)]
+    return axes[0] if axes else "several"
 
-    Args:
-        found: name of a network -> the summary of a step on each number of ranks.
-    """
-    figure, (left, right) = figures.new_figure(9, 3.6, cols=2)
-    steps = {name: (counts, [1e3 * one.step_s for one in many]) for name, many in found.items()}
-    figures.lines(left, steps, "ranks", "time of a step (ms)")
-    shares = {
-        name: (counts, [100 * sum(one.exposed_s.values()) / one.step_s for one in many])
-        for name, many in found.items()
-    }
-    figures.lines(right, shares, "ranks", "exposed communication (%)")
-    for ax, top in ((left, 1.1 * max(max(y) for _, y in steps.values())), (right, 100)):
-        powers_of_two(ax, counts)
-        ax.set_ylim(0, top)
-    figures.legend_below(figure, left)
+
+def who_talks(pairs: Mapping[tuple[int, int], tuple[str, float]], num_ranks: int) -> Figure:
+    """A square for each pair of ranks that talk: the colour is the axis, the number kilobytes."""
+    figure, ax = figures.new_figure(1.6 + 0.62 * num_ranks, 1.4 + 0.5 * num_ranks)
+    most = max(nbytes for _, nbytes in pairs.values())
+    for (sender, receiver), (axis, nbytes) in pairs.items():
+        color, hatch = look_of(axis)
+        alpha = 0.25 + 0.55 * nbytes / most
+        look = {"fc": color, "alpha": alpha, "hatch": hatch, "ec": "white", "lw": 0}
+        ax.add_patch(Rectangle((receiver - 0.5, sender - 0.5), 1, 1, **look))
+        back = {"fc": "white", "ec": "none", "alpha": 0.85, "pad": 1.5}
+        text = f"{nbytes / 1e3:,.0f}" if nbytes >= 1e3 else f"{nbytes / 1e3:.1f}"
+        ax.text(receiver, sender, text, ha="center", va="center", fontsize=8, bbox=back)
+    ax.set_xlim(-0.5, num_ranks - 0.5)
+    ax.set_ylim(num_ranks - 0.5, -0.5)
+    figures.label(ax, "receives: rank", "sends: rank")
+    ax.set_xticks(range(num_ranks))
+    ax.set_yticks(range(num_ranks))
+    ax.set_aspect("equal")
+    axes = dict.fromkeys(axis for axis, _ in pairs.values())
+    looks = [(axis, *look_of(axis)) for axis in axes]
+    keys = [
+        Patch(facecolor=color, hatch=hatch, edgecolor="white", label=f"along {axis} (kB a step)")
+        for axis, color, hatch in looks
+    ]
+    figure.legend(handles=keys, fontsize=9, frameon=False, ncols=2, loc="outside lower center")
     return figure
 
 
-def powers_of_two(ax: Axes, counts: Sequence[int]) -> None:
-    """Put the counts on a logarithmic axis, each with its number."""
+def spreads(
+    counts: Sequence[int],
+    measured: Mapping[str, Sequence[float]],
+    predicted: Mapping[str, Sequence[float]],
+) -> Figure:
+    """The spread of sums by their number of terms: points measured, lines predicted."""
+    figure, ax = figures.new_figure(7, 3.8)
+    series = [
+        {name: (counts, values) for name, values in many.items()} for many in (measured, predicted)
+    ]
+    figures.measured_and_predicted(ax, *series, "terms of the sum", "spread / size of the sum")
+    ax.yaxis.set_major_locator(LogLocator())  # seven decades: a label for each will do
     ax.set_xscale("log", base=2)
     ax.set_xticks(counts, [str(count) for count in counts])
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    return figure
 
 
 def crossing(found: Crossing) -> Figure:

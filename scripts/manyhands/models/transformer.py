@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 
 class Attention(nn.Module):

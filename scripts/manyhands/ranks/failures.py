@@ -13,7 +13,7 @@ import signal
 import sysconfig
 import time
 import traceback
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,10 @@ class Failure:
         else:
             why = f"the process ended with exit code {exit_code} without returning"
         return Failure("died", why, [], time.time())
+
+
+class BadInput(ValueError):
+    """What a person gave cannot be used. The message is one line: the numbers and the remedy."""
 
 
 class OneLine:
@@ -188,6 +192,24 @@ class RanksInterrupted(KeyboardInterrupt):
 def is_echo(failure: Failure) -> bool:
     """Did this rank fail only because another one went away?"""
     return any(words in failure.message for words in ECHOES)
+
+
+def first_to_fail(failures: Mapping[int, Failure], joined: Container[int]) -> int:
+    """The rank whose failure is the cause; the others went down with it.
+
+    A rank that lost its partner is an echo of the partner's fault, however early it spoke; and so
+    is one that could not join it. A broken rule is the cause of whatever else went wrong.
+
+    Args:
+        failures: of each rank that failed.
+        joined: the ranks that were in the process group.
+    """
+
+    def order(rank: int) -> tuple:
+        failure = failures[rank]
+        return rank not in joined, is_echo(failure), failure.error != "Breach", failure.time_s
+
+    return min(failures, key=order)
 
 
 def learner_frames(frames: list[Frame]) -> list[Frame]:

@@ -40,7 +40,7 @@ from manyhands.ranks.failures import (
     RanksHung,
     RanksInterrupted,
     RuleBroken,
-    is_echo,
+    first_to_fail,
     learner_frames,
     parse_stack,
 )
@@ -435,18 +435,8 @@ def _raise_if_failed(ranks: list[_Rank], clock: Clock) -> None:
     if strangers or failed and not any(rank.is_joined for rank in failed):
         raise MachineFault((strangers or failed)[0].failure.message, len(ranks))
     if failed:
-        # A rank that lost its partner is an echo of the partner's fault, however early it spoke;
-        # and so is one that could not join it.
-        # A broken rule is the cause of whatever else went wrong.
-        first = min(
-            failed,
-            key=lambda rank: (
-                not rank.is_joined,
-                is_echo(rank.failure),
-                rank.failure.error != "Breach",
-                rank.failure.time_s,
-            ),
-        )
+        failures = {rank.rank: rank.failure for rank in failed}
+        first = ranks[first_to_fail(failures, [rank.rank for rank in failed if rank.is_joined])]
         kind = RuleBroken if first.failure.error == "Breach" else RankFailed
         raise kind(first.rank, len(ranks), first.failure, finished)
     if running:

@@ -15,8 +15,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from manyhands.ranks.failures import Frame, where
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput, Frame, where
 
 # ProcessGroupNCCL's table of types, without the 8-bit floats.
 TYPES = "float32 float64 float16 bfloat16 int8 int32 int64 uint8 bool".split()

@@ -25,11 +25,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.ranks.failures import Frame
+from manyhands.ranks.failures import BadInput, Frame
 from manyhands.ranks.flights import Flight, WatchedWork, line_of_program
 from manyhands.ranks.matching import Breach, Call, check_reduction, check_tensors, type_of
 from manyhands.ranks.notes import Notes
-from manyhands.ranks.runtime import BadInput
 
 KINDS = ("nccl", "nccl-serial")
 MESSAGES = ("send", "recv", "isend", "irecv")

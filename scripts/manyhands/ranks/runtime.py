@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.ranks import peers, private, streams
-from manyhands.ranks.failures import ECHOES
+from manyhands.ranks.failures import ECHOES, BadInput
+from manyhands.ranks.rules import watching
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 HUNG_UP = 128 + signal.SIGHUP  # as a shell says that this signal has ended something
@@ -34,10 +35,6 @@ NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
 private.meet_in_room()
 peers.watch_groups()
-
-
-class BadInput(ValueError):
-    """What a person gave cannot be used. The message is one line: the numbers and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +157,6 @@ def distributed(
     Raises:
         BadInput: the environment or the device asked for cannot be used.
     """
-    from manyhands.ranks.rules import watching  # which imports this file
-
     _prepare_environment()
     world = _on_device(replace(place(os.environ, torch.cuda.device_count()), seed=seed), device)
     if world.device.type == "cuda":

@@ -28,7 +28,8 @@ from manyhands.models.transformer import Transformer, flops_per_token
 from manyhands.ranks.runtime import World, distributed, on_main, together
 from manyhands.training import storage
 from manyhands.training.report import write_report
-from manyhands.training.run import Run, TrainConfig
+from manyhands.training.run import Run
+from manyhands.training.settings import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.instruments.meters import Sampler
-from manyhands.ranks.runtime import (
-    STOP_SIGNALS,
-    BadInput,
-    StopSignals,
-    World,
-    together,
-)
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import STOP_SIGNALS, StopSignals, World, together
 from manyhands.ranks.streams import keep_output
 from manyhands.training import storage
 from manyhands.training.metrics import Metrics

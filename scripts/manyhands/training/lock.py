@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 NAME = ".lock"
 _held: dict[Path, BinaryIO] = {}  # to close one of these files is to unlock its folder

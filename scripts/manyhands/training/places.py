@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.ranks.failures import OneLine
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput, OneLine
 
 HOME = "MANYHANDS_HOME"
 WORK = "manyhands-work"

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from manyhands.instruments.meters import SAMPLE_EVERY_S
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 from manyhands.training.process import why_gone
 from manyhands.training.storage import FORMAT, read_json, read_lines
 

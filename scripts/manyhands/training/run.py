@@ -24,7 +24,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,65 +42,17 @@ from manyhands.instruments.meters import (
     machine,
     memory_bytes,
 )
-from manyhands.ranks.runtime import BadInput, World, on_main, stop_code, together, wait_for
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, on_main, stop_code, together, wait_for
 from manyhands.training import lock, storage
 from manyhands.training.life import Life
 from manyhands.training.metrics import Metrics
 from manyhands.training.random_state import get_rng, set_rng
+from manyhands.training.settings import TrainConfig, check_settings
 from manyhands.training.storage import unwrapped
 
 VALID_PAUSE_S = 2.0  # between two lines of the validation's progress
 Batches = Sequence[tuple[Tensor, ...]] | DataLoader
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Settings that every training script has."""
-
-    data: str = "embedded"
-    """What to train on: embedded, a known name such as wikitext-2, or a folder of text."""
-    splits: str = ""
-    """Which of a folder's files are for what, where their names do not say it: joined takes all as
-    one text, and train=PATTERN,valid=PATTERN,test=PATTERN names them."""
-    vocab: int = 0
-    """Tokens in the vocabulary; 0 takes the characters of the text."""
-    block: int = 64
-    """Length of a training sequence in tokens."""
-    layers: int = 4
-    """Size of the model: its layers, and with them its heads and its width."""
-    batch: int = 16
-    """Sequences in one step, over all ranks together."""
-    steps: int = 300
-    """Optimizer steps to take."""
-    learning_rate: float = 3e-3
-    """Highest learning rate, reached after a tenth of the steps."""
-    valid_tokens: int = 32_768
-    """Most tokens of the validation data, and of the test data, to compute a loss of; 0: all."""
-    seed: int = 1
-    """Start of every random number."""
-    device: str = "auto"
-    """Where to train: auto, cpu or cuda."""
-    out: str = ""
-    """Folder of the run; empty takes the next free one in runs/. An unfinished run goes on."""
-    save_every: int = 100
-    """Steps from one checkpoint, with its validation, to the next."""
-    other_data: bool = False
-    """Go on with a run although its data are no longer those that it was begun with."""
-
-
-def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """Learning rate of step 0, 1, ...: linear warm-up over a tenth, then a cosine down to 10%."""
-    warmup = max(1, config.steps // 10)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, config.steps - 1 - warmup)
-    return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Give every parameter group of the optimizer this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def save_once(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -145,7 +97,7 @@ class Run:
         Args:
             num_samples: sequences in the training data.
             checkpoints: makes what saves and loads, of a folder, the identity and the world; as
-                checkpoint.checkpoints.ShardedCheckpoints does. None where a framework saves.
+                training.checkpoints.ShardedCheckpoints does. None where a framework saves.
             flops_per_token: forward and backward, for the report's FLOP/s.
             floor: the lowest loss any model can reach, in nats per token, where it is known.
             data_sha256: of what is trained on. A run goes on with the same data only, unless
@@ -156,7 +108,7 @@ class Run:
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
         """
-        _check(config, num_shares or world.world_size, num_samples)
+        check_settings(config, num_shares or world.world_size, num_samples)
         self.config = config
         self.world = world
         self.step = 0
@@ -519,24 +471,3 @@ def _check_same(hashes: Sequence[str]) -> None:
             f"rank {others[0]} has read other data than rank 0, with SHA-256 {other}... and "
             f"{first}...: give every node the same files"
         )
-
-
-def _check(config: TrainConfig, num_shares: int, num_samples: int) -> None:
-    """Refuse settings that no run can have."""
-    for name in ("layers", "batch", "steps", "save_every"):
-        if getattr(config, name) < 1:
-            raise BadInput(f"{name} is {getattr(config, name)}: take at least 1")
-    if config.valid_tokens < 0:
-        raise BadInput(f"valid_tokens is {config.valid_tokens}: take 0 for all, or a number above")
-    if config.batch % num_shares:
-        raise BadInput(
-            f"batch {config.batch} cannot be shared evenly by {num_shares} ranks: take a "
-            f"multiple of {num_shares}"
-        )
-    if num_samples < config.batch:
-        raise BadInput(
-            f"batch {config.batch} but the training data holds only {num_samples} blocks of "
-            f"{config.block}: take a smaller --batch or --block, or more data"
-        )
-    if not (math.isfinite(config.learning_rate) and config.learning_rate > 0):
-        raise BadInput(f"learning_rate is {config.learning_rate}: take a number above 0")

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from manyhands.ranks.runtime import BadInput, first_line
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import first_line
 from manyhands.training import lock, places
 from manyhands.training.process import this_process
 

@@ -21,14 +21,8 @@ import torch
 
 from manyhands.data.corpus import fingerprint
 from manyhands.instruments.meters import Sampler, idle_words, job, machine
-from manyhands.ranks.runtime import (
-    BadInput,
-    StopSignals,
-    World,
-    on_main,
-    stop_code,
-    together,
-)
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import StopSignals, World, on_main, stop_code, together
 from manyhands.ranks.streams import keep_output
 from manyhands.training.storage import (
     FORMAT,

@@ -1,10 +1,12 @@
 """What every job of the language model begins with, and which of its settings cannot be."""
 
-from manyhands.checkpoint.checkpoints import ShardedCheckpoints
 from manyhands.data.corpus import Corpus
 from manyhands.models.transformer import flops_per_token
-from manyhands.ranks.runtime import BadInput, World
-from manyhands.training.run import Run, TrainConfig
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World
+from manyhands.training.checkpoints import ShardedCheckpoints
+from manyhands.training.run import Run
+from manyhands.training.settings import TrainConfig
 
 Shape = tuple[int, int, int]
 

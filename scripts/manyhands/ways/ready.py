@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.models.transformer import Transformer
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 
 @dataclass(frozen=True)

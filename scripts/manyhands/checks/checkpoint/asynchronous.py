@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 
 from manyhands.checkpoint import asynchronous as course
-from manyhands.checkpoint.sharded import load_sharded
-from manyhands.checkpoint.store import Store
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.spec import Spec
+from manyhands.saving.sharded import load_sharded
+from manyhands.saving.store import Store
 
 LOOKS = 10  # at a trainer that stays in save(), until it is believed to wait for its thread there
 LOOK_S = 0.05

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from unittest import mock
 
-from manyhands.checkpoint import store as course
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.spec import Spec
+from manyhands.saving import store as course
 
 OLD = b"the old file"
 SECOND = b"{}"

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Callable
 
-from manyhands.checkpoint import pieces
-from manyhands.checkpoint.pieces import Box
 from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import kind
+from manyhands.saving import pieces
+from manyhands.saving.pieces import Box
 
 
 def box(*sides: tuple[int, int]) -> Box:

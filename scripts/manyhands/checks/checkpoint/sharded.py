@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.checkpoint import sharded
-from manyhands.checkpoint.pieces import Box, Piece
 from manyhands.checks.checkpoint.boxes import box
 from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.values import kind
+from manyhands.saving import sharded
+from manyhands.saving.pieces import Box, Piece
 
 # ---- 11.4 ----------------------------------------------------------------------------------------
 

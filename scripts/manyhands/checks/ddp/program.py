@@ -23,11 +23,11 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.data.corpus import ShardedSampler
-from manyhands.ddp import program as whole
 from manyhands.ddp.wrapping import mean_over_ranks, torch_ddp
+from manyhands.programs import ddp as whole
 from manyhands.ranks.runtime import World
 from manyhands.training import run as training
-from manyhands.training.run import TrainConfig
+from manyhands.training.settings import TrainConfig
 
 PARTS = {
     "ShardedSampler": ShardedSampler,

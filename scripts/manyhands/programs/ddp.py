@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from manyhands.data.corpus import Corpus, ShardedSampler
 from manyhands.ddp.wrapping import mean_over_ranks, torch_ddp
 from manyhands.models.transformer import total_loss
-from manyhands.training.run import Run, learning_rate_at, save_once, set_learning_rate
+from manyhands.training.run import Run, save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
 
 
 def train(run: Run, model: nn.Module, data: Corpus) -> None:

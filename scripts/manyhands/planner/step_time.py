@@ -18,21 +18,17 @@ https://arxiv.org/abs/2104.04473; Williams et al. 2009, "Roofline" (memory traff
 from functools import lru_cache
 from typing import NamedTuple
 
-from manyhands.mesh.hardware import FLASH1, MEMORY_SHARE, Gpu
-from manyhands.mesh.plan_memory import (
+from manyhands.pipeline.bubble import bubble
+from manyhands.planner.hardware import FLASH1, MEMORY_SHARE, Gpu
+from manyhands.planner.memory import (
     Layout,
     Training,
     layers_per_stage,
     num_micro_batches,
     stage_sizes,
 )
-from manyhands.mesh.plan_messages import (
-    exposed_data_s,
-    pipeline_messages_s,
-    tensor_messages_s,
-)
-from manyhands.mesh.shape import ModelShape
-from manyhands.pipeline.bubble import bubble
+from manyhands.planner.messages import exposed_data_s, pipeline_messages_s, tensor_messages_s
+from manyhands.planner.shape import ModelShape
 
 UPDATE_BYTES = 32  # AdamW per parameter: gradient read twice, master and two moments read, written
 LOGIT_TRAFFIC = 30  # bytes per logit: written, cast, softmax; and the same again in backward

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from manyhands.checkpoint.agree import gather, rank_of, together
-from manyhands.checkpoint.index import INDEX, damage
-from manyhands.checkpoint.store import Store
-from manyhands.collectives.trees import Group
+from manyhands.saving.agree import Group, gather, rank_of, together
+from manyhands.saving.index import INDEX, damage
+from manyhands.saving.store import Store
 
 BROKEN = ".broken"
 

@@ -27,7 +27,7 @@ from manyhands.ranks.lab import run_ranks
 STEP_S = 0.005
 LIVES = 1000  # no run needs more
 FACTORS = (0.25, 1, 2, 4)  # intervals, in units of the one that is predicted to be best
-REMAKE = "python -c \"from manyhands.checkpoint.program import store; store('goodput.json')\""
+REMAKE = "python -c \"from manyhands.programs.killed import store; store('goodput.json')\""
 
 
 class Costs(NamedTuple):

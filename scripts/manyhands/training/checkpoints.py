@@ -14,22 +14,20 @@ import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.checkpoint import folder as checkpoints
-from manyhands.checkpoint.index import damage, read_index
-from manyhands.checkpoint.kept import optimizer_state, set_groups
-from manyhands.checkpoint.pieces import is_dtensor, model_state
-from manyhands.checkpoint.sharded import load_sharded, save_sharded
-from manyhands.checkpoint.store import Store
-from manyhands.fsdp.flat import Flat
-from manyhands.fsdp.model import ShardedModel
-from manyhands.ranks.runtime import BadInput, World, on_main
+from manyhands.ranks.failures import BadInput
+from manyhands.ranks.runtime import World, on_main
+from manyhands.saving import folder as checkpoints
+from manyhands.saving.index import damage, read_index
+from manyhands.saving.kept import optimizer_state, set_groups
+from manyhands.saving.pieces import ShardedVector, is_dtensor, model_state, vectors_of
+from manyhands.saving.sharded import load_sharded, save_sharded
+from manyhands.saving.store import Store
 from manyhands.training.random_state import get_rng
 from manyhands.training.storage import differences, read_lines, replace_file, unwrapped
 
@@ -52,7 +50,7 @@ class ShardedCheckpoints:
         self.world = world
         self.module: nn.Module | None = None
         self.optimizer: Optimizer | None = None
-        self.flats: list[Flat] = []
+        self.vectors: list[ShardedVector] = []
         self.own: Collection[str] = ()
         self.losses: dict[int, float] = {}  # on the validation data, by step; inf: not finite
 
@@ -64,11 +62,11 @@ class ShardedCheckpoints:
             sharded: "model", "optimizer" or both: of these each rank holds its own part. Where the
                 model does not show which part that is, the part belongs to the rank.
         """
-        self.flats = list(chain(*model.units)) if isinstance(model, ShardedModel) else []
-        has_boxes = bool(self.flats) or any(map(is_dtensor, model.parameters()))
+        self.vectors = vectors_of(model)
+        has_boxes = bool(self.vectors) or any(map(is_dtensor, model.parameters()))
         self.own = () if has_boxes else sharded
         # A reference to the wrapper would keep DDP alive beyond the process group.
-        self.module = model if self.flats else unwrapped(model)
+        self.module = model if self.vectors else unwrapped(model)
         self.optimizer = optimizer
 
     def save(self, step: int, epoch_rng: dict[str, Tensor]) -> None:
@@ -195,9 +193,9 @@ class ShardedCheckpoints:
 
     def _state(self, step: int, rng: dict, optimizer: Optimizer | None) -> dict:
         is_own = "model" in self.own
-        parts: dict[str, dict] = {"model": model_state(self.module, self.flats, is_own)}
+        parts: dict[str, dict] = {"model": model_state(self.module, self.vectors, is_own)}
         if optimizer is not None:
-            parts["optimizer"] = optimizer_state(optimizer, self.flats, "optimizer" in self.own)
+            parts["optimizer"] = optimizer_state(optimizer, self.vectors, "optimizer" in self.own)
         own = {name: part for name, part in parts.items() if name in self.own}
         shared = {name: part for name, part in parts.items() if name not in self.own}
         return {

@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from manyhands.memory.accounting import Recipe, block_activations, bytes_per_rank, recipe
-from manyhands.mesh.hardware import FRAGMENTATION, Gpu
-from manyhands.mesh.shape import ModelShape
 from manyhands.pipeline.bubble import in_flight
 from manyhands.pipeline.schedules import interleaved, one_f_one_b
+from manyhands.planner.hardware import FRAGMENTATION, Gpu
+from manyhands.planner.shape import ModelShape
 
 # Of a logit: in bfloat16, in float32, and its log-probability or gradient. A fused loss keeps the
 # logit in bfloat16, and computes its gradient from that.

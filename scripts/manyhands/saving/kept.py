@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.checkpoint.agree import first_line
-from manyhands.checkpoint.pieces import Piece, piece_of
-from manyhands.fsdp.flat import Flat
+from manyhands.saving.agree import first_line
+from manyhands.saving.pieces import Piece, ShardedVector, piece_of
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -115,7 +114,9 @@ def first_state(optimizer: Optimizer, param: Tensor) -> dict[str, object]:
     return dict(other.state[zeros])
 
 
-def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = (), is_own: bool = False) -> dict:
+def optimizer_state(
+    optimizer: Optimizer, vectors: Sequence[ShardedVector] = (), is_own: bool = False
+) -> dict:
     """What an optimizer keeps, by the number of its parameter, and its groups' settings.
 
     Nothing is changed by that. Where the state is the rank's own, its part of a DTensor counts as a
@@ -124,7 +125,7 @@ def optimizer_state(optimizer: Optimizer, flats: Sequence[Flat] = (), is_own: bo
     Raises:
         ValueError: it keeps something for no parameter of its own, which would be lost.
     """
-    cut = {flat.shard: flat for flat in flats}
+    cut = {vector.shard: vector for vector in vectors}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if set(optimizer.state) - set(params):
         kind = type(optimizer).__name__

@@ -13,8 +13,8 @@ Sources: lesson 04 (a ring's time), 10 (what FSDP sends), 13 (four all-reduces p
 from typing import NamedTuple
 
 from manyhands.collectives.alpha_beta import predicted_s
-from manyhands.mesh.hardware import LINK_SHARE, group_link
-from manyhands.mesh.plan_memory import Layout, Training, num_micro_batches, stage_sizes
+from manyhands.planner.hardware import LINK_SHARE, group_link
+from manyhands.planner.memory import Layout, Training, num_micro_batches, stage_sizes
 from manyhands.tensor.cost import Link, messages_s
 
 

@@ -14,12 +14,11 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-
-from manyhands.fsdp.flat import Flat
 
 
 class Box(NamedTuple):
@@ -75,18 +74,43 @@ def overlap(first: Box, second: Box) -> Box | None:
 # ---- what is held in parts, as pieces ------------------------------------------------------------
 
 
+@runtime_checkable
+class ShardedVector(Protocol):
+    """Parameters as one vector, of which each of N ranks owns an equal part; FSDP has such."""
+
+    whole: Tensor  # (padded P,), on all ranks; its memory may be given back
+    shard: nn.Parameter  # (padded P/N,), what this rank owns of it
+    padding: Tensor  # the zeros at its end
+    group: torch.distributed.ProcessGroup | None
+
+
+def vectors_of(model: nn.Module) -> list[ShardedVector]:
+    """The sharded vectors of a model that keeps its parameters so: its `units`, lists of them.
+
+    A module may have `units` of another kind: they count only if all are vectors whose shards are
+    its parameters.
+    """
+    units = getattr(model, "units", None)
+    if not isinstance(units, list) or not all(isinstance(unit, list) for unit in units):
+        return []
+    found = list(chain(*units))
+    own = set(model.parameters())
+    is_sharded = all(isinstance(one, ShardedVector) and one.shard in own for one in found)
+    return found if is_sharded else []
+
+
 def whole(tensor: Tensor) -> Piece:
     """A tensor that this rank holds all of."""
     return Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def of_flat(flat: Flat, part: Tensor) -> Piece:
-    """`part`, (padded P/N,), of this rank's shard of a Flat, or of what an optimizer keeps for it.
+def of_vector(vector: ShardedVector, part: Tensor) -> Piece:
+    """`part`, (padded P/N,), of this rank's shard, or of what an optimizer keeps for that.
 
     The padding at the end depends on the number of ranks, so it is no part of the state.
     """
-    numel = flat.whole.numel() - len(flat.padding)
-    offset = min(torch.distributed.get_rank(flat.group) * len(part), numel)
+    numel = vector.whole.numel() - len(vector.padding)
+    offset = min(torch.distributed.get_rank(vector.group) * len(part), numel)
     return Piece(part[: min(len(part), numel - offset)], (offset,), (numel,))
 
 
@@ -123,24 +147,24 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def model_state(
-    model: nn.Module, flats: Sequence[Flat] = (), is_own: bool = False
+    model: nn.Module, vectors: Sequence[ShardedVector] = (), is_own: bool = False
 ) -> dict[str, Piece]:
-    """The weights and buffers of a model by name, those in `flats` as this rank's parts.
+    """The weights and buffers of a model by name, those in `vectors` as this rank's parts.
 
     Where they are the rank's own, its part of a DTensor counts as a whole.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    cut = {flat.shard: flat for flat in flats}
+    cut = {vector.shard: vector for vector in vectors}
     return {
         name: piece_of(tensor.detach(), cut.get(params.get(name)), is_own)
         for name, tensor in model.state_dict().items()
     }
 
 
-def piece_of(tensor: Tensor, flat: Flat | None = None, is_own: bool = False) -> Piece:
-    """This rank's piece of a tensor: of a Flat's, of a DTensor, or of one that it holds whole."""
-    if flat is not None:
-        return of_flat(flat, tensor)
+def piece_of(tensor: Tensor, vector: ShardedVector | None = None, is_own: bool = False) -> Piece:
+    """This rank's piece of a tensor: of a vector's, of a DTensor, or of one that it holds whole."""
+    if vector is not None:
+        return of_vector(vector, tensor)
     if is_dtensor(tensor):
         return whole(tensor.to_local()) if is_own else of_dtensor(tensor)
     return whole(tensor)

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop
 from typing import NamedTuple
 
-from manyhands.mesh.events import (
+from manyhands.simulator.events import (
     Collective,
     Compute,
     Event,
@@ -36,7 +36,7 @@ from manyhands.mesh.events import (
     Wait,
     recorded_rank,
 )
-from manyhands.mesh.traffic import Flight, Machine, Span, Traffic
+from manyhands.simulator.traffic import Flight, Machine, Span, Traffic
 
 
 class Replay(NamedTuple):

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from manyhands.mesh.events import Collective, Compute, Event, Message, Wait
 from manyhands.ranks.rules import COLLECTIVES, MESSAGES, SIGNATURES, put_below
+from manyhands.simulator.events import Collective, Compute, Event, Message, Wait
 
 OPS = {
     "isend": "send",

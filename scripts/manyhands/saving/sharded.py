@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.agree import from_first, rank_of, to_first, together
-from manyhands.checkpoint.fits import agreed, check_kinds, check_names, check_whole
-from manyhands.checkpoint.index import (
+from manyhands.saving.agree import Group, from_first, rank_of, to_first, together
+from manyhands.saving.fits import agreed, check_kinds, check_names, check_whole
+from manyhands.saving.index import (
     FORMAT,
     INDEX,
     describe,
@@ -38,11 +38,10 @@ from manyhands.checkpoint.index import (
     read_index,
     sealed,
 )
-from manyhands.checkpoint.kept import aim
-from manyhands.checkpoint.names import flatten, kept_in, tensor_of, with_leaves
-from manyhands.checkpoint.pieces import Box, Piece, overlap
-from manyhands.checkpoint.store import Store
-from manyhands.collectives.trees import Group
+from manyhands.saving.kept import aim
+from manyhands.saving.names import flatten, kept_in, tensor_of, with_leaves
+from manyhands.saving.pieces import Box, Piece, overlap
+from manyhands.saving.store import Store
 
 OWN = "ranks/"  # names that begin so belong to one rank, as in {"ranks": {"3": ...}}
 

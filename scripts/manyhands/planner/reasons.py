@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from manyhands.mesh.hardware import CONTEXT_BYTES, GIB
-from manyhands.mesh.planner import COMMUNICATION, Plan
+from manyhands.planner.hardware import CONTEXT_BYTES, GIB
+from manyhands.planner.plans import COMMUNICATION, Plan
 
 MEMORY_SOURCES = {
     "weights": "2 bytes per parameter of the stage / tp; pp 1: / dp in ZeRO-3 (lesson 09)",

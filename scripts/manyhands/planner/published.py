@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from manyhands.mesh.hardware import GIB, GPUS, infiniband
-from manyhands.mesh.plan_memory import Layout, Training
-from manyhands.mesh.planner import Plan, price
-from manyhands.mesh.shape import ModelShape
+from manyhands.planner.hardware import GIB, GPUS, infiniband
+from manyhands.planner.memory import Layout, Training
+from manyhands.planner.plans import Plan, price
+from manyhands.planner.shape import ModelShape
 
 STORED = Path(__file__).with_name("stored_published.json")
 SOFTWARE = {

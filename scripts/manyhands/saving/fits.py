@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
-from manyhands.checkpoint.names import tensor_of
-from manyhands.checkpoint.pieces import Box, Piece
+from manyhands.saving.names import tensor_of
+from manyhands.saving.pieces import Box, Piece
 
 # What DDP and torch.compile put before names.
 WRAPPER = re.compile(r"(?<![^./])(module|_orig_mod)\.")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.store import Store
+from manyhands.saving.store import Store
 
 FORMAT = "manyhands checkpoint 1"
 INDEX = "index.json"

@@ -18,7 +18,7 @@ from heapq import heappush
 from typing import NamedTuple
 
 from manyhands.collectives.alpha_beta import predicted_s
-from manyhands.mesh.events import Collective, Message, groups_along
+from manyhands.simulator.events import Collective, Message, groups_along
 from manyhands.tensor.cost import Link
 
 Span = tuple[int, str, float, float]  # rank, role, start_s, stop_s: as in the time lines

@@ -13,9 +13,9 @@ Price: about 50 microseconds per layout.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manyhands.mesh.hardware import CONTEXT_BYTES, GIB, POWER_USAGE
-from manyhands.mesh.plan_memory import Layout, Training, memory_of, num_micro_batches
-from manyhands.mesh.plan_time import time_of
+from manyhands.planner.hardware import CONTEXT_BYTES, GIB, POWER_USAGE
+from manyhands.planner.memory import Layout, Training, memory_of, num_micro_batches
+from manyhands.planner.step_time import time_of
 
 RECOMPUTES = ("none", "selective", "full")
 COMMUNICATION = ("tensor messages", "pipeline messages", "data messages")

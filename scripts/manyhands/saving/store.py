@@ -24,7 +24,7 @@ from typing import IO
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from manyhands.checkpoint import remote
+from manyhands.saving import remote
 
 PARTIAL = ".partial"
 PROBE = ".writable"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.kept import PLAIN, Kept
-from manyhands.checkpoint.pieces import Parts, Piece, piece_of
+from manyhands.saving.kept import PLAIN, Kept
+from manyhands.saving.pieces import Parts, Piece, piece_of
 
 Visit = Callable[[tuple, object], object]
 AT = " @ "  # in a key, between the name of a tensor and the offset of one of several pieces

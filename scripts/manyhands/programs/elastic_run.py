@@ -33,7 +33,7 @@ from manyhands.training.storage import read_lines
 
 PROGRAM = Path(__file__).resolve().parents[2] / "train_checkpoint.py"
 SETTINGS = {"block": 64, "layers": 2, "batch": 12, "save_every": 20, "valid_tokens": 4096}
-REMAKE = "python -c \"from manyhands.checkpoint.elastic_run import store; store('PATH')\""
+REMAKE = "python -c \"from manyhands.programs.elastic_run import store; store('PATH')\""
 
 
 class Node:

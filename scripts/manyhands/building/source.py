@@ -9,7 +9,7 @@ import jupytext
 from jupytext.config import JupytextConfiguration
 from nbformat import NotebookNode
 
-from manyhands.ranks.runtime import BadInput
+from manyhands.ranks.failures import BadInput
 
 PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]*)\)")  # what it shows, and its file
 HEADINGS = set("exercise todo minutes difficulty points show check answer tags jupyter".split())

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.jobs.source import PICTURE, Lesson
-from manyhands.ranks.runtime import BadInput
+from manyhands.building.source import PICTURE, Lesson
+from manyhands.ranks.failures import BadInput
 
 WORDS_PER_MINUTE = 150
 MINUTES_PER_CELL = 1  # to read code that is given, predict what it prints, and look at the result

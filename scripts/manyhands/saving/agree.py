@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from manyhands.collectives.trees import Group
+Group = dist.ProcessGroup | None  # None means all ranks
 
 
 def first_line(problem: Exception) -> str:

@@ -1,0 +1,1 @@
+"""Building: a lesson's source read, its notebook run, and its minutes counted."""

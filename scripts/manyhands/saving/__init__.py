@@ -1,0 +1,1 @@
+"""Saving: the state of a run in pieces on any store; needs torch and fsspec, and nothing else."""

@@ -144,7 +144,8 @@ def test_a_table_of_mistakes_is_read_as_its_grammar_says():
         b => c\n  d :: A sentence that
             goes on.
         instead both :: ! It ends. |
-        after lambda v: v + 1 :: The last.
+        after lambda v: v + 1
+        fits lambda found, case: found > 1 :: The last.
         """,
         names,
     )
@@ -152,7 +153,7 @@ def test_a_table_of_mistakes_is_read_as_its_grammar_says():
     assert two.change.patches == (("a", ""), ("b", "c\n  d"))
     assert (two.why, two.hint) == ("A sentence that goes on.", "Look.")
     assert three.ends and three.change.make(None) is mean and not three.hint
-    assert four.change.make(lambda: 1)() == 2
+    assert four.change.make(lambda: 1)() == 2 and four.fits(2, None) and not two.fits
     text = "not part of group :: It is no member. | {HINT}"
     assert tables.reasons(text, names) == {"not part of group": ("It is no member.", "Look.")}
 

@@ -26,9 +26,7 @@ from manyhands.checks.collectives.calls import (
     tell_tensor,
 )
 from manyhands.checks.collectives.tape import Tape
-from manyhands.checks.engine.mistakes import Mistake, instead
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.tables import mistakes
 from manyhands.collectives import ring, trees
 
 # ---- what all right rings share -------------------------------------------------------------
@@ -331,7 +329,7 @@ def whole_tensors(sum_so_far: bool, num_rounds: int):
                 carried = arrived
             vector.copy_(total / n if op == "avg" else total)
 
-    return instead(all_reduce_ring)
+    return all_reduce_ring
 
 
 def in_float64(truth):
@@ -369,46 +367,32 @@ all_reduce_ring = Spec(
         "with flat(tensor) as vector: chunks = vector.tensor_split(n); reduce_scatter_ring(chunks, "
         "op, group); all_gather_ring(chunks, group)",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-                {GATHER} => ... ::
-                    This is a reduce-scatter: the finished chunks have not gone round. | {FIRST}
-                {SCATTER} => reduce_scatter_ring(chunks[1:] + chunks[:1], op, group) ::
-                    Chunks that are not finished go round. | The all-gather starts with the chunk
-                    that the reduce-scatter has finished.
-                {SCATTER}\n        {GATHER} => {GATHER}\n        {SCATTER} :: The all-gather comes
-                    first, and then the ranks add up what is the same on all. | {FIRST}
-                vector.tensor_split => vector.chunk ::
-                    ! chunk(n) may give fewer than n chunks. | vector.tensor_split(n) makes exactly
-                    n chunks, also where n does not divide the length.
-                vector.tensor_split => vector.split ::
-                    ! split(n) makes pieces of n elements, not n pieces.
-                {WITH} => vector = tensor.view(-1)\n    if True: :: ! {COLUMN} | {FLAT}
-                {WITH} => vector = tensor.flatten()\n    if True: :: {IN_A_COPY}
-                {GATHER} => {GATHER}\n        vector /= len(chunks) if op == "avg" else 1 ::
-                    The average is divided twice. | reduce_scatter_ring has divided already.
-                {SCATTER} => reduce_scatter_ring(chunks, group=group) ::
-                    `op` is not passed on, so everything is added. | {SCATTER}
-                {SCATTER} => reduce_scatter_ring(chunks, "avg" if op == "avg" else "sum", group) ::
-                    "min" and "max" add.
-                instead trees.all_reduce_naive ::
-                    All ranks send to rank 0, and it sends back. | {NEXT}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(whole_tensors(False, 1), "Whole tensors go round the ring.", CHUNKS),
-        Mistake(whole_tensors(False, 2), "Whole tensors go round the ring, and twice.", CHUNKS),
-        Mistake(
-            whole_tensors(True, 1),
-            "Every rank sends the sum so far, so parts of it are added more than once.",
-            "Pass on what came last, or a chunk of the sum that only this rank completes.",
-        ),
-        *mistakes(
-            """
-                around in_float64 :: Everything is sent in float64. | Send the type of `tensor`.
-            """,
-            vars(calls) | globals(),
-        ),
-    ],
+    mistakes=r"""
+        {GATHER} => ... ::
+            This is a reduce-scatter: the finished chunks have not gone round. | {FIRST}
+        {SCATTER} => reduce_scatter_ring(chunks[1:] + chunks[:1], op, group) ::
+            Chunks that are not finished go round. | The all-gather starts with the chunk that the
+            reduce-scatter has finished.
+        {SCATTER}\n        {GATHER} => {GATHER}\n        {SCATTER} ::
+            The all-gather comes first, and then the ranks add up what is the same on all. | {FIRST}
+        vector.tensor_split => vector.chunk :: ! chunk(n) may give fewer than n chunks. |
+            vector.tensor_split(n) makes exactly n chunks, also where n does not divide the length.
+        vector.tensor_split => vector.split :: ! split(n) makes pieces of n elements, not n pieces.
+        {WITH} => vector = tensor.view(-1)\n    if True: :: ! {COLUMN} | {FLAT}
+        {WITH} => vector = tensor.flatten()\n    if True: :: {IN_A_COPY}
+        {GATHER} => {GATHER}\n        vector /= len(chunks) if op == "avg" else 1 ::
+            The average is divided twice. | reduce_scatter_ring has divided already.
+        {SCATTER} => reduce_scatter_ring(chunks, group=group) ::
+            `op` is not passed on, so everything is added. | {SCATTER}
+        {SCATTER} => reduce_scatter_ring(chunks, "avg" if op == "avg" else "sum", group) ::
+            "min" and "max" add.
+        instead trees.all_reduce_naive :: All ranks send to rank 0, and it sends back. | {NEXT}
+        instead whole_tensors(False, 1) :: Whole tensors go round the ring. | {CHUNKS}
+        instead whole_tensors(False, 2) :: Whole tensors go round the ring, and twice.
+        instead whole_tensors(True, 1) ::
+            Every rank sends the sum so far, so parts of it are added more than once. | Pass on what
+            came last, or a chunk of the sum that only this rank completes.
+        around in_float64 :: Everything is sent in float64. | Send the type of `tensor`.
+    """,
+    module=vars(calls) | globals(),
 )

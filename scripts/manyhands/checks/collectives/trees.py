@@ -11,7 +11,6 @@ from manyhands.checks.collectives.calls import (
     BESIDE,
     FACTS,
     FACTS_TABLE,
-    FLAT,
     OF_FIVE,
     OF_FOUR,
     ON_SAME_LIST,
@@ -32,9 +31,7 @@ from manyhands.checks.collectives.calls import (
     tensor_seen,
 )
 from manyhands.checks.collectives.tape import Tape
-from manyhands.checks.engine.mistakes import Mistake, instead
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.tables import mistakes
 from manyhands.collectives import ring, trees
 
 # ---- 4.2 ------------------------------------------------------------------------------------
@@ -52,9 +49,7 @@ def chain(tensor, root=0, group=None):
             dist.send(vector, group=group, group_dst=(rank + 1) % n)
 
 
-CHAIN = Mistake(
-    instead(chain), "This is a chain: every rank passes the tensor on to the next one.", FLAT
-)
+CHAIN = "This is a chain: every rank passes the tensor on to the next one."
 
 ROOT_SENDS = "The root itself sends to each of the other ranks, and they only receive."
 broadcast_naive = Spec(
@@ -75,28 +70,18 @@ broadcast_naive = Spec(
         "The root: dist.send(vector, group=group, group_dst=other) for every other rank of "
         "range(n). The others: dist.recv(vector, group=group, group_src=root).",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-                {WITH} => root = 0\n    {WITH} :: {ROOT_0}
-                {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
-                {WITH} => {BARE} :: ! {COLUMN}
-                vector, group=group, group_dst => vector.double(), group=group, group_dst ::
-                    ! The root sends another type than the tensor has. | Send `vector` itself.
-                if other != root => if other > root ::
-                    ! The ranks before the root are left out. | {ROOT_SENDS}
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(CHAIN.change, CHAIN.why, ROOT_SENDS),
-        *mistakes(
-            """
-                instead trees.broadcast_tree ::
-                    This is the tree of the next exercise. | {ROOT_SENDS}
-            """,
-            vars(calls) | globals(),
-        ),
-    ],
+    mistakes=r"""
+        {WITH} => root = 0\n    {WITH} :: {ROOT_0}
+        {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
+        {WITH} => {BARE} :: ! {COLUMN}
+        vector, group=group, group_dst => vector.double(), group=group, group_dst ::
+            ! The root sends another type than the tensor has. | Send `vector` itself.
+        if other != root => if other > root ::
+            ! The ranks before the root are left out. | {ROOT_SENDS}
+        instead chain :: {CHAIN}
+        instead trees.broadcast_tree :: This is the tree of the next exercise.
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.3 ------------------------------------------------------------------------------------
@@ -150,35 +135,25 @@ broadcast_tree = Spec(
         "While step < n: if place < step, send, but only where place + step < n; else if "
         "place < 2 * step, receive. Then double step.",
     ),
-    mistakes=[
-        *mistakes(
-            r"""
-                {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
-                {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
-                while step < n => while 2 * step <= n :: The last round is missing: on 5 ranks there
-                    are three. | The steps are 1, 2, 4, ..., as long as they are smaller than n.
-                and place + step < n => :: ! A rank sends to a place that does not exist. | Send
-                    only where place + step < n.
-                (rank + step) % n => (place + step) % n
-                (rank - step) % n => (place - step) % n ::
-                    ! A place is taken for a rank. | Place p is rank (p + root) % n.
-            """,
-            vars(calls) | globals(),
-        ),
-        Mistake(CHAIN.change, CHAIN.why, DOUBLE),
-        *mistakes(
-            """
-                instead trees.broadcast_naive ::
-                    The root sends to every other rank itself. | {DOUBLE}
-                instead small_branches_first :: A rank that has many others behind it gets the
-                    tensor late, so it takes more rounds. | First send to the place that is farthest
-                    away: it has the most others behind it.
-                instead heap :: Place p gets the tensor from place (p - 1) // 2, so a rank is idle
-                    after two sends. | {DOUBLE}
-            """,
-            vars(calls) | globals(),
-        ),
-    ],
+    mistakes=r"""
+        {WITH} => root = 0; place = rank\n    {WITH} :: {ROOT_0}
+        {WITH} => {COPY} :: {IN_A_COPY} | {FLAT}
+        while step < n => while 2 * step <= n :: The last round is missing: on 5 ranks there are
+            three. | The steps are 1, 2, 4, ..., as long as they are smaller than n.
+        and place + step < n => ::
+            ! A rank sends to a place that does not exist. | Send only where place + step < n.
+        (rank + step) % n => (place + step) % n
+        (rank - step) % n => (place - step) % n ::
+            ! A place is taken for a rank. | Place p is rank (p + root) % n.
+        instead chain :: {CHAIN} | {DOUBLE}
+        instead trees.broadcast_naive :: The root sends to every other rank itself.
+        instead small_branches_first ::
+            A rank that has many others behind it gets the tensor late, so it takes more rounds. |
+            First send to the place that is farthest away: it has the most others behind it.
+        instead heap :: Place p gets the tensor from place (p - 1) // 2, so a rank is idle after two
+            sends. | {DOUBLE}
+    """,
+    module=vars(calls) | globals(),
 )
 
 # ---- 4.4 ------------------------------------------------------------------------------------

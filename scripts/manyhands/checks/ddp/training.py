@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Place, Spec
-from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import malformed
 from manyhands.ddp import wrapping
 from manyhands.instruments.ledger import Ledger, calls
@@ -232,54 +230,31 @@ mean_over_ranks = Spec(
         "The mean is the sum of all sums divided by the sum of all counts. Return it as a float "
         "on every rank.",
     ),
-    mistakes=[
-        Mistake(
-            patch("both = ", "total = total / max(count, 1); count = 1; both = "),
-            "This is the mean of the ranks' means, which weighs a rank with few items like one "
-            "with many.",
-            "Add up sums and counts, and divide once.",
-            fits=is_near("mean of means"),
-        ),
-        Mistake(
-            patch(REDUCE, "pass"),
-            "This is the rank's own mean.",
-            "Call all_reduce before you divide.",
-            fits=is_near("own mean"),
-        ),
-        Mistake(
-            patch(REDUCE, "dist.all_reduce(both[0], group=group)"),
-            "This is the sum of all ranks, divided by the rank's own count.",
-            BOTH,
-            fits=is_near("sum by own count"),
-        ),
-        Mistake(
-            patch(MEAN, "both[0].item()"),
-            "This is the sum of all items, not their mean.",
-            DIVIDE,
-            fits=is_near("sum"),
-        ),
-        Mistake(
-            patch(MEAN, "(both[0] / dist.get_world_size(group)).item()"),
-            "The sum is divided by the number of ranks.",
-            DIVIDE,
-            fits=is_near("sum by ranks"),
-        ),
-        *mistakes(
-            """
-                {MEAN} => float(int(both[0]) / both[1]) ::
-                    The sum is cut to a whole number. | Keep it a float.
-                {DOUBLE} => torch.stack([total.float(), torch.full_like(total, count,
-                    dtype=torch.float32)]) ::
-                    The sums are added up in float32, which holds 7 digits. | {BOTH}
-                {DOUBLE} => torch.stack([total, torch.full_like(total, count)])
-                {MEAN} => (both[0].double() / both[1].double()).item() ::
-                    The sums are added up in the type of `total`, which may hold few digits.
-                {DOUBLE} => [total, torch.tensor(float(count))]
-                {REDUCE} => [dist.all_reduce(part, group=group) for part in both] ::
-                    `total` itself is overwritten, so a second call would add up sums. | all_reduce
-                    works in place: give it a tensor of your own.
-            """,
-            globals(),
-        ),
-    ],
+    mistakes="""
+        both =  => total = total / max(count, 1); count = 1; both =
+        fits is_near('mean of means') :: This is the mean of the ranks' means, which weighs a rank
+            with few items like one with many. | Add up sums and counts, and divide once.
+        {REDUCE} => pass
+        fits is_near('own mean') ::
+            This is the rank's own mean. | Call all_reduce before you divide.
+        {REDUCE} => dist.all_reduce(both[0], group=group)
+        fits is_near('sum by own count') ::
+            This is the sum of all ranks, divided by the rank's own count. | {BOTH}
+        {MEAN} => both[0].item()
+        fits is_near('sum') :: This is the sum of all items, not their mean. | {DIVIDE}
+        {MEAN} => (both[0] / dist.get_world_size(group)).item()
+        fits is_near('sum by ranks') :: The sum is divided by the number of ranks.
+        {MEAN} => float(int(both[0]) / both[1]) ::
+            The sum is cut to a whole number. | Keep it a float.
+        {DOUBLE} => torch.stack([total.float(), torch.full_like(total, count, dtype=torch.float32)])
+            :: The sums are added up in float32, which holds 7 digits. | {BOTH}
+        {DOUBLE} => torch.stack([total, torch.full_like(total, count)])
+        {MEAN} => (both[0].double() / both[1].double()).item() ::
+            The sums are added up in the type of `total`, which may hold few digits.
+        {DOUBLE} => [total, torch.tensor(float(count))]
+        {REDUCE} => [dist.all_reduce(part, group=group) for part in both] ::
+            `total` itself is overwritten, so a second call would add up sums. | all_reduce works in
+            place: give it a tensor of your own.
+    """,
+    module=globals(),
 )

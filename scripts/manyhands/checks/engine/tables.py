@@ -15,6 +15,7 @@ The grammar is the same for both, and everything else is refused:
               instead answer               another function, of an expression
               around wrap                  wrap(truth)
               after change                 change(the truth's value)
+              fits test                    no change, but the test that Mistake.fits is
 
 `:: ! sentence` marks a mistake that ends the ranks (see Mistake). {NAME} stands for a text of the
 names that are given, \n in a change for a new line.
@@ -38,9 +39,11 @@ def mistakes(table: str, names: Names) -> list[Mistake]:
     """
     found = []
     for lines, why, hint in _entries(table, names):
-        change = sum((_change(line, names) for line in lines), Change())
+        fits = [eval(line[5:], names) for line in lines if line.startswith("fits ")]
+        changes = [_change(line, names) for line in lines if not line.startswith("fits ")]
+        change = sum(changes, Change())
         ends = why.startswith("! ")
-        found.append(Mistake(change, why.removeprefix("! "), hint, ends=ends))
+        found.append(Mistake(change, why.removeprefix("! "), hint, *fits, ends=ends))
     return found
 
 

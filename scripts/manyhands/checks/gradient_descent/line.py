@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from manyhands.checks.engine import cases
-from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Call, Spec
-from manyhands.checks.engine.tables import mistakes
 from manyhands.checks.engine.values import Malformed, malformed, number, same, show, tensor
 from manyhands.gradient_descent import descent
 
@@ -114,41 +112,33 @@ largest_rate = Spec(
         "It diverges where rate * h > 2, so the largest learning rate is 2 divided by the "
         "largest eigenvalue. .item() makes a float of it.",
     ),
-    mistakes=[
-        Mistake(
-            patch("max()", "min().clamp(min=1e-12)"),
-            "This is 2 divided by the smallest eigenvalue.",
-            "The steepest direction, with the largest eigenvalue, diverges first.",
-            fits=is_of_the_smallest,
-        ),
-        *mistakes(
-            """
-                return 2 / => return 1 / :: This is 1 divided by the largest eigenvalue, at which
-                    one step reaches the bottom. | The descent diverges above 2 / h.
-                hessian = 2 * => hessian = :: The Hessian is taken without its factor 2. | H is 2 *
-                    [[...]], as in the docstring.
-                return 2 / => return ::
-                    This is the largest eigenvalue itself. | The learning rate is 2 divided by it.
-                {LARGEST} => torch.trace(hessian) ::
-                    This is 2 divided by the sum of both eigenvalues. | Take the largest of the two.
-                {LARGEST} => hessian.norm() :: This is 2 divided by the root of the sum of the
-                    squares of H. | Take the largest eigenvalue: torch.linalg.eigvalsh(H).max().
-                [[mean_square, mean], [mean, 1.0]] => [[mean_square, 0.0], [0.0, 1.0]] ::
-                    mean(x), which stands beside the diagonal of H, is left out. | Use all of H.
-                return 2 / {LARGEST} => return 1 / mean_square + 0 * hessian.max() ::
-                    This is the limit for w alone, and b is a parameter as well.
-                x.square().mean() => x.mean().square() ::
-                    The square of mean(x) stands in the place of mean(x^2). | Square first.
-                x.square().mean() => x.var(correction=0) ::
-                    The variance of x stands in the place of mean(x^2). | Use x.square().mean().
-                x.mean().item(), x.square().mean().item() => x.sum().item(), x.square().sum().item()
-                1.0]] => len(x)]] ::
-                    These are sums over the samples. | The loss is a mean, so H holds means.
-                x.mean().item(), x.square().mean().item() => x.sum().item(), x.square().sum().item()
-                    :: These are sums over the samples beside the number 1. | H holds means.
-            """,
-            globals(),
-        ),
-    ],
+    mistakes="""
+        max() => min().clamp(min=1e-12)
+        fits is_of_the_smallest :: This is 2 divided by the smallest eigenvalue. | The steepest
+            direction, with the largest eigenvalue, diverges first.
+        return 2 / => return 1 / :: This is 1 divided by the largest eigenvalue, at which one step
+            reaches the bottom. | The descent diverges above 2 / h.
+        hessian = 2 * => hessian = ::
+            The Hessian is taken without its factor 2. | H is 2 * [[...]], as in the docstring.
+        return 2 / => return ::
+            This is the largest eigenvalue itself. | The learning rate is 2 divided by it.
+        {LARGEST} => torch.trace(hessian) ::
+            This is 2 divided by the sum of both eigenvalues. | Take the largest of the two.
+        {LARGEST} => hessian.norm() :: This is 2 divided by the root of the sum of the squares of H.
+            | Take the largest eigenvalue: torch.linalg.eigvalsh(H).max().
+        [[mean_square, mean], [mean, 1.0]] => [[mean_square, 0.0], [0.0, 1.0]] ::
+            mean(x), which stands beside the diagonal of H, is left out. | Use all of H.
+        return 2 / {LARGEST} => return 1 / mean_square + 0 * hessian.max() ::
+            This is the limit for w alone, and b is a parameter as well.
+        x.square().mean() => x.mean().square() ::
+            The square of mean(x) stands in the place of mean(x^2). | Square first.
+        x.square().mean() => x.var(correction=0) ::
+            The variance of x stands in the place of mean(x^2). | Use x.square().mean().
+        x.mean().item(), x.square().mean().item() => x.sum().item(), x.square().sum().item()
+        1.0]] => len(x)]] ::
+            These are sums over the samples. | The loss is a mean, so H holds means.
+        x.mean().item(), x.square().mean().item() => x.sum().item(), x.square().sum().item() ::
+            These are sums over the samples beside the number 1. | H holds means.
+    """,
     module=globals(),
 )

@@ -256,16 +256,20 @@ def keep_outputs(notebook: NotebookNode, old: NotebookNode) -> bool:
 
 def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
     """Run the solution in solutions/ with this clone's library, and check what it printed."""
-    name = f"solutions/{lesson.path.name}"
-    print(f"running: {name}", flush=True)
+    print(f"running: solutions/{lesson.path.name}", flush=True)
     metadata = dict(notebook.metadata)
+    begun = [0]  # numbers of the cells that began, the last one at the end
+
+    def begin(cell: NotebookNode, cell_index: int) -> None:
+        begun.append(cell_index)
+
     with tempfile.TemporaryDirectory() as elsewhere:
         environment = kernel_environment(lesson.root, elsewhere)
         try:
-            run_cells(notebook, lesson.path.parent, environment, timeout_s)
+            run_cells(notebook, lesson.path.parent, environment, timeout_s, begin)
         except (CellControlSignal, DeadKernelError) as error:
             print(error, file=sys.stderr)
-            raise BadInput(f"{name}: a cell failed, see above; nothing was written") from None
+            raise lesson.fault(begun[-1], "a cell failed, see above; nothing was written") from None
     notebook.metadata = NotebookNode(metadata)
     for output in [output for cell in code_cells(notebook) for output in cell.outputs]:
         output.get("data", {}).pop(WIDGET, None)  # a stored control shows an error: no kernel
@@ -274,14 +278,14 @@ def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
 
 def check_outputs(notebook: NotebookNode, lesson: Lesson) -> None:
     """Refuse outputs that name a path of this machine, or that are too large to read on the web."""
-    for cell in notebook.cells:
+    for index, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             shown = {key: value for key, value in output.items() if key != "data"}
             shown |= {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
             if found := MACHINE_PATH.search(str(shown)):
-                raise BadInput(f"{cell.id}: its output holds a path of this machine ({found[0]}..)")
+                raise lesson.fault(index, f"its output holds a path of this machine ({found[0]}..)")
             if str(lesson.root.resolve()) in str(shown):
-                raise BadInput(f"{cell.id}: its output holds the path of this clone")
+                raise lesson.fault(index, "its output holds the path of this clone")
     if (num_bytes := len(nbformat.writes(notebook))) > MAX_NOTEBOOK_BYTES:
         raise BadInput(
             f"solutions/{lesson.path.stem}.ipynb has {num_bytes:,} bytes, over "

@@ -343,6 +343,20 @@ FAULTY = {
 }
 
 
+EXERCISE = 'exercise="double"'
+# Of a fault whose new text does not stand in the cell that is named: what does.
+BESIDE = {"no check": EXERCISE, "missing import": EXERCISE, "missing default": EXERCISE}
+BESIDE["no alt text"] = "figures/sum.svg"
+BESIDE |= {"twice": 'exercise="Counter.add"'}
+
+
+def line_of(name: str, text: str) -> int:
+    """The line at which the faulty cell of a source begins; 1 for a fault of the header."""
+    above = text[: text.index(BESIDE.get(name, FAULTY[name][1])) + 1].splitlines()
+    heads = [number for number, line in enumerate(above, 1) if line.startswith("#")]
+    return max((one for one in heads if text.splitlines()[one - 1].startswith("# %%")), default=1)
+
+
 @pytest.mark.parametrize("name", FAULTY)
 def test_a_faulty_source_is_refused_in_one_line(root: Path, name: str) -> None:
     old, new, message = FAULTY[name]
@@ -355,7 +369,11 @@ def test_a_faulty_source_is_refused_in_one_line(root: Path, name: str) -> None:
     before = snapshot(root)
     with pytest.raises(BadInput, match=re.escape(message)) as refused:
         main(Config(root=root))
-    assert str(refused.value).startswith("solutions/06_sums.py") and "\n" not in str(refused.value)
+    said = str(refused.value)
+    assert (
+        re.match(rf"solutions/06_sums\.py:{line_of(name, source.read_text())}: ", said)
+        and "\n" not in said
+    ), said
     assert snapshot(root) == before
 
 

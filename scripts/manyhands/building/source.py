@@ -23,6 +23,7 @@ class Lesson:
     root: Path
     meta: dict[str, Any]
     cells: list[NotebookNode]
+    lines: list[int]  # of each cell, the line in the source at which it begins
     points: dict[str, int] = field(default_factory=dict)  # todo number -> points
 
     @property
@@ -35,8 +36,14 @@ class Lesson:
         return self.root / folder / f"{self.path.stem}.ipynb"
 
     def fault(self, index: int, message: str) -> BadInput:
-        """An error that says where in the source it is."""
-        return BadInput(f"solutions/{self.path.name}, cell {index}: {message}")
+        """An error of a cell, with the file and the line at which the cell begins."""
+        return BadInput(f"solutions/{self.path.name}:{self.lines[index]}: {message}")
+
+
+def first_lines(text: str, num_cells: int) -> list[int]:
+    """The line at which each of a source's cells begins; what stands above all headings is one."""
+    marked = [number for number, line in enumerate(text.splitlines(), 1) if line.startswith("# %%")]
+    return [1] * (num_cells - len(marked)) + marked
 
 
 def read_lesson(path: Path, root: Path) -> Lesson:
@@ -46,22 +53,32 @@ def read_lesson(path: Path, root: Path) -> Lesson:
     meta = parsed.metadata.get("jupytext", {}).get("root_level_metadata", {}).get("manyhands", {})
     if missing := {"title", "goal"} - set(meta):
         raise BadInput(
-            f"solutions/{path.name}: the header lacks {', '.join(sorted(missing))}; it opens with "
-            "a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
+            f"solutions/{path.name}:1: the header lacks {', '.join(sorted(missing))}; it opens "
+            "with a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
         )
     if "job" in meta:
         check_job(path, meta["job"])
-    lesson = Lesson(path, root, dict(meta), [cell for cell in parsed.cells if cell.source.strip()])
+    begins = first_lines(path.read_text(), len(parsed.cells))
+    placed = [pair for pair in zip(parsed.cells, begins, strict=True) if pair[0].source.strip()]
+    cells, lines = map(list, zip(*placed, strict=True)) if placed else ([], [])
+    lesson = Lesson(path, root, dict(meta), cells, lines)
     for index, cell in enumerate(lesson.cells):
         cell.metadata.pop("lines_to_next_cell", None)  # jupytext's note on the source's spacing
         check_heading(lesson, index, dict(cell.metadata))
-    numbers = [cell.metadata.get("check") for cell in lesson.cells if "check" in cell.metadata]
-    if sorted(numbers) != sorted(lesson.points):
-        raise BadInput(
-            f"solutions/{path.name}: exercises {sorted(lesson.points)} and checks "
-            f"{sorted(numbers)} differ; each exercise has one check"
-        )
+    check_pairs(lesson)
     return lesson
+
+
+def check_pairs(lesson: Lesson) -> None:
+    """Refuse an exercise without a check, a check without an exercise, and a second check."""
+    headings = [cell.metadata for cell in lesson.cells]
+    checks = [heading.get("check") for heading in headings]
+    for index, heading in enumerate(headings):
+        number = checks[index] or heading.get("todo")
+        if number and (number not in lesson.points or checks.count(number) != 1):
+            found = f"{checks.count(number)} checks of {number}"
+            known = "" if number in lesson.points else " and no such exercise"
+            raise lesson.fault(index, f"there are {found}{known}: each exercise has one check")
 
 
 def check_job(path: Path, job: object) -> None:
@@ -73,7 +90,7 @@ def check_job(path: Path, job: object) -> None:
         case {"flags": str(), **rest} if not rest:
             return
     raise BadInput(
-        f"solutions/{path.name}: the header's job is {job!r}; write it as "
+        f"solutions/{path.name}:1: the header's job is {job!r}; write it as "
         'job: {flags: "--steps 60", loss: [2.1, 2.9]}, where loss can go'
     )
 

@@ -7,7 +7,7 @@
 solutions/NN_word.py is plain Python in jupytext's percent format, and it opens with a header:
 
     # ---
-    # manyhands: {title: ..., goal: ..., needs: [collectives], job: {flags: ...}}
+    # manyhands: {title: ..., goal: ..., job: {flags: ...}}
     # ---
 
 A lesson with a job file has a `job`: {flags: "--steps 60", loss: [2.1, 2.9]}, the flags with which
@@ -78,9 +78,6 @@ class Config:
     """The folder that holds solutions/, notebooks/, scripts/ and the pages."""
     timeout_s: int = 300
     """The longest that one cell may run, in seconds."""
-
-
-# ---------------------------------------------------------------- reading a source
 
 
 # ---------------------------------------------------------------- building a notebook

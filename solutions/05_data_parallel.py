@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Data parallelism, goal: "Build data parallelism by hand, from replicas that stay equal to buckets that travel during backward, equal to one process, and count the bytes on every link", needs: [collectives], job: {flags: "--steps 100 --layers 2 --block 32 --batch 32", loss: [1.43, 1.68]}}
+# manyhands: {title: Data parallelism, goal: "Build data parallelism by hand, from replicas that stay equal to buckets that travel during backward, equal to one process, and count the bytes on every link", job: {flags: "--steps 100 --layers 2 --block 32 --batch 32", loss: [1.43, 1.68]}}
 # ---
 
 # %% [markdown]

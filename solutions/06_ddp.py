@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: DDP, goal: "Turn one-process training into data-parallel training with DDP, check every part against one process, and run it as a job", needs: [data_parallel], job: {flags: "--impl scratch --steps 200 --layers 2 --block 32 --batch 32", loss: [0.93, 1.25]}}
+# manyhands: {title: DDP, goal: "Turn one-process training into data-parallel training with DDP, check every part against one process, and run it as a job", job: {flags: "--impl scratch --steps 200 --layers 2 --block 32 --batch 32", loss: [0.93, 1.25]}}
 # ---
 
 # %% [markdown]

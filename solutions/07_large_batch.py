@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Large batches, goal: "Train with a batch far beyond the critical one, derive and test the rules for its learning rate, and find by runs with error bars which remedies work", needs: [batch_size], job: {flags: "--seeds 2 --epochs 4 --target 0.9", loss: [0.01, 0.03]}}
+# manyhands: {title: Large batches, goal: "Train with a batch far beyond the critical one, derive and test the rules for its learning rate, and find by runs with error bars which remedies work", job: {flags: "--seeds 2 --epochs 4 --target 0.9", loss: [0.01, 0.03]}}
 # ---
 
 # %% [markdown]

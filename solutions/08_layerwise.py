@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Layer-wise optimizers, goal: "Write LARS, LARC, LAMB and NovoGrad from their papers, see what a rate of its own does for each layer, and keep them correct when layers are sharded", needs: [large_batch], job: {flags: "--seeds 2 --tuning 1 --small-steps 60 --large-steps 20", loss: [0.051, 0.18]}}
+# manyhands: {title: Layer-wise optimizers, goal: "Write LARS, LARC, LAMB and NovoGrad from their papers, see what a rate of its own does for each layer, and keep them correct when layers are sharded", job: {flags: "--seeds 2 --tuning 1 --small-steps 60 --large-steps 20", loss: [0.051, 0.18]}}
 # ---
 
 # %% [markdown]

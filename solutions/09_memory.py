@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Memory, goal: "Say where the memory of training goes, part by part and rank by rank, predict it to the byte, and build ways to need less", needs: [data_parallel], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# manyhands: {title: Memory, goal: "Say where the memory of training goes, part by part and rank by rank, predict it to the byte, and build ways to need less", job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: FSDP, goal: "Cut optimizer state, gradients and weights into shards by hand, equal to one process, and use fully_shard knowing each of its messages", needs: [data_parallel, memory], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# manyhands: {title: FSDP, goal: "Cut optimizer state, gradients and weights into shards by hand, equal to one process, and use fully_shard knowing each of its messages", job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]

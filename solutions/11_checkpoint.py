@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Checkpoints, goal: "Say what a run is made of, save it in shards and resume it exactly on any number of ranks, choose how often to save, and survive damage and failures", needs: [ddp, fsdp], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
+# manyhands: {title: Checkpoints, goal: "Say what a run is made of, save it in shards and resume it exactly on any number of ranks, choose how often to save, and survive damage and failures", job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Pipeline parallelism, goal: "Cut a model into stages by hand, run them by schedules that are data, equal to one process, and predict and measure the bubble", needs: [data_parallel, memory], job: {flags: "--steps 100 --layers 4 --block 32", loss: [1.28, 1.45]}}
+# manyhands: {title: Pipeline parallelism, goal: "Cut a model into stages by hand, run them by schedules that are data, equal to one process, and predict and measure the bubble", job: {flags: "--steps 100 --layers 4 --block 32", loss: [1.28, 1.45]}}
 # ---
 
 # %% [markdown]

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Tensor parallelism, goal: "Cut the matrices of a Transformer over ranks by hand, equal to one process, count each message, and see where the cut pays", needs: [data_parallel, fsdp], job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.54, 1.76]}}
+# manyhands: {title: Tensor parallelism, goal: "Cut the matrices of a Transformer over ranks by hand, equal to one process, count each message, and see where the cut pays", job: {flags: "--steps 100 --layers 2 --block 32", loss: [1.54, 1.76]}}
 # ---
 
 # %% [markdown]

@@ -1,5 +1,5 @@
 # ---
-# manyhands: {title: Meshes and plans, goal: "Combine data, pipeline and tensor parallelism on one mesh by hand, equal to one process, and plan a training on any number of GPUs before it runs", needs: [fsdp, pipeline, tensor], job: {flags: "--steps 100 --layers 2 --block 32 --micro-batches 2", loss: [1.53, 1.77]}}
+# manyhands: {title: Meshes and plans, goal: "Combine data, pipeline and tensor parallelism on one mesh by hand, equal to one process, and plan a training on any number of GPUs before it runs", job: {flags: "--steps 100 --layers 2 --block 32 --micro-batches 2", loss: [1.53, 1.77]}}
 # ---
 
 # %% [markdown]

@@ -322,6 +322,7 @@ def test_only_builds_one_lesson(root: Path, capsys: pytest.CaptureFixture[str]) 
 
 FAULTY = {
     "header": ("#   title: Sums\n", "", "the header lacks title"),
+    "header's words": ("title: Sums\n", "title: Sums\n#   gaol: x\n", "in the header: gaol"),
     "heading": ('check="6.1"', 'chek="6.1"', "unknown in the heading: chek"),
     "number": ('todo="6.2"', 'todo="7.2"', 'todo="7.2" must be "6.N"'),
     "twice": ('todo="6.2"', 'todo="6.1"', "not used before"),
@@ -346,6 +347,7 @@ FAULTY = {
 EXERCISE = 'exercise="double"'
 # Of a fault whose new text does not stand in the cell that is named: what does.
 BESIDE = {"no check": EXERCISE, "missing import": EXERCISE, "missing default": EXERCISE}
+BESIDE["header's words"] = "# ---"
 BESIDE["no alt text"] = "figures/sum.svg"
 BESIDE |= {"twice": 'exercise="Counter.add"'}
 
@@ -355,6 +357,12 @@ def line_of(name: str, text: str) -> int:
     above = text[: text.index(BESIDE.get(name, FAULTY[name][1])) + 1].splitlines()
     heads = [number for number, line in enumerate(above, 1) if line.startswith("#")]
     return max((one for one in heads if text.splitlines()[one - 1].startswith("# %%")), default=1)
+
+
+def test_a_header_that_is_no_yaml_is_refused_at_its_line(root: Path) -> None:
+    edit(root / "solutions/06_sums.py", "title: Sums", "title: Sums: all")
+    with pytest.raises(BadInput, match=r"^solutions/06_sums\.py:3: the header is no YAML: [^\n]+$"):
+        main(Config(root=root))
 
 
 @pytest.mark.parametrize("name", FAULTY)

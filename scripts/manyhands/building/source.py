@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import jupytext
+import yaml
 from jupytext.config import JupytextConfiguration
 from nbformat import NotebookNode
 
 from manyhands.ranks.failures import BadInput
 
 PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]*)\)")  # what it shows, and its file
+IN_HEADER = {"title", "goal", "job", "paths"}
 HEADINGS = set("exercise todo minutes difficulty points show check answer tags jupyter".split())
 
 
@@ -49,12 +51,23 @@ def first_lines(text: str, num_cells: int) -> list[int]:
 def read_lesson(path: Path, root: Path) -> Lesson:
     """Read one source and check its header, its cell headings and its exercise numbers."""
     settings = JupytextConfiguration(root_level_metadata_as_raw_cell=False)
-    parsed = jupytext.read(path, fmt="py:percent", config=settings)
+    try:
+        parsed = jupytext.read(path, fmt="py:percent", config=settings)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 2  # YAML counts from 0, below the line `# ---`
+        raise BadInput(
+            f"solutions/{path.name}:{line}: the header is no YAML: {error.problem}"
+        ) from None
     meta = parsed.metadata.get("jupytext", {}).get("root_level_metadata", {}).get("manyhands", {})
     if missing := {"title", "goal"} - set(meta):
         raise BadInput(
             f"solutions/{path.name}:1: the header lacks {', '.join(sorted(missing))}; it opens "
             "with a block of comments between two lines `# ---`, see scripts/build_notebooks.py"
+        )
+    if unknown := set(meta) - IN_HEADER:
+        raise BadInput(
+            f"solutions/{path.name}:1: unknown in the header: {', '.join(sorted(unknown))}; it "
+            f"holds {', '.join(sorted(IN_HEADER))}"
         )
     if "job" in meta:
         check_job(path, meta["job"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from build_notebooks import build
-from manyhands.jobs.source import read_lesson
+from manyhands.building.source import read_lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSON = "solutions/03_batch_size.py"

@@ -644,7 +644,9 @@ def test_of_two_that_fetch_the_same_both_succeed(tmp_path, cache, monkeypatch, n
 def test_what_is_only_a_part_of_a_data_set_is_to_be_deleted(cache, read):
     folder = cache / "wikitext-2"
     folder.mkdir(parents=True)
-    with pytest.raises(BadInput, match="lacks train.txt, .* delete it and run `python scripts/pre"):
+    with pytest.raises(
+        BadInput, match="lacks train.txt, .* delete it and run `.*scripts/prepare_data.py"
+    ):
         read()
     folder.rmdir()
     folder.write_text("x")

@@ -9,14 +9,12 @@ RANKS sets the number of ranks a node; otherwise it is one a GPU that torch sees
 none, or 1 where only one core was granted. Without Slurm a job takes all GPUs that it sees. Where
 people share a machine, MANYHANDS_GPUS=2 has it take two, those in whose memory least is when it
 starts, and CUDA_VISIBLE_DEVICES says among which.
-Exit codes are the script's: 0, also after a stop by SIGTERM or SIGUSR1, which saves; 1; 2 for bad
-input; 75 in a pod whose run is not finished yet. After SIGHUP, which a terminal sends when it is
+Exit codes are the script's: 0 for a finished run; 1; 2 for bad input; 75 after a stop by SIGTERM or
+SIGUSR1, which saves: the run is not finished yet. After SIGHUP, which a terminal sends when it is
 closed, the run saves and the code is 129; under nohup a job lives on. After SIGINT (Ctrl-C) the
 ranks end without saving, and the code is 130.
 """
 
-import argparse
-import json
 import logging
 import os
 import signal
@@ -40,7 +38,9 @@ from manyhands.ranks import private, streams
 from manyhands.ranks.failures import BadInput
 from manyhands.ranks.runtime import (
     END_WITH_PARENT,
+    FINISHED,
     HUNG_UP,
+    UNFINISHED,
     end_with_caller,
     first_line,
     rendezvous_arguments,
@@ -48,9 +48,8 @@ from manyhands.ranks.runtime import (
 
 STOPS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 SHARE = "MANYHANDS_GPUS"
-UNFINISHED = 75  # "try again", in sysexits.h
 INTERRUPTED = 128 + signal.SIGINT
-TOLD = {2, HUNG_UP, INTERRUPTED}  # codes of ranks that have said in one line what has happened
+TOLD = {2, UNFINISHED, HUNG_UP, INTERRUPTED}  # ranks that end so have said why in one line
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 
 
@@ -135,19 +134,6 @@ def pass_on_to_ranks(number: int, _: object) -> None:
             rank.send_signal(number)
     if not ranks:
         os._exit(UNFINISHED)
-
-
-def is_unfinished(environ: Mapping[str, str], command: list[str]) -> bool:
-    """Is this a pod whose run stopped before its end?
-
-    Kubernetes takes exit code 0 for finished work, and would not start this pod again.
-    """
-    if not in_pod(environ):
-        return False
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", default="")
-    status = Path(parser.parse_known_args(command)[0].out) / "status.json"
-    return status.is_file() and json.loads(status.read_text())["state"] != "finished"
 
 
 def take_share(environ: MutableMapping[str, str]) -> None:
@@ -241,12 +227,14 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
             )
             print(f"launch.py: {how}: {again}", file=sys.stderr)
             return 128 + stop.sigval
+        is_finished = (private.room() / FINISHED).exists()
+        return 0 if is_finished else UNFINISHED
     except (RendezvousError, DistNetworkError, OSError) as error:
         raise BadInput(
             f"the nodes did not meet ({first_line(error)}): is the head node's name right, and its "
             f"port free? ({' '.join(arguments)})"
         ) from None
-    return UNFINISHED if is_unfinished(os.environ, command) else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class Config(TaskConfig):
 
     data: str = "embedded"
     """embedded, a name that prepare_data.py knows, or a folder with idx files or with text."""
+    splits: str = ""
+    """Which files of a folder of text are for what, where their names do not say it: joined, or
+    train=PATTERN,valid=PATTERN,test=PATTERN."""
     model: Literal["mlp", "cnn", "transformer"] = "mlp"
     """mlp or cnn for images; transformer for text, where a sample is a sequence of characters."""
     batch: int = 0
@@ -109,7 +112,7 @@ def main(config: Config) -> dict | None:
 
 
 def train(config: Config, world: World, parts: Parts) -> dict | None:
-    data = load(config.model, config.data).to(world.device)
+    data = load(config).to(world.device)
     world.print(data.note)
     tasks = list_tasks(config, len(data.train_inputs))
 
@@ -132,11 +135,11 @@ def train(config: Config, world: World, parts: Parts) -> dict | None:
     return numbers
 
 
-def load(model: str, data: str) -> Problem:
+def load(config: Config) -> Problem:
     """Read images for "mlp" and "cnn", text for "transformer"; BadInput where there are none."""
-    if model != "transformer":
-        return problem.of_images(images.load(data), model)
-    text = corpus.load(data, BLOCK, valid_tokens=256 * BLOCK)
+    if config.model != "transformer":
+        return problem.of_images(images.load(config.data), config.model)
+    text = corpus.load(config.data, BLOCK, valid_tokens=256 * BLOCK, splits=config.splits)
     return problem.of_text(text, partial(Transformer, text.tokenizer.vocab_size, BLOCK, layers=1))
 
 

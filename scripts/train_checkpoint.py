@@ -64,7 +64,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     world.print(data.note)
     shape = shape_of(config, data)
     checkpoints = partial(ShardedCheckpoints, address=config.store)
-    run = open_run(config, world, "checkpoint", data, checkpoints=checkpoints, same_ranks=False)
+    run = open_run(config, world, "checkpoint", data, checkpoints=checkpoints, may_differ=["ranks"])
     place = (world.rank, world.world_size)
     sampler = elastic.PlacedBatches(
         len(data.train), config.batch, *place, config.seed, parts.samples_of_step

@@ -48,6 +48,9 @@ class Config:
 
     data: str = "embedded"
     """What to train on: embedded, a known name such as wikitext-2, or a folder of text."""
+    splits: str = ""
+    """Which files of a folder are for what, where their names do not say it: joined, or
+    train=PATTERN,valid=PATTERN,test=PATTERN."""
     vocab: int = 0
     """Tokens in the vocabulary; 0 takes the characters of the text."""
     block: int = 64
@@ -77,7 +80,7 @@ def main(config: Config) -> Path:
     check_names(config.only, [*WAYS, *ON_A_MESH])
     with distributed(config.device, config.seed, TIMEOUT_S) as world:
         ways = choose_ways(config.only, world.world_size)
-        data = corpus.load(config.data, config.block, config.vocab)
+        data = corpus.load(config.data, config.block, config.vocab, splits=config.splits)
         world.print(data.note)
         sizes = (config.layers, data.tokenizer.vocab_size, config.block, config.batch)
         setting = Setting(*sizes, config.micro_batches, config.seed)

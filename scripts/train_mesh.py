@@ -5,13 +5,12 @@ bash sbatch/mesh.sbatch --impl mine         with your own functions in it
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from manyhands.data import corpus
@@ -19,12 +18,12 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.instruments.meters import reset_peaks
 from manyhands.jobs import mine
 from manyhands.mesh import clip, grid, native
+from manyhands.mesh.boxes import mesh_state
 from manyhands.mesh.training import OnMesh
 from manyhands.mesh.whole import whole_state
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.failures import BadInput
 from manyhands.ranks.runtime import World, command_line
-from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.report import finish
 from manyhands.training.schedule import learning_rate_at, set_learning_rate
 from manyhands.training.settings import TrainConfig
@@ -72,8 +71,8 @@ def train(config: Config, world: World, parts: Parts) -> float:
     check(config, sizes, shape[0])
     place = parts.coordinates(world.rank, sizes)
     share, num_shares = grid.share_of_data(place, sizes)
-    options = {"checkpoints": OwnParts, "num_shares": num_shares}
-    run = open_run(config, world, "mesh", data, **options)
+    axes = ["ranks", "pp", "dp", "tp", "replicas"]  # any mesh can load a checkpoint
+    run = open_run(config, world, "mesh", data, num_shares=num_shares, may_differ=axes)
     batch = config.batch // num_shares
     # All ranks shuffle alike; then each takes its share.
     sampler = corpus.ShardedSampler(len(data.train), share, num_shares, config.seed)
@@ -96,7 +95,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
         return mean_loss(training, batches, world.device)
 
     # Training
-    run.resume(training.model, optimizer, sharded=["model", "optimizer"])
+    run.resume(training.model, optimizer, parts=partial(mesh_state, training))
     reset_peaks(world.device)  # the whole model, which each rank built first, is set-up
     run.keep_best(valid_loss, valid)
     for epoch in run.epochs(loader):
@@ -120,17 +119,6 @@ def train(config: Config, world: World, parts: Parts) -> float:
     size = batch // config.micro_batches
     words = f"{in_words(sizes)}, {config.micro_batches} micro-batch(es) of {size} sequences"
     return finish(run, plain, run.valid_loss, live, {"mesh": words})
-
-
-class OwnParts(ShardedCheckpoints):
-    """Checkpoints in which each rank's parts are its own, for the same mesh only.
-
-    Stages of a pipeline have shards of different tensors under one name.
-    """
-
-    def of(self, model: nn.Module, optimizer: Optimizer, sharded: Collection[str]) -> None:
-        super().of(model, optimizer, sharded)
-        self.flats, self.own = [], sharded
 
 
 def sizes_of(config: Config, ranks: int) -> dict[str, int]:

@@ -1360,8 +1360,8 @@ for pod in pods_of(list(yaml.safe_load_all(job_file.read_text()))):
 # | a volume `runs` | all pods read and write the same checkpoints, and so do their successors |
 #
 # The fifth line hides a trap. When a node is taken out of service, its pods get SIGTERM. Our run then saves
-# and ends in good order, with exit code 0 under Slurm. A Job would take 0 for finished work, and would never start
-# these pods again. In a pod, `launch.py` therefore ends with 75 unless the run has reached its last step.
+# and ends in good order, and many programs end such a stop with exit code 0. A Job would take 0 for finished work,
+# and would never start these pods again. Our run therefore ends with 75 unless it has reached its last step.
 #
 # ### Mend a manifest
 #

@@ -3,6 +3,8 @@
 Also all of prepare_data, which fetches images too.
 """
 
+import dataclasses
+import importlib
 import math
 import os
 import random
@@ -378,6 +380,16 @@ def test_a_person_says_which_file_is_which(tmp_path):
         with pytest.raises(BadInput, match=words) as error:
             texts(splits)
         one_line(error)
+
+
+READERS = [path.stem for path in (ROOT / "scripts").glob("*.py") if " corpus." in path.read_text()]
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_every_job_on_text_has_the_flag_that_settles_the_doubt(name):
+    """The line of a doubt advises it."""
+    config = importlib.import_module(name).main.__annotations__["config"]
+    assert "splits" in {field.name for field in dataclasses.fields(config)}
 
 
 def test_line_ends_of_windows_are_told(tmp_path):

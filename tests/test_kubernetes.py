@@ -22,7 +22,7 @@ import yaml
 
 import train_ddp
 from jobs import ROOT, environment, flags, left_behind, losses, make_clone, settings
-from launch import is_unfinished, node_of_pod, torchrun_arguments
+from launch import node_of_pod, torchrun_arguments
 from manyhands.checkpoint.pods import BROKEN, Pod, mended_job, pods_of
 from manyhands.checks.checkpoint.pods import VERSION
 from manyhands.ranks.failures import BadInput
@@ -177,17 +177,6 @@ def test_a_pod_that_is_told_too_little_says_so(environ):
 
 def test_outside_of_pods_nothing_changes():
     assert node_of_pod({"MASTER_ADDR": "a", "NODES": "2", "RANK": "1"}) == {}
-
-
-def test_only_a_finished_run_ends_a_pod_for_good(tmp_path):
-    """Kubernetes takes exit code 0 for finished work."""
-    pod, words = {"JOB_COMPLETION_INDEX": "1"}, ["train.py", "--out", str(tmp_path)]
-    assert not is_unfinished(pod, words) and not is_unfinished(pod, ["train.py"])
-    for state, is_left in (("running", True), ("stopped", True), ("finished", False)):
-        (tmp_path / "status.json").write_text(json.dumps({"state": state}))
-        for command in (words, ["train.py", f"--out={tmp_path}"]):
-            assert is_unfinished(pod, command) == is_left
-            assert not is_unfinished({}, command)
 
 
 # ---- what a manifest becomes -----------------------------------------------------------------

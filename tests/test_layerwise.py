@@ -6,7 +6,7 @@ The formulas below were written from the papers alone. They know nothing of torc
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from manyhands.data import images
+from manyhands.fsdp.flat import Flat
 from manyhands.fsdp.units import FSDP
+from manyhands.fsdp.zero import ShardedOptimizer
 from manyhands.layerwise.comparison import Outcome, climb, compared, is_inside
 from manyhands.layerwise.norms import shard_norms, whole_norms
 from manyhands.layerwise.optimizers import LAMB, LARC, LARS, Layerwise, NovoGrad
@@ -339,19 +341,26 @@ def test_gradients_that_still_have_to_be_added_up_equal_one_process(kind: type[L
         torch.testing.assert_close(found, weight.detach(), rtol=1e-6, atol=0)
 
 
-def several_layers_in_a_shard(kind: type[Layerwise]) -> str:
+def several_layers_in_a_shard(kind: type[Layerwise], is_zero: bool) -> str:
     model = network()
-    shards = FSDP(model, [model[0]]).parameters()
+
+    def make(shards: Iterable[nn.Parameter]) -> Layerwise:
+        return kind(shards, lr=0.1, group=dist.group.WORLD)
+
     try:
-        kind(shards, lr=0.1, group=dist.group.WORLD)
+        if is_zero:
+            ShardedOptimizer([Flat(model[0].parameters())], make)
+        else:
+            make(FSDP(model, [model[0]]).parameters())
     except ValueError as problem:
         return str(problem)
     return "accepted"
 
 
+@pytest.mark.parametrize("is_zero", [False, True], ids=["FSDP", "ZeRO"])
 @pytest.mark.parametrize("kind", ALL, ids=name_of)
-def test_a_shard_of_several_layers_is_refused(kind: type[Layerwise]) -> None:
-    for words in run_ranks(several_layers_in_a_shard, 2, kind):
+def test_a_shard_of_several_layers_is_refused(kind: type[Layerwise], is_zero: bool) -> None:
+    for words in run_ranks(several_layers_in_a_shard, 2, kind, is_zero):
         assert words.startswith("a shard holds parts of 2 layers, and each layer has a ratio")
         assert "\n" not in words
 

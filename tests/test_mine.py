@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 from manyhands.jobs import mine, written
@@ -159,6 +160,33 @@ def test_value_that_no_job_can_know_is_named_and_nothing_is_written(kept):
     (line,) = [line for line in kept[1].splitlines() if line.startswith("refused: ")]
     assert "shared_layer uses 'LAYER' from the notebook, a Tensor" in line
     assert "files: ['demo.py']" in kept[1]
+
+
+OPTIMIZER = """
+import torch
+
+class Slow(torch.optim.SGD):
+    def {method}(self, closure=None):
+        return {rate} * 1
+"""
+
+
+def test_an_optimizer_that_has_been_used_is_still_what_its_text_says():
+    """torch puts a wrapper around the `step` of a class when its first instance is made."""
+
+    def slow(method: str = "step", rate: int = 1) -> type:
+        space: dict = {}
+        exec(OPTIMIZER.format(method=method, rate=rate), space)
+        return space["Slow"]
+
+    for method in ("step", "other"):  # its own, and one that it inherits
+        used = slow(method)
+        used([torch.zeros(1, requires_grad=True)], lr=0.1)
+        assert hasattr(vars(used).get("step", used.step), "hooked")
+        assert not difference("Slow", used, slow(method))
+        assert not difference("Slow", slow(method), used)
+        assert difference("Slow", used, slow(method, 2)) == f"Slow.{method}"
+    assert difference("Slow", slow(), slow("other"))
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(config, undisturbed, numb
         if (rank, step) == (1, 6):
             os.kill(os.getpid(), number)
 
-    assert run_ranks(train, 2, config, event=event) == [None, None]  # SystemExit(0)
+    assert run_ranks(train, 2, config, event=event) == [None, None]  # SystemExit(75)
     said = capfd.readouterr().out
     assert f"stopped by {number.name} at step 6, checkpoint saved; run the same command" in said
     assert status(Path(config.out))["state"] == "stopped"

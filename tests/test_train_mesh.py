@@ -1,5 +1,8 @@
 """The job of lesson 14: meshes of all kinds train like one process, also after a kill."""
 
+import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 import train_mesh
 from jobs import make_clone
 from manyhands.jobs import mine
+from manyhands.training.run import Run
 from training import (
     THREE,
     TWO,
@@ -16,7 +20,11 @@ from training import (
     assert_goes_on_after_a_kill,
     assert_job_trains_like_one_process,
     assert_like_one_process,
+    assert_same_training,
+    assert_whole,
+    losses,
     refusal,
+    status,
 )
 
 MINE = {"impl": "mine", "clip": 100, **TWO, **THREE}
@@ -61,6 +69,33 @@ def test_every_way_trains_like_one_process(runs, changes, world_size):
 def test_a_killed_rank_goes_on_bit_for_bit(runs, tmp_path, changes, victim):
     """Shards of stages: each rank has parts of its own, and a share of the clipped norm."""
     assert_goes_on_after_a_kill(runs, tmp_path / "run", changes, 4, victim)
+
+
+def train_a_part(config: train_mesh.Config) -> None:
+    """Rank 0 is told to stop before the tenth step."""
+    log = Run.log
+
+    def log_and_signal(run: Run, loss: object) -> None:
+        if run.step == 9 and run.world.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        log(run, loss)
+
+    Run.log = log_and_signal
+    train_mesh.main(config)
+
+
+@pytest.mark.parametrize(
+    ("impl", "mesh", "other"),
+    [("scratch", {"pp": 2, "dp": 1, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2})]
+    + [("torch", {"pp": 1, "dp": 1, "tp": 2}, {"pp": 1, "dp": 2, "tp": 1})],
+)
+def test_another_mesh_goes_on_where_one_was_stopped(runs, tmp_path, impl, mesh, other):
+    same = {"impl": impl, "micro_batches": 3, **TWO}
+    out = runs.train(math.prod(mesh.values()), tmp_path / "run", train_a_part, **mesh, **same)
+    assert status(out)["state"] == "stopped" and len(losses(out)) == 10
+    runs.train(math.prod(other.values()), out, **other, **same)
+    assert_whole(out, math.prod(other.values()))
+    assert_same_training(out, runs.single(**same))
 
 
 def test_a_signal_in_the_validation_stops_all_ranks(runs, tmp_path):

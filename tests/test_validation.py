@@ -84,6 +84,9 @@ def test_a_run_that_diverges_says_so_at_once_and_at_its_end(tmp_path, capfd):
     assert len(ends) == 1 and "but diverged: the loss was not finite from step" in ends[0]
     assert "inf" not in ends[0].replace("finite", "").replace("finished", "")
     assert "not finite from step" in (tmp_path / "run" / "report.html").read_text()
+    text = (tmp_path / "run" / "status.json").read_text()
+    end = json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    assert end["valid_loss"] is None and end["state"] == "finished"
 
 
 def test_a_quick_validation_says_nothing(config, capfd):
@@ -97,7 +100,7 @@ def test_a_signal_to_one_rank_stops_the_validation_of_all(config, number, capfd)
         if (rank, given) == (1, 3):
             os.kill(os.getpid(), number)
 
-    assert run_ranks(train_and_validate, 2, config, event=event) == [None, None]  # SystemExit(0)
+    assert run_ranks(train_and_validate, 2, config, event=event) == [None, None]  # SystemExit(75)
     said = capfd.readouterr().out
     assert f"stopped by {number.name} before validation batch 4 of 6, all 15 steps are" in said
     assert status(Path(config.out))["state"] == "stopped"

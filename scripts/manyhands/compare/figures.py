@@ -103,9 +103,10 @@ def draw(found: Mapping) -> Figure:
         ax.set_yticks(range(len(ways)), list(ways) if ax is memory else [""] * len(ways))
         ax.set_ylim(len(ways) - 0.4, -0.6)
         ax.grid(axis="y", visible=False)
-        ax.legend(
-            fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17)
-        )
+        if ax.get_legend_handles_labels()[0]:  # one process sends nothing
+            ax.legend(
+                fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17)
+            )
     return figure
 
 

@@ -37,6 +37,8 @@ class ShardedOptimizer:
         self, flats: Sequence[Flat], make_optimizer: Callable[[list], torch.optim.Optimizer]
     ) -> None:
         self.flats = [flat for flat in flats if flat.shard.requires_grad]
+        for flat in self.flats:  # so that an optimizer that takes layers one by one refuses them
+            flat.shard.num_layers = len(flat.params)
         self.optimizer = make_optimizer([flat.shard for flat in self.flats])
 
     @property

@@ -12,7 +12,9 @@
 Implementations disagree on small choices that move the weights. Each choice has a name here, and
 its default is what the paper says. Price: two norms per layer and step; over shards one message.
 Over shards LAMB also holds the directions of all weights during a step, which is once more the
-size of its shards, because the norms of all of them travel in that one message.
+size of its shards, because the norms of all of them travel in that one message. LAMB's averages
+have the type of the weights, as those of torch's AdamW have: in bfloat16, 0.999 of a number is
+rounded to that number, so its average of squares never falls. Train a float32 copy of such weights.
 Sources: LARS https://arxiv.org/abs/1708.03888, LARC https://github.com/NVIDIA/caffe (larc_policy)
 and https://github.com/NVIDIA/apex (parallel/LARC), LAMB https://arxiv.org/abs/1904.00962, NovoGrad
 https://arxiv.org/abs/1905.11286.

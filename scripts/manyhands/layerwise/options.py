@@ -46,7 +46,7 @@ def refuse_flats(params: Iterable[nn.Parameter]) -> None:
     """Refuse a shard in which several layers lie one behind the other.
 
     Raises:
-        ValueError: a shard of lesson 10's FSDP, which marks it with its `num_layers`.
+        ValueError: a shard of lesson 10, whose FSDP and ZeRO mark it with its `num_layers`.
     """
     for param in params:
         if (count := getattr(param, "num_layers", 1)) > 1:

@@ -34,10 +34,11 @@ TIED = {"head.weight": "tokens.weight"}  # one matrix under two names, in two st
 AsPiece = Callable[[Tensor], object]
 
 
-def mesh_state(training: OnMesh, optimizer: Optimizer) -> dict:
+def mesh_state(training: OnMesh, optimizer: Optimizer | None) -> dict:
     """The weights and what the optimizer keeps, for save_sharded and load_sharded.
 
     Every rank calls it. The names are those of the whole Transformer, also in the optimizer.
+    Without an optimizer it is the weights alone.
     """
     weights = {TIED.get(name, name): one for name, one in training.named_weights().items()}
     offsets = offsets_over_tp(training, weights)
@@ -51,7 +52,10 @@ def mesh_state(training: OnMesh, optimizer: Optimizer) -> dict:
             held = param if flat is None else flat.shard
             as_piece = partial(parts_of, param, flat, *place)
         model[name] = as_piece(held.detach())
-        state[name] = Kept(optimizer, held, partial(numbers_or, as_piece))
+        if optimizer is not None:
+            state[name] = Kept(optimizer, held, partial(numbers_or, as_piece))
+    if optimizer is None:
+        return {"model": model}
     return {"model": model, "optimizer": {"state": state, "groups": settings(optimizer)}}
 
 

@@ -258,7 +258,7 @@ def live(
 
     from manyhands.ranks.matching import Breach
     from manyhands.ranks.rules import watching
-    from manyhands.ranks.runtime import end_with_parent
+    from manyhands.ranks.runtime import UNFINISHED, end_with_parent
 
     end_with_parent(parent_ends=lambda: _caller_is_gone(control))
     _list_functions_of_torch()
@@ -274,7 +274,7 @@ def live(
             message = ("value", _dumps(value))
     except SystemExit as error:
         message = ("value", _dumps(None))
-        if error.code not in (None, 0):
+        if error.code not in (None, 0, UNFINISHED):  # a run that was asked to stop has saved
             message = ("failure", Failure.of(error))
     except BaseException as error:
         failure = Failure.of(error)

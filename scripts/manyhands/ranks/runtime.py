@@ -30,6 +30,8 @@ from manyhands.ranks.rules import watching
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 HUNG_UP = 128 + signal.SIGHUP  # as a shell says that this signal has ended something
+UNFINISHED = 75  # "try again", in sysexits.h
+FINISHED = "finished"  # a file in the room of a job
 END_WITH_PARENT = "MANYHANDS_END_WITH_PARENT"  # a process id
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _last_groups: list[dist.ProcessGroup] = []  # what `distributed` joined last
@@ -310,11 +312,11 @@ def on_main(work: Callable[[], object]) -> object:
 
 
 def stop_code(number: int) -> int:
-    """The exit code of a run that a signal has stopped after it was saved.
+    """The exit code of a run that a signal has stopped after it was saved, which is never 0.
 
-    0 where SIGTERM or SIGUSR1 has asked for it; 129 after SIGHUP, which nobody has meant as a stop.
+    75 where SIGTERM or SIGUSR1 has asked for it; 129 after SIGHUP, which nobody means as a stop.
     """
-    return HUNG_UP if number == signal.SIGHUP else 0
+    return HUNG_UP if number == signal.SIGHUP else UNFINISHED
 
 
 class StopSignals:
@@ -407,7 +409,7 @@ def command_line(main: Callable, config_class: type) -> None:
 
     Exit codes: 0 done, 1 a fault of ours (with its traceback, or one line on a rank that only lost
     another one), 2 bad input (with one line on standard error, from the first rank that met it),
-    129 stopped by SIGHUP, 130 interrupted.
+    75 stopped and saved, 129 stopped by SIGHUP, 130 interrupted.
     """
     import tyro
 
@@ -435,6 +437,9 @@ def command_line(main: Callable, config_class: type) -> None:
         elif code == 1:
             traceback.print_exc()
         traceback.clear_frames(error.__traceback__)  # ends the run that the frames still hold
+    if code == 0 and (room := private.room()):
+        with suppress(OSError):  # the job has ended before its rank
+            (room / FINISHED).touch()  # an agent that stops its ranks is not told how they ended
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit can wait for ever for a process group that has lost a rank

@@ -52,16 +52,27 @@ class ShardedCheckpoints:
         self.optimizer: Optimizer | None = None
         self.vectors: list[ShardedVector] = []
         self.own: Collection[str] = ()
+        self.parts: Callable[[Optimizer | None], dict] = self._parts
         self.losses: dict[int, float] = {}  # on the validation data, by step; inf: not finite
 
-    def of(self, model: nn.Module, optimizer: Optimizer | None, sharded: Collection[str]) -> None:
+    def of(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        sharded: Collection[str] = (),
+        parts: Callable[[Optimizer | None], dict] | None = None,
+    ) -> None:
         """Save and load these from now on.
 
         Args:
             optimizer: rank 0 has the one whose state is saved; other ranks may have None.
             sharded: "model", "optimizer" or both: of these each rank holds its own part. Where the
                 model does not show which part that is, the part belongs to the rank.
+            parts: for a model that only its maker can take apart: parts(optimizer) returns this
+                rank's pieces, {"model": ..., "optimizer": ...}, as mesh_state does; parts(None)
+                those of the model alone.
         """
+        self.parts = parts or self._parts
         self.vectors = vectors_of(model)
         has_boxes = bool(self.vectors) or any(map(is_dtensor, model.parameters()))
         self.own = () if has_boxes else sharded
@@ -192,10 +203,7 @@ class ShardedCheckpoints:
         return loaded["step"], rng
 
     def _state(self, step: int, rng: dict, optimizer: Optimizer | None) -> dict:
-        is_own = "model" in self.own
-        parts: dict[str, dict] = {"model": model_state(self.module, self.vectors, is_own)}
-        if optimizer is not None:
-            parts["optimizer"] = optimizer_state(optimizer, self.vectors, "optimizer" in self.own)
+        parts = self.parts(optimizer)
         own = {name: part for name, part in parts.items() if name in self.own}
         shared = {name: part for name, part in parts.items() if name not in self.own}
         return {
@@ -205,6 +213,13 @@ class ShardedCheckpoints:
             **shared,
             "ranks": {str(self.world.rank): {"rng": rng, **own}},
         }
+
+    def _parts(self, optimizer: Optimizer | None) -> dict[str, dict]:
+        is_own = "model" in self.own
+        parts: dict[str, dict] = {"model": model_state(self.module, self.vectors, is_own)}
+        if optimizer is not None:
+            parts["optimizer"] = optimizer_state(optimizer, self.vectors, "optimizer" in self.own)
+        return parts
 
     def _address_of(self, name: str) -> str:
         return f"{self.address}/{name}"

@@ -127,7 +127,7 @@ def started(config: Config, name: str) -> Iterator[tuple[FrameworkRun, corpus.Co
             flops_per_token=flops_per_token(vocab_size, config.block, config.layers),
             floor=data.entropy_floor,
             data_sha256=data.sha256,
-            same_ranks=False,  # the frameworks' checkpoints are whole
+            may_differ=["ranks"],  # the frameworks' checkpoints are whole
         )
         run.num_samples = len(data.train)
         model = Transformer(vocab_size, config.block, config.layers).to(world.device)

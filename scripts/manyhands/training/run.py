@@ -90,7 +90,7 @@ class Run:
         floor: float | None = None,
         data_sha256: str = "",
         num_shares: int | None = None,
-        same_ranks: bool = True,
+        may_differ: Collection[str] = (),
     ) -> None:
         """Find or make the folder and write `config.json`.
 
@@ -103,7 +103,8 @@ class Run:
             data_sha256: of what is trained on. A run goes on with the same data only, unless
                 `config.other_data` says otherwise.
             num_shares: ranks that share a batch evenly; all ranks where not given.
-            same_ranks: does a checkpoint fit only the number of ranks that has saved it?
+            may_differ: settings with which a checkpoint fits although they are other ones, such as
+                "ranks", their number.
 
         Raises:
             BadInput: on every rank, when a setting or the folder cannot be used.
@@ -123,8 +124,8 @@ class Run:
         self._status |= {"valid_loss": None, "floor": floor}
         self._life = Life(world, self._status)
         identity = _identity(config, world, name) | {"data_sha256": data_sha256}
-        if not same_ranks:
-            del identity["ranks"]
+        for setting in may_differ:
+            del identity[setting]
         _check_same(together(lambda: data_sha256))
         identity = on_main(lambda: storage.with_data_of(config.out, identity, config.other_data))
         self.folder = self._open_folder(name, identity, flops_per_token, data_sha256)
@@ -134,7 +135,11 @@ class Run:
     # ---- the loop ------------------------------------------------------------------------------
 
     def resume(
-        self, model: nn.Module, optimizer: Optimizer | None, sharded: Collection[str] = ()
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        sharded: Collection[str] = (),
+        parts: Callable[[Optimizer | None], dict] | None = None,
     ) -> None:
         """Load the newest checkpoint of this folder, if any, and watch the model from now on.
 
@@ -143,12 +148,14 @@ class Run:
 
         Args:
             sharded: "model", "optimizer" or both: of these each rank holds and saves its own part.
+            parts: returns this rank's pieces of the model and of the optimizer, where a checkpoint
+                cannot find them by itself; see ShardedCheckpoints.
 
         Raises:
             BadInput: on every rank, when there are checkpoints but none of them can be used.
         """
         self._optimizer = optimizer
-        self._checkpoints.of(model, optimizer, sharded)
+        self._checkpoints.of(model, optimizer, sharded, parts)
         self.stopwatch.watch(model, optimizer)
         try:
             loaded = self._checkpoints.load_newest()

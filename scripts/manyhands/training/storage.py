@@ -8,6 +8,7 @@ Source: https://man7.org/linux/man-pages/man2/rename.2.html
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -185,7 +186,14 @@ def data_before(out: str) -> str | None:
 
 
 def write_status(folder: Path, status: dict) -> None:
-    """Write how a run stands; `status` holds at least its "state"."""
+    """Write how a run stands; `status` holds at least its "state".
+
+    A loss that is not finite is null there, since JSON has no word for it.
+    """
+    status = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in status.items()
+    }
     added = {"time_s": time.time(), "process": this_process()}
     write_json(folder / "status.json", {**status, **added})
 

@@ -10,9 +10,9 @@ none, or 1 where only one core was granted. Without Slurm a job takes all GPUs t
 people share a machine, MANYHANDS_GPUS=2 has it take two, those in whose memory least is when it
 starts, and CUDA_VISIBLE_DEVICES says among which.
 Exit codes are the script's: 0 for a finished run; 1; 2 for bad input; 75 after a stop by SIGTERM or
-SIGUSR1, which saves: the run is not finished yet. After SIGHUP, which a terminal sends when it is
-closed, the run saves and the code is 129; under nohup a job lives on. After SIGINT (Ctrl-C) the
-ranks end without saving, and the code is 130.
+SIGUSR1, which saves: the run is not finished yet. In a Slurm job it is launch.sh that says so.
+After SIGHUP, which a terminal sends when it is closed, the run saves and the code is 129; under
+nohup a job lives on. After SIGINT (Ctrl-C) the ranks end without saving, and the code is 130.
 """
 
 import logging
@@ -244,6 +244,8 @@ if __name__ == "__main__":
     except (BadInput, OSError) as problem:  # OSError: there is no place for temporary files
         print(f"launch.py: {problem}", file=sys.stderr)
         code = 2
+    if code == UNFINISHED and "MANYHANDS_BATCH" in os.environ:
+        code = 0  # srun would end other nodes, which may still write; launch.sh gives the job 75
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an ordinary exit takes a while, in which srun may end this process by a signal

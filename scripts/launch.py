@@ -234,6 +234,9 @@ def run_agent(arguments: list[str], command: list[str]) -> int:
             f"the nodes did not meet ({first_line(error)}): is the head node's name right, and its "
             f"port free? ({' '.join(arguments)})"
         ) from None
+    finally:
+        for name in handled:  # the agent's handlers would raise in the middle of tidying up
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
     return 0
 
 

@@ -43,7 +43,7 @@ QUICK = ("06_ddp", "07_loss", "08_broken")
 def write_lesson(clone: Path, name: str) -> None:
     """A source with a header, and its notebook as `make notebooks` would leave it."""
     job, cells = LESSONS[name]
-    header = f"manyhands: {{title: T, minutes: 1, goal: G{f', job: {job}' if job else ''}}}"
+    header = f"manyhands: {{title: T, goal: G{f', job: {job}' if job else ''}}}"
     (clone / "solutions" / f"{name}.py").write_text(f"# ---\n# {header}\n# ---\n\n# %%\n1\n")
     notebook = nbformat.v4.new_notebook()
     for number, source in enumerate(cells):

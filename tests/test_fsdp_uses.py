@@ -137,7 +137,7 @@ def test_matrices_can_be_decayed_and_vectors_left():
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
 
 
-def step_with_an_overflow(stage):
+def step_with_an_overflow(stage, make_scaler):
     """Only the shard of rank 0 has an infinite gradient: the scale, and whether weights moved."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -149,7 +149,7 @@ def step_with_an_overflow(stage):
         optimizer = zero.ShardedOptimizer(flats, lambda shards: torch.optim.SGD(shards, 1.0))
         shards = [one.shard for one in flats]
     before = [shard.detach().clone() for shard in shards]
-    scaler = ShardedGradScaler(device="cpu", init_scale=2.0)
+    scaler = make_scaler(device="cpu", init_scale=2.0)
     factor = torch.tensor([float("inf"), 1.0, 1.0, 1.0])
     scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
     if stage == 1:
@@ -159,6 +159,35 @@ def step_with_an_overflow(stage):
     return scaler.get_scale(), all(map(torch.equal, before, shards))
 
 
+@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, ShardedGradScaler])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_skip_a_step_with_torch_s_scaler_for_shards(stage):
-    assert run_ranks(step_with_an_overflow, 2, stage) == [(1.0, True)] * 2
+def test_all_ranks_skip_a_step_in_which_one_has_an_overflow(stage, make_scaler):
+    assert run_ranks(step_with_an_overflow, 2, stage, make_scaler) == [(1.0, True)] * 2
+
+
+def scaled_steps(how):
+    """Three steps with a scale, of one process or of shards: the weights and the scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    inputs = torch.randn(3, 4, 4)
+    if how == "FSDP":
+        model = fsdp.FSDP(model, [model[0]])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.0)
+    scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0, growth_interval=2)
+    for batch in inputs:
+        if how == "FSDP":
+            batch = batch.chunk(2)[dist.get_rank()]
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = model.state_dict() if how == "one process" else fully_shard.full_state(model)
+    return state, scaler.get_scale()
+
+
+def test_scaled_steps_equal_one_process():
+    wanted, scale = scaled_steps("one process")
+    (found, first), (_, second) = run_ranks(scaled_steps, 2, "FSDP")
+    assert first == second == scale == 128.0
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhands.collectives.trees import Group
 from manyhands.data_parallel.replicas import pack, sum_type
 from manyhands.fsdp.guard import guard
+from manyhands.fsdp.shards import mark_shard
 
 
 def all_gather(whole: Tensor, shard: Tensor, group: Group = None) -> dist.Work:
@@ -172,8 +173,7 @@ def make_flats(
 
     Parameters may be marked: `param.holders` ranks beyond this group hold the same numbers, as
     lesson 14 does it; it is 1 without a mark. Different marks are kept apart, and a Flat's shard
-    gets that of its parameters. A shard is also marked with the number of its parameters, its
-    `num_layers`, so that an optimizer of lesson 08 can refuse to take several for one.
+    gets that of its parameters. It is also marked as a Shard, see shards.py.
     """
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for param in params:
@@ -184,7 +184,7 @@ def make_flats(
     for (*_, key, holders), some in kinds.items():
         flats.append(make(some))
         flats[-1].key = key
-        flats[-1].shard.num_layers = len(some)
+        mark_shard(flats[-1].shard, len(some), flats[-1].group)
         if holders != 1:
             flats[-1].shard.holders = holders
     return flats

@@ -12,8 +12,7 @@ reach only some of a unit's parameters: what they got is reduced when that backw
 What an optimizer gets are shards, vectors in which a rank holds some numbers of several parameters:
 
     p.dim() >= 2      is true of no shard: to decay matrices and not biases, keep them `apart`
-    GradScaler        of PyTorch lets the rank step that saw no overflow in its own shards while
-                      others skip: ShardedGradScaler of torch.distributed.fsdp lets all skip
+    GradScaler        of PyTorch would look for overflows in a rank's own shards: see shards.py
     clip_grad_norm_   of PyTorch takes the norm of a rank's own shards: see clip.py
 
 Source: Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277, sections 3 and 4.

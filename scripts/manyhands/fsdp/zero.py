@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.fsdp.flat import Flat
+from manyhands.fsdp.shards import mark_shard
 
 
 class ShardedOptimizer:
@@ -28,17 +29,15 @@ class ShardedOptimizer:
             gradient counts as zeros beside others of its Flat, so AdamW still decays it. To decay
             matrices only, give them Flats of their own: p.dim() >= 2 is true of no shard.
 
-    With gradients that are scaled for float16, reduce() each of `flats` before the scaler's step,
-    and take ShardedGradScaler of torch.distributed.fsdp: PyTorch's GradScaler would let the rank
-    step that saw no overflow in its own shards, while others skip.
+    With gradients that are scaled for float16, reduce() each of `flats` before the scaler's step.
     """
 
     def __init__(
         self, flats: Sequence[Flat], make_optimizer: Callable[[list], torch.optim.Optimizer]
     ) -> None:
         self.flats = [flat for flat in flats if flat.shard.requires_grad]
-        for flat in self.flats:  # so that an optimizer that takes layers one by one refuses them
-            flat.shard.num_layers = len(flat.params)
+        for flat in self.flats:
+            mark_shard(flat.shard, len(flat.params), flat.group)
         self.optimizer = make_optimizer([flat.shard for flat in self.flats])
 
     @property

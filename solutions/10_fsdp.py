@@ -50,6 +50,7 @@ from manyhands.fsdp.fully_shard import full_state
 from manyhands.fsdp.guard import guard
 from manyhands.fsdp.meta import Draw
 from manyhands.fsdp.model import ShardedModel, tensors_in
+from manyhands.fsdp.shards import mark_shard
 from manyhands.instruments import figures, timing
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.instruments.live import Live, parts_of

@@ -37,7 +37,7 @@ class ShardedOptimizer:
     ) -> None:
         self.flats = [flat for flat in flats if flat.shard.requires_grad]
         for flat in self.flats:
-            mark_shard(flat.shard, len(flat.params), flat.group)
+            mark_shard(flat.shard, len(flat.params), flat.group)  # for a scaler: see shards.py
         self.optimizer = make_optimizer([flat.shard for flat in self.flats])
 
     @property

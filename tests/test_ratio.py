@@ -5,9 +5,10 @@ import math
 import pytest
 
 from manyhands.instruments import figures as look
-from manyhands.mesh import bench, figures
+from manyhands.mesh import bench
 from manyhands.mesh.ratio import largest_tensor_degree, step_s, tokens_to_hide
 from manyhands.planner.hardware import GPUS, group_link
+from manyhands.simulator import figures
 from manyhands.simulator.clock import replay, summary
 from manyhands.simulator.events import Collective, Compute, Wait
 from manyhands.simulator.traffic import Machine

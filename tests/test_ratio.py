@@ -5,10 +5,10 @@ import math
 import pytest
 
 from manyhands.instruments import figures as look
-from manyhands.mesh import bench
+from manyhands.mesh import bench, figures
 from manyhands.mesh.ratio import largest_tensor_degree, step_s, tokens_to_hide
 from manyhands.planner.hardware import GPUS, group_link
-from manyhands.simulator import figures
+from manyhands.simulator import figures as pictures
 from manyhands.simulator.clock import replay, summary
 from manyhands.simulator.events import Collective, Compute, Wait
 from manyhands.simulator.traffic import Machine
@@ -120,7 +120,7 @@ def test_the_crossing_is_read_from_steps():
 
 def test_a_picture_of_scaling():
     found = [summary(replay([[Compute(1.0)]], {"dp": 1}, Machine(1.0, {})))] * 3
-    figure = figures.against_ranks([8, 64, 512], {"50 GB/s": found, "12 GB/s": found})
+    figure = pictures.against_ranks([8, 64, 512], {"50 GB/s": found, "12 GB/s": found})
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["8", "64", "512"]
     assert look.png(figure) and math.isclose(figure.axes[1].get_ylim()[1], 100)
 

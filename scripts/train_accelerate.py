@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node=2 scripts/train_accelerate.py --data embedded --steps 300
 """
 
-import math
-
 import torch
 from torch.utils.data import DataLoader
 
@@ -26,7 +24,7 @@ class Progress:
     """What Accelerate's checkpoints lack: the step, and the lowest validation loss so far."""
 
     def __init__(self) -> None:
-        self.step, self.best_loss = 0, math.inf
+        self.step, self.best_loss = 0, float("inf")
 
     def state_dict(self) -> dict:
         return dict(vars(self))

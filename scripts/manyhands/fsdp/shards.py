@@ -25,7 +25,7 @@ SEARCH = torch._amp_foreach_non_finite_check_and_unscale_  # (gradients, found, 
 class Shard(nn.Parameter):
     """A parameter whose .grad is a ShardGradient; `group` are the ranks that have its vector."""
 
-    group: Group
+    group: Group = None  # also of a copy, which knows of no other
 
     @property
     def grad(self) -> Tensor | None:
@@ -48,7 +48,7 @@ class Shard(nn.Parameter):
 class ShardGradient(Tensor):
     """A tensor as any other, but that overflows are looked for on all ranks of `group`."""
 
-    group: Group
+    group: Group = None
 
     @classmethod
     def __torch_function__(

@@ -1,5 +1,6 @@
 """FSDP as people use it: two losses, units that return objects, groups of parameters, a scaler."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -191,3 +192,14 @@ def test_scaled_steps_equal_one_process():
     assert first == second == scale == 128.0
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
+
+
+def gradient_of_a_copy():
+    model = fsdp.FSDP(nn.Sequential(nn.Linear(4, 2)), [])
+    (copied,) = copy.deepcopy(list(model.parameters()))
+    copied.square().sum().backward()
+    return torch.equal(copied.grad, 2 * copied)
+
+
+def test_a_copy_of_a_shard_has_a_gradient():
+    assert run_ranks(gradient_of_a_copy, 2) == [True] * 2

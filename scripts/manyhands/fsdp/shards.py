@@ -25,12 +25,12 @@ SEARCH = torch._amp_foreach_non_finite_check_and_unscale_  # (gradients, found, 
 class Shard(nn.Parameter):
     """A parameter whose .grad is a ShardGradient; `group` are the ranks that have its vector."""
 
-    group: Group = None  # also of a copy, which knows of no other
+    group: Group
 
     @property
     def grad(self) -> Tensor | None:
         found = Tensor.grad.__get__(self)
-        if type(found) is not Tensor:
+        if type(found) is not Tensor or "group" not in vars(self):  # none, or that of a copy
             return found
         found = found.as_subclass(ShardGradient)
         found.group = self.group
@@ -48,7 +48,7 @@ class Shard(nn.Parameter):
 class ShardGradient(Tensor):
     """A tensor as any other, but that overflows are looked for on all ranks of `group`."""
 
-    group: Group = None
+    group: Group
 
     @classmethod
     def __torch_function__(

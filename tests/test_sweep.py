@@ -25,10 +25,14 @@ def data() -> Problem:
     return of_images(images)
 
 
+def load(model: str, data: str) -> Problem:
+    return train_batch_size.load(train_batch_size.Config(model=model, data=data))
+
+
 @pytest.fixture(scope="module")
 def text() -> Problem:
     """The first 2,000 sequences of the embedded text, and 16 for validation."""
-    found = train_batch_size.load("transformer", "embedded")
+    found = load("transformer", "embedded")
     parts = found.train_inputs[:2000], found.train_labels[:2000]
     return Problem(*parts, found.valid_inputs[:16], found.valid_labels[:16], *found[4:])
 
@@ -37,7 +41,7 @@ def test_the_parts_of_images_have_no_image_in_common(data):
     assert (len(data.train_inputs), len(data.valid_inputs)) == (30, 10)
     whole = torch.cat([data.train_inputs, data.valid_inputs])
     assert len(whole.flatten(1).unique(dim=0)) == 40
-    digits = train_batch_size.load("mlp", "embedded")
+    digits = load("mlp", "embedded")
     assert (len(digits.train_inputs), len(digits.valid_inputs)) == (973, 324)
 
 
@@ -66,7 +70,7 @@ def test_a_text_labels_each_character_with_the_next(text):
 
 def test_a_model_and_data_of_another_kind_are_refused():
     with pytest.raises(BadInput, match="no such folder"):
-        train_batch_size.load("transformer", "mnist")
+        load("transformer", "mnist")
 
 
 def test_the_pieces_of_a_batch_have_longer_gradients_than_the_batch(text):
@@ -128,7 +132,7 @@ def test_a_dear_rate_is_given_up(data):
 
 
 def test_larger_batches_need_fewer_steps():
-    data, means = train_batch_size.load("mlp", "embedded"), {}
+    data, means = load("mlp", "embedded"), {}
     for batch in (2, 8, 64):
         means[batch] = best_rate(tune(data, batch, [0.2, 0.4, 0.1], [1, 2], 0.8, 1500))[1]
     assert means[2] > 1.5 * means[8] > 2 * means[64], means

@@ -722,7 +722,7 @@ if check.ready("6.3", "6.5", "6.6", "6.8"):
 # high learning rate it can grow by orders of magnitude. In float64, which rounds $2^{29}$ times more
 # finely, the differences stay about as much smaller, which shows that rounding is the cause and the
 # conversion is not to blame. (The test `test_more_ranks_differ_by_the_rounding_of_sums_only` in
-# `tests/test_transformer.py` trains both ways.) But it is why the test above is a short one.
+# `tests/models/test_transformer.py` trains both ways.) But it is why the test above is a short one.
 
 # %% [markdown]
 # ## 10. Run it as a job, with your functions in it
@@ -1314,7 +1314,7 @@ for name, mask in (("with", causal), ("without", None)):
 # and the loss is many times higher than the mean. The training loss falls in the same way, so neither
 # raises suspicion. Two tests reveal the leak: compare the loss with what is possible, and change a later
 # token to see whether an earlier output moves. The course's own model passes the second for every position
-# in `tests/test_transformer.py`.
+# in `tests/models/test_transformer.py`.
 
 # %%
 check.summary()

@@ -1215,7 +1215,7 @@ assert max(apart[: lives[1]["stop"]]) < 1e-5 < max(apart)
 #
 # Neither changes the mathematics: over the 20 steps of a test on two ranks, no loss differs from that of
 # `train_ddp.py` by more than 1e-4. Nor does it after a run was killed and resumed by two ranks, by one in place
-# of two, or by two in place of one (`pytest -s tests/test_frameworks.py` prints the differences). That works on
+# of two, or by two in place of one (`pytest -s tests/training/test_frameworks.py` prints the differences). That works on
 # other numbers of ranks because their checkpoints are whole: every rank holds all of the weights and of the
 # optimizer's state, and rank 0 writes them. What they lack had to be added. Lightning's knows the number of
 # the step, from which our sampler finds the place in the data. Accelerate's knows neither the step nor the

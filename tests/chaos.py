@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from cluster import Cluster, missing
-from jobs import flags, left_behind, losses, make_clone
+from commands import flags, left_behind, losses, make_clone
 
 SAVE_EVERY = 7
 STEPS_A_KILL = 60  # on average, from one kill to the next

@@ -34,7 +34,8 @@ MOVED = {
     "scripts/manyhands/mesh/plan_time.py": "scripts/manyhands/planner/step_time.py",
     "scripts/manyhands/mesh/plan_words.py": "scripts/manyhands/planner/reasons.py",
     "scripts/manyhands/mesh/planner.py": "scripts/manyhands/planner/plans.py",
-    "tests/test_scripts.py": "tests/training.py",
+    "tests/jobs.py": "tests/commands.py",
+    "tests/training.py": "tests/runs.py",
 }
 # Files that have gone from one room to another under their own name.
 for _old, _new, _names in (
@@ -45,6 +46,8 @@ for _old, _new, _names in (
 ):
     for _name in _names.split():
         MOVED[f"scripts/manyhands/{_old}/{_name}.py"] = f"scripts/manyhands/{_new}/{_name}.py"
+for _path in sorted((ROOT / "tests").glob("*/test_*.py")):  # once they all lay in tests/
+    MOVED[f"tests/{_path.name}"] = _path.relative_to(ROOT).as_posix()
 LAST = 60
 
 

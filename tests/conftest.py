@@ -3,14 +3,12 @@
 Tests of jobs take the fixture `slurm`, a real Slurm cluster. Without Slurm they are skipped, or
 fail where MANYHANDS_SLURM is "required". MANYHANDS_SLURM_MODE sets the cluster's mode.
 
-`--only pipeline` keeps the tests of one lesson, `--only fast` those that start neither ranks nor
-jobs. `--nightly` adds the tests marked `nightly`; it sets MANYHANDS_NIGHTLY, for tests that then
-try more.
+`--only pipeline` keeps the tests of one lesson or of another room, `--only fast` those marked
+`fast`, which start neither ranks nor jobs. `--nightly` adds the tests marked `nightly`; it sets
+MANYHANDS_NIGHTLY, for tests that then try more.
 """
 
-import ast
 import atexit
-import functools
 import os
 import re
 import shutil
@@ -30,29 +28,21 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 
-pytest.register_assert_rewrite("training")  # else its assertions would not say what they saw
+# Else their assertions would not say what they saw.
+pytest.register_assert_rewrite("replicas", "runs")
 
 ROOT = Path(__file__).resolve().parents[1]
-FAST = set(
-    "builder corpus diagrams environment figures images layout meters replay resnet schedules "
-    "timeline transformer".split()
-)
 
-# Whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs; and those of
-# every training script.
-UNDER_RULES = set(
-    "collectives data_parallel fsdp fsdp_uses grid layerwise mesh pipeline sequence split_model "
-    "tensor vocabulary".split()
-)
+# The folders whose ranks are held to NCCL's rules, so that what passes on gloo is right on GPUs;
+# so are those of every training script.
+UNDER_RULES = set("collectives data_parallel ddp fsdp layerwise mesh pipeline tensor".split())
 # These measure times, which the notes of a watched rank would change.
 NOT_UNDER_RULES = ("test_a_race_takes_at_least", "test_the_bubble_is_that_of_the_formula")
-
-OF_MANY_LESSONS = set("bench checks ledger live meters mine report train_single".split())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make test ONLY=` and `make test NIGHTLY=1` pass on."""
-    parser.addoption("--only", default="", help="a lesson's word, or fast")
+    parser.addoption("--only", default="", help="a folder of tests, as a lesson's word; or fast")
     parser.addoption("--changed", action="store_true", help="take what has passed")
     parser.addoption("--nightly", action="store_true", help="also what is tried at night alone")
 
@@ -94,30 +84,11 @@ def lessons() -> dict[str, int]:
     return {stem[3:]: int(stem[:2]) for stem in stems}
 
 
-@functools.cache
-def rooms_of(path: Path) -> set[str]:
-    """The rooms of the package from which a test file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("manyhands"):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name.split(".")[1] for name in names}
-    return found
-
-
 def belongs(item: pytest.Item, word: str) -> bool:
-    """Is this a test of the lesson: in a file of its own, or with its name or number?
-
-    A file is the lesson's own if that is the last lesson from which it imports.
-    """
-    numbers = lessons()
-    if item.path.stem in (f"test_{word}", f"test_train_{word}"):
-        return True
-    imported = [room for room in rooms_of(item.path) if room in numbers]
-    is_of_many = item.path.stem.removeprefix("test_") in OF_MANY_LESSONS
-    if imported and not is_of_many and max(imported, key=numbers.get) == word:
-        return True
-    number = numbers[word]
+    """Does the test lie in the folder, or has it the lesson's name or number?"""
+    number = lessons().get(word)
+    if item.path.parent.name == word or number is None:
+        return item.path.parent.name == word
     own = rf"\[{number}\.\d+|{number:02d}_{word}|(?<![a-z]){word}(?![a-z])"
     return re.search(own, item.nodeid.partition("::")[2]) is not None
 
@@ -127,10 +98,11 @@ def keep_only(config: pytest.Config, items: list[pytest.Item]) -> None:
     only = config.getoption("--only")
     if not only:
         return
-    if only != "fast" and only not in lessons():
-        raise pytest.UsageError(f"--only {only}: choose fast, or one of {', '.join(lessons())}")
+    folders = sorted({path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")})
+    if only not in ("fast", *folders):
+        raise pytest.UsageError(f"--only {only}: choose fast, or one of {', '.join(folders)}")
     if only == "fast":
-        kept = [item for item in items if item.path.stem.removeprefix("test_") in FAST]
+        kept = [item for item in items if item.get_closest_marker("fast")]
     else:
         kept = [item for item in items if belongs(item, only)]
     keep(config, items, kept)
@@ -167,9 +139,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold the ranks of some files' tests to NCCL's rules."""
-    stem = request.path.stem.removeprefix("test_")
-    is_held = stem in UNDER_RULES or stem.startswith("train_")
+    """Hold the ranks of some folders' tests to NCCL's rules."""
+    path = request.path
+    is_held = path.parent.name in UNDER_RULES or path.stem.startswith("test_train_")
     if is_held and not request.node.name.startswith(NOT_UNDER_RULES):
         monkeypatch.setenv("MANYHANDS_RULES", "nccl")
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs import losses, make_clone, settings
+from commands import losses, make_clone, settings
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
 from manyhands.saving.folder import complete, newest_intact

@@ -67,15 +67,15 @@ def tests_of(fault: Fault, root: Path) -> list[str]:
     room = fault.room.rpartition("/")[2]
     names = [f"test_{name}" for name in (Path(fault.file).stem, room)]
     found = []
-    for path in sorted((root / "tests").glob("test_*.py")):
+    for path in sorted((root / "tests").rglob("test_*.py")):
         ours = {name for name in imported(path) if name.startswith("manyhands.")}
         if path.stem in names:
-            found.append((names.index(path.stem), 0, path.name))
+            found.append((names.index(path.stem), 0, path))
         elif module in ours:
-            found.append((len(names), len(ours), path.name))
+            found.append((len(names), len(ours), path))
         elif any(name.startswith(neighbours) for name in ours):
-            found.append((len(names) + 1, len(ours), path.name))
-    return [f"tests/{name}" for *_, name in sorted(found)[:MAX_FILES]]
+            found.append((len(names) + 1, len(ours), path))
+    return [path.relative_to(root).as_posix() for *_, path in sorted(found)[:MAX_FILES]]
 
 
 # ---- a copy ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Compares what units are said to depend on (units.py) with the files that they really open.
 
     python tests/opened.py                            all units, each in a pytest of its own
-    python tests/opened.py tests/test_flat.py 6.5     some: test files, exercises, notebooks
+    python tests/opened.py tests/fsdp/test_flat.py 6.5     some: test files, exercises, notebooks
 
 strace follows every process that a test starts: ranks, kernels, jobs, shells. A file that was
 opened and is not in the closure is a fault: a change of it would run no test. Exit code 1 then.

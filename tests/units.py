@@ -31,17 +31,17 @@ SOURCE_ROOTS = ("scripts", "tests")  # where `import x` looks for x
 # Read by every test, whatever it imports.
 ALWAYS = ("tests/conftest.py", "pyproject.toml")
 # They read the whole course.
-WHOLE = ("tests/test_layout.py",)
+WHOLE = ("tests/house/test_layout.py",)
 # Read, though nothing that is read names it.
 BESIDES = {
-    "tests/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "README.md", "TEACHING.md"),
-    "tests/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "*.md"),
-    "tests/test_solutions.py": ("solutions/*.py",),
-    "tests/test_items.py": ("solutions/*.py",),
-    "tests/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
-    "tests/test_slurm.py": ("sbatch/*", ".ci/run"),
-    "tests/test_bench.py": ("bench.json", "bench.md", "README.md"),
-    "tests/test_checks.py": ("tests/answers/*.py",),
+    "tests/building/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "[RT]*.md"),
+    "tests/building/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "*.md"),
+    "tests/building/test_solutions.py": ("solutions/*.py",),
+    "tests/house/test_items.py": ("solutions/*.py",),
+    "tests/gpu/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
+    "tests/jobs/test_slurm.py": ("sbatch/*", ".ci/run"),
+    "tests/instruments/test_bench.py": ("bench.json", "bench.md", "README.md"),
+    "tests/checks/test_checks.py": ("tests/answers/*.py",),
 }
 # Their patterns name files of all lessons, and their callers say which one: a notebook names its
 # job, and the stored runs that it shows.
@@ -179,13 +179,18 @@ class Course:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Dotted name -> path, of every module below the source roots."""
+        """Dotted name -> path, of every module below the source roots.
+
+        Test files are imported by their last name alone, for pytest searches their folders.
+        """
         found = {}
         for path in self.sums:
             top, _, rest = path.partition("/")
             if top in SOURCE_ROOTS and rest.endswith(".py"):
                 dotted = rest.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 found.setdefault(dotted, path)
+                if "/test_" in rest:
+                    found.setdefault(dotted.rsplit(".", 1)[-1], path)
         return found
 
     def named(self, path: str) -> list[str]:
@@ -259,7 +264,7 @@ class Course:
 
 CHECKS = "scripts/manyhands/checks"
 JUDGING = ("tests/audit.py", f"{CHECKS}/engine/verdict.py", f"{CHECKS}/engine/lesson.py")
-RUNNING = ("tests/test_notebooks.py",)
+RUNNING = ("tests/building/test_notebooks.py",)
 
 
 def unit_files(course: Course, unit: str) -> set[str]:
@@ -271,8 +276,8 @@ def unit_files(course: Course, unit: str) -> set[str]:
         return {*course.sums}
     lesson = unit.split("/")[3] if unit.startswith(f"{CHECKS}/") else ""
     if lesson:
-        shared = {f"tests/answers/{lesson}.py", *JUDGING, "tests/test_checks.py"}
-        but = {"tests/test_checks.py", f"{CHECKS}/{lesson}/__init__.py"}
+        shared = {f"tests/answers/{lesson}.py", *JUDGING, "tests/checks/test_checks.py"}
+        but = {"tests/checks/test_checks.py", f"{CHECKS}/{lesson}/__init__.py"}
         found = course.closure({unit, *shared}, but)
     elif unit.endswith(".ipynb"):
         found = course.closure({unit, *RUNNING}, RUNNING)
@@ -298,9 +303,7 @@ def specs(course: Course) -> dict[str, str]:
 
 def test_files(course: Course) -> list[str]:
     """The test files."""
-    return fnmatch.filter(course.sums, "tests/test_*.py") + fnmatch.filter(
-        course.sums, "tests/*/test_*.py"
-    )
+    return [path for path in course.sums if re.fullmatch(r"tests/(\w+/)?test_\w+\.py", path)]
 
 
 # ---- the key ----------------------------------------------------------------------------------
@@ -310,11 +313,11 @@ def test_files(course: Course) -> list[str]:
 VARIABLES = ("MANYHANDS_DRAW", "MANYHANDS_RULES", "MANYHANDS_SLURM_MODE")
 # Programs that tests skip without -> the files that look for them.
 TOOLS = {
-    "slurmctld": ("tests/cluster.py", "tests/test_slurm.py"),
-    "mmdebstrap": ("tests/test_containers.py",),
-    "shellcheck": ("tests/test_slurm.py",),
+    "slurmctld": ("tests/cluster.py", "tests/jobs/test_slurm.py"),
+    "mmdebstrap": ("tests/house/test_containers.py",),
+    "shellcheck": ("tests/jobs/test_slurm.py",),
     "unshare": ("tests/damage.py",),
-    "mount": ("tests/test_checkpoint.py",),
+    "mount": ("tests/checkpoint/test_checkpoint.py",),
 }
 
 

@@ -2,8 +2,8 @@
 
     a need   Composer's argument   by hand   Lightning   Accelerate
 
-Lightning's and Accelerate's cells are checked by running them: tests/test_frameworks.py. Composer's
-are those of its Trainer's documentation,
+Lightning's and Accelerate's cells are checked by running them, in
+tests/training/test_frameworks.py. Composer's are those of its Trainer's documentation,
 https://docs.mosaicml.com/projects/composer/en/latest/api_reference/generated/composer.Trainer.html.
 """
 

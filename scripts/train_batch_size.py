@@ -99,7 +99,8 @@ KIND = Kind(
     noun="settings",
     identity=(*"data model batch largest rates networks target max_steps seed".split(),),
     key=("batch", "rate"),
-    loss_name="mean steps (to the target)",
+    loss_name="mean steps",
+    loss_unit="to the target",
     result_name="fewest mean steps",
     tell=curve,
 )

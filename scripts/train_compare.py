@@ -8,7 +8,6 @@ these on a mesh: memory of a rank by part, bytes sent by collective, and time of
 losses have to be those of one process.
 """
 
-import html
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,9 +23,7 @@ from manyhands.models.transformer import num_parameters
 from manyhands.ranks.failures import BadInput
 from manyhands.ranks.runtime import World, command_line, distributed, on_main, together
 from manyhands.training import lock
-from manyhands.training.report import PAGE, card, grid, tile
-from manyhands.training.report import table as html_rows
-from manyhands.training.report_figures import Picture
+from manyhands.training.page import Card, Row, page
 from manyhands.training.storage import open_folder, replace_file, write_json
 from manyhands.ways.ready import Make, Setting
 from manyhands.ways.registry import ON_A_MESH, WAYS, ways_for
@@ -154,39 +151,34 @@ def write(folder: Path, found: Mapping, world: World) -> Path:
     write_json(folder / "result.json", about | found)
     picture = png(figures.draw(found))
     replace_file(folder / "report.png", picture)
-    replace_file(folder / "report.html", page(folder, found, about, picture).encode())
+    replace_file(folder / "report.html", html(folder, found, about, picture).encode())
     return folder / "report.html"
 
 
-def page(folder: Path, found: Mapping, about: Mapping, picture: bytes) -> str:
+def html(folder: Path, found: Mapping, about: Mapping, picture: bytes) -> str:
     """The report: tiles, the figure, the table, and what they were measured on."""
     setting = found["setting"]
     size = num_parameters(setting["vocab"], setting["block"], setting["layers"])
-    numbers = {
-        "ranks": (str(found["ranks"]), about["device"]),
-        "model": (f"{size / 1e6:.1f} M", "parameters"),
-        "global batch": (str(setting["batch"]), f"sequences of {setting['block']} tokens"),
-        "losses": ("equal", "to those of one process"),
-    }
-    words, *warning = figures.notes(found)
-    figure = card(Picture("compare", "Side by side", CAPTION, picture), is_wide=True)
-    title = html.escape(f"Run {folder.resolve().name}")
-    return PAGE.format(
-        title=title,
-        lead=html.escape(words),
-        idle="".join(f'<div class="idle"><p>{html.escape(line)}</p></div>\n' for line in warning),
-        tiles="\n".join(tile(name, *pair) for name, pair in numbers.items()),
-        figures=f"{figure}\n{html_table(found)}",
-        job=html_rows(about | {"backend": found["backend"], "timed steps": found["steps"]}),
-        settings=html_rows(setting),
-    )
-
-
-def html_table(found: Mapping) -> str:
-    """The table of all ways as a card of the page, which scrolls sideways on a small screen."""
+    words, *warnings = figures.notes(found)
     head, units, *ways = figures.rows(found)
     names = [f"{name} ({unit})" if unit else name for name, unit in zip(head, units, strict=True)]
-    return f'<section class="card wide">{grid(names, ways)}</section>'
+    return page(
+        title=f"Run {folder.resolve().name}",
+        lead=words,
+        tiles={
+            "ranks": Row(str(found["ranks"]), remark=about["device"]),
+            "model": Row(f"{size / 1e6:.1f} M", "parameters"),
+            "global batch": Row(str(setting["batch"]), f"sequences of {setting['block']} tokens"),
+            "losses": Row("equal", "to those of one process"),
+        },
+        cards=[Card("Side by side", CAPTION, picture), Card(heads=names, lines=ways)],
+        is_wide=True,
+        warnings=warnings,
+        tables={
+            "The job": about | {"backend": found["backend"], "timed steps": found["steps"]},
+            "Settings": setting,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ KIND = Kind(
     noun="networks",
     identity=("data", "smallest", "networks", "seed"),
     key=("size", "seed"),
-    loss_name="error (share of images)",
+    loss_name="error",
+    loss_unit="share of images",
     result_name="mean error with most images",
     tell=curve,
 )

@@ -64,7 +64,8 @@ KIND = Kind(
     noun="trainings",
     identity=("data", "remedy", "seeds", "small", "large", "rate", "epochs", "target", "seed"),
     key=("name", "seed"),
-    loss_name="error (on the test images)",
+    loss_name="error",
+    loss_unit="on the test images",
     result_name="least mean error",
     tell=curve,
 )

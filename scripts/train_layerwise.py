@@ -78,7 +78,8 @@ KIND = Kind(
         "seed",
     ),
     key=("optimizer", "batch"),
-    loss_name="mean error (on the test images)",
+    loss_name="mean error",
+    loss_unit="on the test images",
     result_name="least mean error",
     tell=curve,
 )

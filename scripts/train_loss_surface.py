@@ -86,7 +86,8 @@ KIND = Kind(
     noun="networks and surfaces",
     identity=("data", "networks", "blocks", "grid", "span", "images", "epochs", "seed"),
     key=("stage", "kind", "seed"),
-    loss_name="test error (share of images)",
+    loss_name="test error",
+    loss_unit="share of images",
     result_name="mean test error with skips",
     tell=curve,
 )

@@ -53,7 +53,7 @@ BLIND = (
     "scripts/manyhands/checks/engine/bench.py",
 )
 SUFFIXES = (".py", ".ipynb", ".sbatch", ".sh", ".json", ".svg", ".md", ".yml", ".yaml", ".toml")
-SUFFIXES += (".txt", ".in", ".example")
+SUFFIXES += (".txt", ".in", ".example", ".html")
 NAME = re.compile(r"[\w./*\[\]{}-]+")
 IMPORT = re.compile(r"\b(?:from|import) +([a-z_][\w.]*)(?: +import +\(?([\w, ]+))?")
 

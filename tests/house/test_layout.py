@@ -338,13 +338,13 @@ def machine_traces(root: Path) -> list[str]:
 
 
 def strays(root: Path) -> list[str]:
-    """The source root holds Python and runs that say how to make them anew, and nothing else."""
+    """The source root holds Python, runs that say how to make them anew and pages' templates."""
     made = ("__pycache__", ".egg-info")
     return [
         f"{path.relative_to(root)} does not belong in scripts/"
         for path in sorted((root / "scripts").rglob("*"))
         if path.is_file()
-        and path.suffix != ".py"
+        and path.suffix not in (".py", ".html")
         and not (path.match("manyhands/*/stored_*.json") and json.loads(path.read_text())["remake"])
         and not any(word in str(path) for word in made)
     ]

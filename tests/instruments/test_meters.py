@@ -220,20 +220,20 @@ def ranks_on(host: str, devices: list[str], **about: int) -> list[dict]:
 
 def test_idle_devices_are_named_node_by_node():
     assert idle_words(ranks_on("node1", ["cuda:0"], num_gpus=4)) == [
-        "idle: 3 of the 4 GPUs granted on node1 have no rank: start 4 ranks (RANKS=4) or ask for 1"
+        "3 of the 4 GPUs granted on node1 have no rank: start 4 ranks (RANKS=4) or ask for 1"
     ]
     twice = ranks_on("node1", ["cuda:0", "cuda:0"], num_gpus=2)  # two ranks on one GPU
-    assert idle_words(twice)[0].startswith("idle: 1 of the 2 GPUs granted on node1 has no rank")
+    assert idle_words(twice)[0].startswith("1 of the 2 GPUs granted on node1 has no rank")
     on_cpu = idle_words(ranks_on("node1", ["cpu", "cpu"], num_gpus=4))
     assert on_cpu == [
-        "idle: 4 of the 4 GPUs granted on node1 have no rank: train on GPUs or ask for none"
+        "4 of the 4 GPUs granted on node1 have no rank: train on GPUs or ask for none"
     ]
     assert idle_words(ranks_on("node1", ["cuda:0", "cuda:1"], num_gpus=2)) == []
 
 
 def test_idle_cores_are_named_where_half_of_them_or_more_are_idle():
     (words,) = idle_words(ranks_on("n", ["cpu"] * 3))
-    assert words.startswith("idle: 5 of the 8 cores granted on n have no rank: start 8 ranks")
+    assert words.startswith("5 of the 8 cores granted on n have no rank: start 8 ranks")
     assert words.endswith("or ask for 3")
     assert "4 of the 8 cores" in idle_words(ranks_on("n", ["cpu"] * 4))[0]
     assert "1 of the 2 cores granted on n has" in idle_words(ranks_on("n", ["cpu"], num_cores=2))[0]
@@ -244,10 +244,10 @@ def test_idle_cores_are_named_where_half_of_them_or_more_are_idle():
 def test_many_idle_nodes_are_counted_and_empty_nodes_are_named():
     ranks = [rank for n in range(7) for rank in ranks_on(f"node{n}", ["cuda:0"], num_gpus=2)]
     words = idle_words(ranks)
-    assert len(words) == 5 and words[-1] == "idle: 3 more nodes likewise"
+    assert len(words) == 5 and words[-1] == "3 more nodes likewise"
     busy = ranks_on("node1.cluster.example", ["cuda:0"], num_gpus=1)
     assert idle_words(busy, ["node1", "node2"]) == [
-        "idle: node2 is granted and has no rank: ask for fewer nodes"
+        "node2 is granted and has no rank: ask for fewer nodes"
     ]
     assert idle_words(busy, ["127.0.77.1", "127.0.77.2"]) == []  # other names: nothing is known
 

@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do [ "$1" = --out ] && out=$2; shift; done
 state() { echo "{\"state\": \"$1\", \"steps\": $steps}" > "$out/status.json"; }
 trap 'mkdir -p "$out/checkpoints/step-00000007"; touch "$_/index.json"; state stopped; exit 0' TERM
 mkdir -p "$out/logs"
-echo '{"floor": null, "loss_name": "loss (nats per image)"}' > "$out/config.json"
+echo '{"floor": null, "loss_name": "loss", "loss_unit": "nats per image"}' > "$out/config.json"
 state running
 for step in $(seq $steps); do
     echo "{\"step\": $step, \"loss\": 2.$step, \"images_per_s\": 1234.5}" >> "$out/metrics.jsonl"

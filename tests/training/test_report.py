@@ -74,7 +74,7 @@ def folder(finished, tmp_path) -> Path:
 
 def rows_of(folder: Path) -> dict[str, str]:
     """The rows of the job's table, without drawing anything."""
-    return report.summary(read(folder))
+    return {name: str(row) for name, row in report.summary(read(folder)).items()}
 
 
 def change(path: Path, **values: object) -> None:
@@ -120,15 +120,15 @@ def test_page_of_a_finished_run(folder):
     assert page.rows["ranks"] == "2 ranks on 1 node" and page.rows["used"] == "2 CPU threads"
     assert page.rows["nodes"] == socket.gethostname()
     assert page.rows["restarts"] == "none" and page.rows["scheduler"] == "none: started by hand"
-    last = f"{lines[-1]['loss']:.4f} nats per token (floor 0.5000)"
+    last = f"{lines[-1]['loss']:.4f} nats per token, floor 0.5000"
     assert page.rows["last training loss"] == last
-    assert page.rows["validation loss"] == "1.2500 nats per token (floor 0.5000)"
+    assert page.rows["validation loss"] == "1.2500 nats per token, floor 0.5000"
     speeds = sorted(line["tokens_per_s"] for line in lines)
     assert page.rows["speed"] == f"{speeds[1]:,.0f} tokens/s"
     assert page.rows["model FLOP/s"] == report.scaled(speeds[1] * 100, "FLOP/s")
     assert page.rows["data"] == "<b>&embedded" and ("b", {}) not in page.tags  # escaped
     assert page.rows["batch"] == "4"
-    assert "core-hours granted" in page.rows["busy"] and "energy" not in page.rows
+    assert "core-hours" in page.rows["busy"] and "energy" not in page.rows
 
 
 def test_page_needs_nothing_else_and_every_figure_has_words(folder):
@@ -226,7 +226,7 @@ def test_a_run_on_images_without_phases_and_without_a_job(folder):
     about = json.loads((folder / "config.json").read_text())
     for name in ("job", "flops_per_token", "tokens_per_step"):
         del about[name]
-    about["loss_name"] = "error (share of <images>)"
+    about |= {"loss_name": "error", "loss_unit": "share of <images>"}
     for rank in about["ranks"]:
         del rank["num_threads"], rank["memory_bytes"]
     (folder / "config.json").write_text(json.dumps(about))
@@ -278,7 +278,8 @@ def test_hours_and_energy_are_sums_over_time(folder):
     assert bill.busy_h == pytest.approx(0.8)
     assert bill.energy_kwh == pytest.approx(0.5 + 3 * 0.1)
     rows = rows_of(folder)
-    assert rows["busy"].startswith("20%: 0.8 of 4 GPU-hours granted.")
+    assert rows["busy"] == "20%, 0.8 of 4 GPU-hours"
+    assert rows["charged by most centres"] == "4 GPU-hours"
     assert rows["energy"] == "0.8 kWh"
 
 
@@ -303,7 +304,7 @@ def test_core_hours_of_a_run_on_cpus(folder):
 
 def test_the_time_asked_is_compared_with_one_life(folder):
     make_gpu_run(folder, nodes=1, per_node=1, used=1, count=16)
-    assert rows_of(folder)["time used"] == "10.0 s of 20.0 s asked (50%)"
+    assert rows_of(folder)["time used"] == "10.0 s, 50% of the 20.0 s asked"
 
 
 def test_a_gap_between_two_lives_is_no_time_of_the_run(folder):
@@ -322,7 +323,7 @@ def test_a_gap_between_two_lives_is_no_time_of_the_run(folder):
     assert record.bill.busy_h * 3600 == pytest.approx(0.8 * 30)
     rows = rows_of(folder)
     assert rows["restarts"] == "restarted once; nothing ran for 2 h 0 min in between"
-    assert rows["time used"] == "21.0 s; 33.0 s with the lives before it"
+    assert rows["time used"] == "21.0 s, 33.0 s with the lives before it"
     figure, ax = figures.new_figure()
     assert "A dotted line is a restart." in report_figures.draw_busy(ax, record)
     first, second = (path.get_extents() for path in ax.collections[0].get_paths())
@@ -360,8 +361,8 @@ def test_a_gpu_that_nvml_cannot_measure_is_not_called_idle(folder):
     for path in (folder / "ranks").iterdir():
         write_rows(path, samples(None))
     rows = rows_of(folder)
-    assert rows["busy"].startswith("not measured: of 0.0022 GPU-hours granted")
-    assert rows["energy"] == "not known (Not Supported <x>)"
+    assert rows["busy"] == "not measured, of 0.0022 GPU-hours"
+    assert rows["energy"] == "not known, Not Supported <x>"
     assert report.idle_lines(read(folder)) == []
 
 
@@ -462,8 +463,8 @@ def test_every_validation_and_the_test_are_told(folder):
     rows = rows_of(folder)
     assert rows["validation loss"].startswith("1.0000 nats per token")
     assert rows["test loss"] == "1.2500 nats per token, two words, from step 2"
-    number, more = report.tiles(read(folder))["test loss"]
-    assert (number, more) == ("1.2500", "nats per token, two words, from step 2")
+    tile = report.tiles(read(folder))["test loss"]
+    assert (tile.written[0], tile.small) == ("1.2500", "nats per token, two words, from step 2")
     figure, ax = figures.new_figure()
     assert "lowest at step 2" in report_figures.draw_loss(ax, read(folder))
     labels = [text.get_text() for text in ax.get_legend().get_texts()]

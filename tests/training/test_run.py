@@ -170,7 +170,7 @@ def test_folder_of_a_finished_run(config):
     assert names(folder) == inside.split()
     about = json.loads((folder / "config.json").read_text())
     assert about["job"]["scheduler"] == "none" and about["job"]["restarts"] == 0
-    assert about["loss_name"] == "loss (nats per token)"
+    assert (about["loss_name"], about["loss_unit"]) == ("loss", "nats per token")
     assert [rank["device"] for rank in about["ranks"]] == ["cpu", "cpu"]
     assert names(folder / "nodes") == [f"{socket.gethostname()}.jsonl"]  # one rank's of each node
     assert names(folder / "checkpoints") == ["step-00000008", "step-00000012", "step-00000015"]

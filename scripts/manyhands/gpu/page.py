@@ -1,15 +1,14 @@
 """The report of `make gpu`: a section for each part, with a sentence, a figure and its rows."""
 
-import base64
-import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from manyhands.gpu import figures
 from manyhands.gpu.words import WORDS
 from manyhands.instruments.figures import png
 from manyhands.instruments.meters import duration, scaled
-from manyhands.training.report import TOP, counted, grid, tile
+from manyhands.training.page import Card, Row, page
+from manyhands.training.report import counted
 from manyhands.training.storage import replace_file
 
 FORMATS: dict[str, Callable] = {  # end of a column's name -> how its values are written
@@ -48,15 +47,14 @@ NAMES = {  # of columns that do not speak for themselves
 
 def write_page(folder: Path, result: Mapping) -> None:
     """Write `report.html` into the folder, with what has been measured so far."""
-    title = f"Run {folder.resolve().name}"
-    sections = [section(name, part, result) for name, part in result["parts"].items()]
-    lines = [
-        TOP.format(title=html.escape(title), lead=html.escape(lead(result))),
-        f'<dl class="tiles">{"".join(tile(*one) for one in tiles(result))}</dl>',
-        *sections,
-        "</body></html>\n",
-    ]
-    replace_file(folder / "report.html", "\n".join(lines).encode())
+    text = page(
+        title=f"Run {folder.resolve().name}",
+        lead=lead(result),
+        tiles=tiles(result),
+        cards=[card(name, part, result) for name, part in result["parts"].items()],
+        is_wide=True,
+    )
+    replace_file(folder / "report.html", text.encode())
 
 
 def lead(result: Mapping) -> str:
@@ -70,46 +68,36 @@ def lead(result: Mapping) -> str:
     return f"{words} Made by: {result['remake']}."
 
 
-def tiles(result: Mapping) -> list[tuple[str, str, str]]:
-    """Name, number and what it is of."""
+def tiles(result: Mapping) -> dict[str, Row]:
+    """The numbers that one looks for first."""
     parts = result["parts"].values()
     done = sum(part["state"] == "done" for part in parts)
-    found = [("parts done", f"{done} of {len(parts)}", "")]
-    found.append(("time", duration(result["time_s"]), ""))
+    found = {"parts done": Row(f"{done} of {len(parts)}"), "time": Row(result["time_s"], "s")}
     rows = [row for part in parts for row in part["rows"] if "tokens_per_s" in row]
     if rows:
         best = max(rows, key=lambda row: row["flops_per_s"])
-        found.append(("fastest training", scaled(best["flops_per_s"], "FLOP/s"), best["what"]))
+        found["fastest training"] = Row(best["flops_per_s"], "FLOP/s", best["what"])
         if "utilisation" in best:
-            found.append(("model FLOPs utilisation", f"{best['utilisation']:.1%}", best["what"]))
+            share = f"{best['utilisation']:.1%}"
+            found["model FLOPs utilisation"] = Row(share, remark=best["what"])
     return found
 
 
-def section(name: str, part: Mapping, result: Mapping) -> str:
-    """One part: its heading, why it is not there, its sentence, figure and rows."""
+def card(name: str, part: Mapping, result: Mapping) -> Card:
+    """One part: how it went, or why it is not there; its sentence, figure and rows."""
     about = f"{part['state']} in {duration(part['time_s'])}, {counted(part['ranks'], 'rank')}"
-    text = f'<section class="card wide"><h2>{html.escape(part["title"])}</h2>'
-    text += f'<p class="lead">{html.escape(about)}</p>'
-    if part["why"]:
-        text += f'<p class="failed">{html.escape(part["why"])}</p>'
-    if part["rows"]:
-        words = WORDS.get(name, lambda *_: "")(part["rows"], result)
-        text += f"<p>{html.escape(words)}</p>" if words else ""
-        if (drawn := figures.draw(name, part["rows"])) is not None:
-            data = base64.b64encode(png(drawn)).decode()
-            alt = html.escape(f"{part['title']}. {words}", quote=True)
-            image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
-            text += f'<figure style="max-width: 46rem">{image}</figure>'
-        text += table(part["rows"])
-    return text + "</section>"
-
-
-def table(rows: Sequence[Mapping]) -> str:
-    """All rows, with every column that one of them has."""
+    found = Card(part["title"], about=about, why=part["why"])
+    if not (rows := part["rows"]):
+        return found
+    drawn = figures.draw(name, rows)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     columns = [one for one in columns if any(row.get(one) not in (None, "") for row in rows)]
-    lines = ([cell(one, row.get(one)) for one in columns] for row in rows)
-    return grid([NAMES.get(one, one) for one in columns], lines)
+    return found._replace(
+        words=WORDS[name](rows, result) if name in WORDS else "",
+        picture=b"" if drawn is None else png(drawn),
+        heads=[NAMES.get(one, one) for one in columns],
+        lines=[[cell(one, row.get(one)) for one in columns] for row in rows],
+    )
 
 
 def cell(column: str, value: object) -> str:

@@ -226,9 +226,9 @@ def idle_words(ranks: Sequence[Mapping], nodes: Sequence[str] = ()) -> list[str]
     short = {host.partition(".")[0] for host in hosts}
     if short & set(nodes):  # the scheduler and the nodes use the same names
         empty = [node for node in nodes if node.partition(".")[0] not in short]
-        words += [f"idle: {node} is granted and has no rank: ask for fewer nodes" for node in empty]
+        words += [f"{node} is granted and has no rank: ask for fewer nodes" for node in empty]
     words = [line for line in words if line]
-    return words if len(words) <= 4 else [*words[:4], f"idle: {len(words) - 4} more nodes likewise"]
+    return words if len(words) <= 4 else [*words[:4], f"{len(words) - 4} more nodes likewise"]
 
 
 def _idle_on(host: str, ranks: Sequence[Mapping]) -> str:
@@ -239,7 +239,7 @@ def _idle_on(host: str, ranks: Sequence[Mapping]) -> str:
         have = "has" if granted - used == 1 else "have"
         start = f"start {granted} ranks (RANKS={granted})" if used else "train on GPUs"
         return (
-            f"idle: {granted - used} of the {granted} GPUs granted on {host} {have} no rank: "
+            f"{granted - used} of the {granted} GPUs granted on {host} {have} no rank: "
             f"{start} or ask for {used or 'none'}"
         )
     cores = max(rank["num_cores"] for rank in ranks)
@@ -248,7 +248,7 @@ def _idle_on(host: str, ranks: Sequence[Mapping]) -> str:
         return ""
     have = "has" if cores - busy == 1 else "have"
     return (
-        f"idle: {cores - busy} of the {cores} cores granted on {host} {have} no rank: start "
+        f"{cores - busy} of the {cores} cores granted on {host} {have} no rank: start "
         f"{cores} ranks (RANKS={cores}), give each more threads (OMP_NUM_THREADS) or ask for {busy}"
     )
 

@@ -231,15 +231,12 @@ class _Metrics:
         total = f" of {num_steps}" if num_steps else ""
         words = [f"{self._about().get('noun', 'step')} {self.last['step']}{total}"]
         if self.last.get("loss") is not None:
-            words.append(f"{self._loss_name().partition(' (')[0]} {self.last['loss']:.3f}")
+            words.append(f"{self._about().get('loss_name', 'loss')} {self.last['loss']:.3f}")
         speeds = {name[:-6]: value for name, value in self.last.items() if name.endswith("_per_s")}
         return ", ".join(words + [f"{value:,.0f} {unit}/s" for unit, value in speeds.items()])
 
     def _about(self) -> dict:
         return storage.read_json(self.path.with_name("config.json"))
-
-    def _loss_name(self) -> str:
-        return self._about().get("loss_name", "loss (nats per token)")
 
     def curve(self) -> bytes:
         """The loss so far as a small picture of at most 200 points."""
@@ -249,8 +246,11 @@ class _Metrics:
         y = [fmean(loss for _, loss in b) for b in bins]
         figure, ax = figures.new_figure(5, 2.2)
         series = {"training": (x, y)}
-        xlabel = f"{self._about()['noun']} done" if "noun" in self._about() else "step"
-        figures.lines(ax, series, xlabel, self._loss_name(), self._about().get("floor"))
+        about = self._about()
+        xlabel = f"{about['noun']} done" if "noun" in about else "step"
+        unit = f" ({about['loss_unit']})" if about.get("loss_unit") else ""
+        ylabel = about.get("loss_name", "loss") + unit
+        figures.lines(ax, series, xlabel, ylabel, about.get("floor"))
         return figures.png(figure, dpi=80)
 
 

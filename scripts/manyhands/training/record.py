@@ -293,8 +293,7 @@ def mean_busy(device: Device, paid: Sequence[Span]) -> float:
 
 def loss_words(record: Record) -> tuple[str, str]:
     """What the loss is called and its unit: "loss", "nats per token"."""
-    name, _, unit = record.about.get("loss_name", "loss (nats per token)").partition("(")
-    return name.strip(), unit.rstrip(")")
+    return record.about.get("loss_name", "loss"), record.about.get("loss_unit", "")
 
 
 def noun(record: Record) -> str:

@@ -5,17 +5,15 @@ runs/ddp-001 --> report.html            one page, for a browser without a networ
                  report-<figure>.png    each figure
 """
 
-import base64
-import html
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from manyhands.instruments.live import Live
 from manyhands.instruments.meters import duration, idle_words, scaled
+from manyhands.training.page import Row, page
 from manyhands.training.record import (
     Device,
     Record,
@@ -29,84 +27,25 @@ from manyhands.training.record import (
 from manyhands.training.run import Run, save_once
 from manyhands.training.storage import replace_file
 
-if TYPE_CHECKING:
-    from manyhands.training.report_figures import Picture
-
 SILENT_AFTER_S = 60.0
 IDLE_BELOW = 0.1
-TOP = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root {{ color-scheme: light dark; --ink: #222; --paper: #f7f7f5; --card: #fff; --line: #d5d5d0;
-  --weak: #5c5c58; --good: #007a58; --bad: #b34700; --going: #0067a3; --warn: #fff3d6;
-  --warn-line: #c98500 }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e8e8e4; --paper: #1c1d1f; --card: #27282b; --line: #44464a; --weak: #adada8;
-    --good: #4cc9a0; --bad: #ff9d5c; --going: #7cc4f0; --warn: #3a3017; --warn-line: #d99e2b }} }}
-* {{ box-sizing: border-box }}
-body {{ margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper);
-  color: var(--ink); font: 16px/1.45 system-ui, sans-serif }}
-h1 {{ font-size: 1.4rem; margin: .25rem 0; overflow-wrap: anywhere }}
-h2 {{ font-size: 1.05rem; margin: 0 0 .5rem }}
-.lead {{ margin: 0 0 1rem; color: var(--weak); overflow-wrap: anywhere }}
-.idle {{ margin: 0 0 1rem; padding: .6rem .9rem; background: var(--warn);
-  border-left: 4px solid var(--warn-line); border-radius: 4px; overflow-wrap: anywhere }}
-.idle p {{ margin: .2rem 0 }}
-.tiles {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.2rem, 1fr)); gap: .6rem;
-  margin: 0 0 1rem }}
-.tiles div, .card, details {{ background: var(--card); border: 1px solid var(--line);
-  border-radius: 6px }}
-.tiles div {{ padding: .55rem .75rem }}
-dt {{ color: var(--weak); font-size: .85rem }}
-dd {{ margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere }}
-dd small {{ display: block; font-size: .85rem; font-weight: 400; color: var(--weak) }}
-.finished {{ color: var(--good) }} .failed, .running-but, .ended-but {{ color: var(--bad) }}
-.running, .stopped {{ color: var(--going) }}
-.cards {{ columns: 21rem; column-gap: 1rem; margin: 0 0 1rem }}
-.card {{ padding: .75rem; margin: 0 0 1rem; break-inside: avoid }}
-figure {{ margin: 0 }}
-img {{ display: block; width: 100%; background: #fff; border-radius: 4px }}
-figcaption {{ margin: .5rem 0 0; font-size: .92rem }}
-details {{ padding: .6rem .75rem; margin: 0 0 1rem }}
-summary {{ font-weight: 600; cursor: pointer }}
-table {{ border-collapse: collapse; width: 100%; margin: .5rem 0 0 }}
-th, td {{ text-align: left; font-weight: normal; padding: .3rem .75rem .3rem 0;
-  border-top: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere }}
-th {{ color: var(--weak); width: 36% }}
-.wide {{ column-span: all; overflow-x: auto }}
-.wide p {{ margin: .3rem 0 }} .wide th, .wide td {{ width: auto; overflow-wrap: normal }}
-</style></head><body>
-<h1>{title}</h1>
-<p class="lead">{lead}</p>
-"""
-PAGE = (
-    TOP
-    + """{idle}<dl class="tiles">{tiles}</dl>
-<div class="cards">{figures}</div>
-<details open><summary>The job</summary><table>{job}</table></details>
-<details><summary>Settings</summary><table>{settings}</table></details>
-</body></html>
-"""
-)
+
+# ---- rows --------------------------------------------------------------------------------------
 
 
-# ---- words -------------------------------------------------------------------------------------
-
-
-def state(record: Record) -> str:
-    """How the run stands, in words; a run that was killed cannot say so itself."""
+def state(record: Record) -> Row:
+    """How the run stands; a run that was killed cannot say so itself."""
     word = record.status.get("state", "not started")
     if word != "running":
-        return word
+        return Row(word)
     if record.why_gone:
-        return f"ended without a word, {record.why_gone}"
+        return Row("ended without a word", remark=record.why_gone)
     last_s = record.lives[-1][1] if record.lives else 0.0
     silent_s = time.time() - max(last_s, record.status.get("time_s", 0.0))
     if silent_s < SILENT_AFTER_S:
-        return word
+        return Row(word)
     unknown = "" if record.why_gone == "" else "; whether it still runs cannot be seen from here"
-    return f"running, but silent for {duration(silent_s)}{unknown}"
+    return Row(word, remark=f"but silent for {duration(silent_s)}{unknown}")
 
 
 def counted(number: int, what: str) -> str:
@@ -142,18 +81,17 @@ def used_words(record: Record) -> str:
     return ", ".join(words + ([counted(sum(threads), "CPU thread")] if threads else []))
 
 
-def time_words(record: Record) -> tuple[str, str]:
+def time_used(record: Record) -> Row:
     """Time used, and of how much: a limit of the scheduler is one life's."""
     lengths_s = [end_s - begin_s for begin_s, end_s in record.paid]
     if not lengths_s:
-        return "-", ""
-    limit_s = record.job.get("time_limit_s")
-    asked = ""
-    if limit_s:
-        asked = f"of {duration(limit_s)} asked ({lengths_s[-1] / limit_s:.0%})"
+        return Row("-")
+    remarks = []
+    if limit_s := record.job.get("time_limit_s"):
+        remarks.append(f"{lengths_s[-1] / limit_s:.0%} of the {duration(limit_s)} asked")
     if len(lengths_s) > 1:
-        asked += f"; {duration(sum(lengths_s))} with the lives before it"
-    return duration(lengths_s[-1]), asked
+        remarks.append(f"{duration(sum(lengths_s))} with the lives before it")
+    return Row(lengths_s[-1], "s", ", ".join(remarks))
 
 
 def restarts_words(record: Record) -> str:
@@ -168,35 +106,33 @@ def restarts_words(record: Record) -> str:
     return f"restarted {times}; nothing ran for {duration(sum(waits_s))} in between"
 
 
-def valid_words(record: Record) -> str:
-    """How long all validation and the test took, as a share of this start's time; or ""."""
-    valid_s = record.status.get("valid_s")
-    if valid_s is None:
-        return ""
+def valid_time(record: Record) -> Row:
+    """How long all validation and the test took, as a share of this start's time."""
+    valid_s = record.status["valid_s"]
     begin_s, end_s = record.paid[-1] if record.paid else (0.0, 0.0)
-    share = f", {valid_s / (end_s - begin_s):.0%} of the time used" if end_s > begin_s else ""
-    return f"{duration(valid_s)}{share}"
+    share = f"{valid_s / (end_s - begin_s):.0%} of the time used" if end_s > begin_s else ""
+    return Row(valid_s, "s", share)
 
 
-def busy_words(record: Record) -> tuple[str, str]:
+def busy(record: Record) -> Row:
     """Share of the device-hours that were busy, and how many those are."""
     bill = record.bill
     if bill.busy_h is None:
-        return "not measured", f"of {bill.charged_h:.2g} {bill.unit}-hours"
+        return Row("not measured", remark=f"of {bill.charged_h:.2g} {bill.unit}-hours")
     share = bill.busy_h / bill.charged_h if bill.charged_h else 0.0
-    hours = f"{bill.busy_h:.2g} of {bill.charged_h:.2g} {bill.unit}-hours"
-    return f"{share:.0%}", hours
+    return Row(share, "%", f"{bill.busy_h:.2g} of {bill.charged_h:.2g} {bill.unit}-hours")
 
 
-def energy_words(record: Record) -> str | None:
+def energy(record: Record) -> Row | None:
     """Energy of the GPUs, or why it is not known; None where there are none."""
     bill = record.bill
     if bill.unit != "GPU" or not record.nodes:
         return None
     if bill.energy_kwh is None:
-        return f"not known ({some(whys(record)) or 'no sample'})"
-    of = f" (of {bill.num_told} of {bill.num_granted} GPUs)" * (bill.num_told < bill.num_granted)
-    return f"{bill.energy_kwh:.3g} kWh{of}"
+        return Row("not known", remark=some(whys(record)) or "no sample")
+    is_part = bill.num_told < bill.num_granted
+    remark = f"of {bill.num_told} of {bill.num_granted} GPUs" if is_part else ""
+    return Row(bill.energy_kwh, "kWh", remark)
 
 
 def whys(record: Record) -> list[str]:
@@ -205,23 +141,21 @@ def whys(record: Record) -> list[str]:
     return sorted({gpu["why"] for gpus in last for gpu in gpus if gpu.get("why")})
 
 
-def loss_rows(record: Record) -> dict[str, str]:
+def losses(record: Record) -> dict[str, Row]:
     """Training and validation loss, with the floor where there is one; or what tasks came to."""
     name, unit = loss_words(record)
+    status = record.status
     floor = record.about.get("floor")
-    known = f" {unit}" + ("" if floor is None else f" (floor {floor:.4f})")
-    losses = record.column("loss")
+    remark = "" if floor is None else f"floor {floor:.4f}"
     result = record.about.get("result_name")
-    last = [] if result else losses[-1:]
-    rows = {f"last training {name}": f"{loss:.4f}{known}" for _, loss in last}
-    if record.status.get("valid_loss") is not None:
-        value = record.status["valid_loss"]
-        digits = 4 if value < 10 else 1  # the mean number of steps of a job of tasks
-        rows[result or f"validation {name}"] = f"{value:.{digits}f}{known}"
-    if record.status.get("test_loss") is not None:
-        more = [record.status["test_words"], f"from step {record.status['test_step']}"]
-        tested = f"{record.status['test_loss']:.4f} {unit}, {', '.join(filter(None, more))}"
-        rows[f"test {name}"] = tested
+    rows = {}
+    if record.column("loss") and not result:
+        rows[f"last training {name}"] = Row(record.column("loss")[-1][1], unit, remark)
+    if status.get("valid_loss") is not None:
+        rows[result or f"validation {name}"] = Row(status["valid_loss"], unit, remark)
+    if status.get("test_loss") is not None:
+        remarks = filter(None, [status["test_words"], f"from step {status['test_step']}"])
+        rows[f"test {name}"] = Row(status["test_loss"], unit, ", ".join(remarks))
     return rows
 
 
@@ -233,11 +167,10 @@ def steps_words(record: Record) -> str:
     return f"{done} of {total}" if total else f"{done}"
 
 
-def summary(record: Record) -> dict[str, str]:
+def summary(record: Record) -> dict[str, Row]:
     """The table of the job."""
     about = record.about
-    speed = record.speed()
-    rows = {
+    words = {
         "job": about.get("identity", {}).get("job", "-"),
         "scheduler": scheduler_words(record.job) or "none: started by hand",
         "state": state(record),
@@ -246,56 +179,43 @@ def summary(record: Record) -> dict[str, str]:
         "ranks": ranks_words(record),
         "granted": granted_words(record),
         "used": used_words(record),
-        "time used": " ".join(time_words(record)).strip().replace(" ;", ";"),
+        "time used": time_used(record),
         "restarts": restarts_words(record),
     }
-    if valid_words(record):
-        rows["validation and test"] = valid_words(record)
+    if "valid_s" in record.status:
+        words["validation and test"] = valid_time(record)
     if record.lives:
-        share, hours = busy_words(record)
-        rows["busy"] = f"{share}: {hours} granted. Most centres charge for what was granted"
-    if (energy := energy_words(record)) is not None:
-        rows["energy"] = energy
+        words["busy"] = busy(record)
+        words["charged by most centres"] = Row(record.bill.charged_h, f"{record.bill.unit}-hours")
+    if (kwh := energy(record)) is not None:
+        words["energy"] = kwh
     if whys(record) and record.bill.energy_kwh is not None:
-        rows["not measured"] = some(whys(record))
-    rows |= {"data": str(about.get("config", {}).get("data", "-"))} | loss_rows(record)
+        words["not measured"] = some(whys(record))
+    words |= {"data": str(about.get("config", {}).get("data", "-"))} | losses(record)
     if peak := record.status.get("peak_bytes"):
         parts = some([f"{part} {scaled(nbytes, 'B')}" for part, nbytes in peak.items()])
-        rows["tensors at their peak"] = f"{scaled(sum(peak.values()), 'B')} on rank 0: {parts}"
-    rows |= record.status.get("notes", {})
-    if speed is not None:
-        rows["speed"] = f"{speed:,.0f} {record.unit}/s"
+        words["tensors at their peak"] = Row(sum(peak.values()), "B", f"on rank 0: {parts}")
+    words |= record.status.get("notes", {})
+    if (speed := record.speed()) is not None:
+        words["speed"] = Row(speed, f"{record.unit}/s")
         if about.get("flops_per_token") and record.unit == "tokens":
-            rows["model FLOP/s"] = scaled(speed * about["flops_per_token"], "FLOP/s")
-    return rows
+            words["model FLOP/s"] = Row(speed * about["flops_per_token"], "FLOP/s")
+    return {name: one if isinstance(one, Row) else Row(one) for name, one in words.items()}
 
 
-def tiles(record: Record) -> dict[str, tuple[str, str]]:
-    """The numbers that one looks for first: name -> number and what it is of."""
+def tiles(record: Record) -> dict[str, Row]:
+    """The numbers that one looks for first."""
     rows = summary(record)
-    losses = loss_rows(record)
-    word, _, more = rows["state"].partition(", ")
-    found = {"state": (word, more), noun(record): (steps_words(record), "")}
-    used, more = time_words(record)
-    found["time"] = (used, more.removeprefix("; "))
-    if record.speed() is not None:
-        number, _, unit = rows["speed"].partition(" ")
-        found["speed"] = (number, ", ".join([unit, rows.get("model FLOP/s", "")]).strip(", "))
-    for name, words in list(losses.items())[-1:]:
-        number, _, unit = words.partition(" ")
-        found[name] = (number, unit)
-    if record.lives:
-        found["busy"] = busy_words(record)
-    if "energy" in rows:
-        number, _, more = rows["energy"].partition(" (")
-        found["energy"] = (number, more.rstrip(")"))
-    return found
+    if "model FLOP/s" in rows:
+        rows["speed"] = rows["speed"]._replace(remark=str(rows["model FLOP/s"]))
+    last_loss = list(losses(record))[-1:]
+    names = ["state", noun(record), "time used", "speed", *last_loss, "busy", "energy"]
+    return {name: rows[name] for name in names if name in rows}
 
 
 def idle_lines(record: Record) -> list[str]:
     """Say which granted devices nobody used, and which ranks were idle."""
-    lines = idle_words(record.ranks, record.job.get("nodes", ()))
-    lines = [line[len("idle: ")].upper() + line[len("idle: ") + 1 :] + "." for line in lines]
+    lines = [f"{line}." for line in idle_words(record.ranks, record.job.get("nodes", ()))]
     if not any(record.samples):
         return lines
     idle = []
@@ -317,42 +237,7 @@ def is_idle(device: Device, record: Record) -> bool:
     return integral(device.busy, record.lives) * max(1, device.num_cores) < IDLE_BELOW * own_s
 
 
-# ---- the page ----------------------------------------------------------------------------------
-
-
-def table(rows: Mapping[str, object]) -> str:
-    """Rows of an HTML table; all text is escaped."""
-    cells = ((html.escape(str(name)), html.escape(str(value))) for name, value in rows.items())
-    return "\n".join(
-        f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in cells
-    )
-
-
-def grid(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """An HTML table of several columns; all text is escaped."""
-    top = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in heads)
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
-    return f"<table><tr>{top}</tr>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
-
-
-def tile(name: str, number: str, more: str) -> str:
-    """One number with its name; a state carries its colour."""
-    kind = f' class="{number.split()[0]}{"-but" * bool(more)}"' if name == "state" else ""
-    small = f"<small>{html.escape(more)}</small>" if more else ""
-    return f"<div><dt>{html.escape(name)}</dt><dd{kind}>{html.escape(number)}{small}</dd></div>"
-
-
-def card(picture: "Picture", is_wide: bool = False) -> str:
-    """A figure with its title and its words, which also stand in for it; as wide as the page."""
-    data = base64.b64encode(picture.png).decode()
-    title = html.escape(picture.title)
-    words = html.escape(picture.words, quote=True)
-    kind = "card wide" if is_wide else "card"
-    return (
-        f'<section class="{kind}"><h2>{title}</h2><figure>'
-        f'<img alt="{title}. {words}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{words}</figcaption></figure></section>"
-    )
+# ---- the files ----------------------------------------------------------------------------------
 
 
 def finish(
@@ -385,29 +270,27 @@ def write_report(folder: Path) -> Path:
     from manyhands.training import report_figures  # matplotlib: a second, and one rank draws
 
     record = read(folder)
-    drawn = report_figures.pictures(record)
+    cards = report_figures.cards(record)
     idle = idle_lines(record)
     title = f"Run {folder.resolve().name}"
     rows = summary(record)
+    numbers = tiles(record)
     lead = f"{rows['job']}: {rows['ranks']}; granted {rows['granted']}, used {rows['used']}"
     settings = dict(record.about.get("config", {}))
     settings |= {name: record.about[name] for name in ("torch", "backend") if name in record.about}
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in idle)
-    page = PAGE.format(
-        title=html.escape(title),
-        lead=html.escape(lead),
-        idle=f'<div class="idle">{paragraphs}</div>\n' if idle else "",
-        tiles="\n".join(tile(name, *words) for name, words in tiles(record).items()),
-        figures="\n".join(card(picture) for picture in drawn),
-        job=table(rows),
-        settings=table(settings),
+    text = page(
+        title=title,
+        lead=lead,
+        tiles=numbers,
+        cards=list(cards.values()),
+        warnings=idle,
+        tables={"The job": rows, "Settings": settings},
     )
-    for picture in drawn:
-        (folder / f"report-{picture.name}.png").write_bytes(picture.png)
-    numbers = [f"{name} {number}" for name, (number, _) in list(tiles(record).items())[1:]]
-    numbers = [rows["speed"] if words.startswith("speed") else words for words in numbers]
-    words = [lead, "   |   ".join(numbers), " ".join(idle)]
+    for name, card in cards.items():
+        (folder / f"report-{name}.png").write_bytes(card.picture)
+    told = [" ".join([name, *row.written]).strip() for name, row in numbers.items()]
+    words = [lead, "   |   ".join(told[1:]), " ".join(idle)]
     picture = report_figures.slide(record, f"{title}: {rows['state']}", words)
     (folder / "report.png").write_bytes(picture)
-    replace_file(folder / "report.html", page.encode())
+    replace_file(folder / "report.html", text.encode())
     return folder / "report.html"

@@ -3,7 +3,6 @@
 import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
@@ -29,6 +28,7 @@ from manyhands.instruments.figures import (
     stack,
 )
 from manyhands.instruments.meters import PHASES, SAMPLE_EVERY_S, STEP_PHASES, duration, scaled
+from manyhands.training.page import Card
 from manyhands.training.record import (
     Device,
     Record,
@@ -45,16 +45,6 @@ ROW_IN = 0.2
 DENSE_IN = 0.12  # rows lower than this have no room for words
 FEW = 8  # devices that leave room for another figure below them
 MANY = 150  # points that a curve of this size can show
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure of the report, with its sentence."""
-
-    name: str
-    title: str
-    words: str
-    png: bytes
 
 
 # ---- words -------------------------------------------------------------------------------------
@@ -376,15 +366,15 @@ def plan(record: Record) -> Mapping[str, tuple[str, Callable[[Axes, Record], str
     return {name: (title, draw) for name, (title, draw, possible) in wanted.items() if possible}
 
 
-def pictures(record: Record) -> list[Picture]:
+def cards(record: Record) -> dict[str, Card]:
     """Draw every figure on its own."""
     rows_in = 0.8 + ROW_IN * max(5, len(record.devices))
     heights = {"devices": rows_in, "memory": rows_in, "split": 3.1}
-    drawn = []
+    drawn = {}
     for name, (title, draw) in plan(record).items():
         figure, ax = new_figure(WIDTH_IN, heights.get(name, 2.6))
         words = draw(ax, record)
-        drawn.append(Picture(name, title, words, png(figure, dpi=200)))
+        drawn[name] = Card(title, words, png(figure, dpi=200))
     return drawn
 
 

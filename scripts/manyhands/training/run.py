@@ -391,7 +391,8 @@ class Run:
             "torch": torch.__version__,
             "tokens_per_step": self.config.batch * self.config.block,
             "flops_per_token": flops_per_token,
-            "loss_name": "loss (nats per token)",
+            "loss_name": "loss",
+            "loss_unit": "nats per token",
             "floor": self._status["floor"],
             "ranks": together(lambda: machine(self.world.device)),
         }
@@ -401,7 +402,7 @@ class Run:
             now = job(before)
             self._about = about | {"job": now}  # written by `_start`: a refused start is no life
             about["job"] = before or now
-            words = idle_words(about["ranks"], now["nodes"])
+            words = [f"idle: {line}" for line in idle_words(about["ranks"], now["nodes"])]
             known = storage.data_before(self.config.out)
             folder = storage.open_folder(self.config.out, name, about)
             if known not in (None, data_sha256) and (folder / "valid.jsonl").exists():

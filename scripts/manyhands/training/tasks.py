@@ -47,7 +47,8 @@ class Kind(NamedTuple):
     noun: str  # what the tasks are called
     identity: tuple[str, ...]  # settings that have to be equal for a run to go on
     key: tuple[str, ...]  # names of the parts of a task
-    loss_name: str  # what the curve shows, with its unit
+    loss_name: str  # what the curve shows
+    loss_unit: str
     result_name: str  # what the status of a finished run holds as valid_loss
     tell: Callable[[dict], tuple[float | None, int, str]]  # a result's loss, its images, in words
 
@@ -187,6 +188,7 @@ class TaskRun:
             "torch": torch.__version__,
             "noun": kind.noun,
             "loss_name": kind.loss_name,
+            "loss_unit": kind.loss_unit,
             "result_name": kind.result_name,
             "floor": None,
             "ranks": together(lambda: machine(self.world.device)),
@@ -195,7 +197,7 @@ class TaskRun:
         about = json.loads(json.dumps(about))  # tuples become lists, as in a file that is read
         about["identity"] = on_main(lambda: with_data_of(settings["out"], about["identity"], False))
         for line in idle_words(about["ranks"], about["job"]["nodes"]):
-            self.world.print(line)
+            self.world.print(f"idle: {line}")
         inside = ("ranks", "results")
         return on_main(lambda: open_folder(settings["out"], kind.name, about, inside))
 

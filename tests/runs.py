@@ -39,7 +39,7 @@ LIKE_SINGLE = ("layers", "batch", "steps", "save_every")  # of one process, whic
 
 def write_report_without_pictures(main: Callable, config: object) -> object:
     """In a rank: call `main`, whose report has all its words and numbers, and no picture."""
-    report_figures.pictures, report_figures.slide = lambda record: [], lambda *_: b""
+    report_figures.cards, report_figures.slide = lambda record: {}, lambda *_: b""
     return main(config)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,27 @@ def layers(root: Path) -> list[str]:
             elif layer > own:
                 faults.append(f"{name}: layer {own} imports {target}, layer {layer}")
     return faults
+
+
+def circles(root: Path) -> list[str]:
+    """No file imports itself by way of others; what is imported for types alone does not count."""
+    trees = {
+        name.removeprefix("scripts/").removesuffix(".py").replace("/", "."): tree
+        for name, tree in parsed(root, "scripts")
+    }
+    trees = {module.removesuffix(".__init__"): tree for module, tree in trees.items()}
+    graph = {}
+    for module, tree in trees.items():
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        types = [node for node in tests if ast.unparse(node.test) == "TYPE_CHECKING"]
+        named = set(imports(tree)) - {target for node in types for target in imports(node)}
+        found = {one if one in trees else one.rpartition(".")[0] for one in named}
+        graph[module] = (found & set(trees)) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"a circle: {' imports '.join(reversed(error.args[1]))}"]
+    return []
 
 
 def lengths(root: Path) -> Iterator[tuple[str, bool, int, list[tuple[str, int]]]]:
@@ -463,6 +485,7 @@ RULES = (
     rooms,
     rooms_of_tests,
     layers,
+    circles,
     sizes,
     signatures,
     ascii_code,
@@ -572,6 +595,7 @@ FAULTY = [
     (layers, RANKS, "import manyhands.checks\n", "layer 4"),
     (layers, RANKS, "import train_ring\n", "imports the program train_ring"),
     (layers, "scripts/bench.py", "from train_ring import f\n", "imports the program train_ring"),
+    (circles, LESSON, "import manyhands.ring.sums\n", "ring.hops imports manyhands.ring.sums"),
     (sizes, LESSON, "x = 1\n" * 251, "251 lines, over 250"),
     (sizes, LESSON, LONG, "f has 61 lines"),
     (sizes, "scripts/train_ring.py", "x = 1\n" * 701, "701 lines, over 700"),

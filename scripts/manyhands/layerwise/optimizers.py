@@ -93,6 +93,8 @@ class LARS(Layerwise):
 class LARC(LARS):
     """LARS that never takes a longer step than the rate alone: rate * min(ratio / rate, 1).
 
+    At a rate of 0, where a schedule may end, that factor is 1 as well.
+
     The rate, which multiplies the ratio in LARS, is a ceiling here, so rate and trust are chosen
     anew. LARC has no paper. NVIDIA's Caffe has it in two variants, `larc_policy: "clip"` with the
     ceiling and `"scale"` without it, and so has NVIDIA's apex, by its argument `clip`. This is the

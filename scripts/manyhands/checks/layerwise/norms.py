@@ -12,6 +12,8 @@ from manyhands.checks.engine.values import same, tensor
 from manyhands.instruments.ledger import Ledger
 from manyhands.layerwise import norms
 
+LARGEST_BYTES = 2000  # of norms, however they are packed; the largest shard has more
+
 
 class Shards(NamedTuple):
     """A call of `shard_norms`; each rank draws the numbers of its own parts."""
@@ -29,7 +31,7 @@ def shards(n: int) -> list[Shards]:
         (three, 2.0),
         (three, math.inf),
         ([("transposed", double, 2), ("vector", double, 1)], 2.0),
-        ([("vector", half, 60), ("transposed", full, 2)], 2.0),
+        ([("vector", half, 1000), ("transposed", full, 2)], 2.0),
         ([("transposed", full, 2), ("column", half, 1)], math.inf),
     ]
     found = [Shards(cases.draw_seed(), [("vector", full, cases.uneven(n, empty=False))])]
@@ -62,6 +64,7 @@ def norms_seen(answer: Callable, case: Shards, place: Place) -> dict:
         "the type": str(found.dtype),
         # all_gather_object makes two calls: it tells the sizes first.
         "all norms travel in one message": len(wire.entries) <= 2,
+        "norms travel, and no shards": all(one.nbytes < LARGEST_BYTES for one in wire.entries),
         "`shards` are unchanged": all(map(torch.equal, memories, before)),
     }
 
@@ -106,6 +109,7 @@ shard_norms = Spec(
         "the shape": "Return one norm for each tensor: a vector of len(shards) numbers.",
         "the type": "Return the norms in float64.",
         "all norms travel in one message": "Put the tensors' numbers into one vector first.",
+        "norms travel, and no shards": "Each rank sends one number for each tensor.",
         "`shards` are unchanged": "Use operations without a trailing underscore on the shards.",
     },
     reasons={

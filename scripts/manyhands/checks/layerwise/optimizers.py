@@ -21,8 +21,9 @@ def lars_drawn() -> list[Training]:
     return [
         training(SEEN, {}, "single", rates=[0.5]),
         training({}, SEEN | {"momentum": 0.5}, rates=[0.5] * 3),
-        training(SEEN, {"trust": 0.4, "weight_decay": 0.0}),
+        training(SEEN, {"trust": 0.4, "weight_decay": 0.0}, "resumed"),
         training(SEEN | {"lr_inside": False}, {"momentum": 0.0}),
+        training(SEEN, {"lr_inside": False}, "part"),
         training(SEEN | {"decay_in_ratio": "joint"}, {"decay_in_ratio": "none"}),
         training(SEEN, {"eps": 0.75}, "zeros"),
         training(SEEN | {"zero_norm": "stay"}, {"zero_norm": "no_decay"}, "zeros"),
@@ -108,8 +109,10 @@ def larc_drawn() -> list[Training]:
     return [
         training(seen, {}, "single", rates=[0.25]),
         training({}, {"trust": 0.3, "momentum": 0.5}, rates=[0.5] * 3),
-        training(seen, {"trust": 0.05, "weight_decay": 0.0}),
+        training(seen, {"trust": 0.05, "weight_decay": 0.0}, "resumed"),
         training(seen, {"trust": 0.1, "lr_inside": True}, lr=2.0),
+        training(seen, {"trust": 0.1}, "part"),
+        training(seen, {"trust": 0.1}, rates=[0.5, 0.25, 0.0]),
         training(seen | {"decay_in_ratio": "joint"}, {"decay_in_ratio": "none"}, lr=1.0),
         training(seen, {"zero_norm": "one", "eps": 0.75}, "zeros"),
         training(seen | {"zero_norm": "stay"}, {"zero_norm": "no_decay"}, "zeros"),
@@ -183,7 +186,8 @@ def lamb_drawn() -> list[Training]:
     return [
         training(seen, {}, "single", rates=[0.25]),
         training({}, {"betas": (0.7, 0.9)}, rates=[0.25] * 3),
-        training(seen, {"eps": 0.5, "weight_decay": 0.0}),
+        training(seen, {"eps": 0.5, "weight_decay": 0.0}, "resumed"),
+        training(seen, {"decay_in_ratio": "none"}, "part"),
         training(seen | {"bias_correction": False}, {"bias_correction": True}),
         training(seen | apart, {"decay_in_ratio": "joint"}),
         training(seen | {"clamp": 0.75}, {"clamp": 3.0}),
@@ -273,7 +277,8 @@ def novograd_drawn() -> list[Training]:
     return [
         training(seen, {}, "single", rates=[0.25]),
         training({}, {"betas": (0.5, 0.75)}, rates=[0.25] * 3),
-        training(seen, {"eps": 0.75}),
+        training(seen, {"eps": 0.75}, "resumed"),
+        training(seen, {"averaging": True}, "part"),
         training(seen | average, {"first_square": "whole"}),
         training(seen | {"averaging": True}, average),
         training(seen, NO_DECAY, "zeros"),

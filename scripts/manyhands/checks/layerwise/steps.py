@@ -3,6 +3,7 @@
 The cases differ in their options, and in what `kind` says of the weights and gradients.
 """
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from manyhands.checks.engine.values import difference, same
 
 Weights = dict[str, nn.Parameter]
 
-SHAPES = {"vector": (4,), "matrix": (5, 3), "transposed matrix": (4, 3), "block": (2, 3, 2)}
+# Both matrices have one shape, (3, 4), so that nothing can be kept by the shape of a weight.
+SHAPES = {"vector": (4,), "matrix": (3, 4), "transposed matrix": (4, 3), "block": (2, 3, 2)}
 NUM_FIRST = 2  # of these are in the first group of parameters
 WORDS = {
     "plain": "",
@@ -29,9 +31,12 @@ WORDS = {
     "late": "a vector that has no gradient before step 3 and a block that has none in step 2",
     "two": "two optimizers that take turns",
     "short": "weights of several numbers in bfloat16",
+    "part": "weights that are parts of larger ones, of which other ranks hold the rest",
+    "resumed": "a new optimizer that loads the state_dict of the first one after step 2",
 }
 ABSENT = {("vector", 1), ("vector", 2), ("block", 2)}  # gradients, by step, where kind is "late"
 AT_ZERO = {"zeros": 2, "zeros first": 1}  # the step in which a gradient is zero
+RESUMED_AT = 3  # the first step of the new optimizer, where kind is "resumed"
 
 
 class Training(NamedTuple):
@@ -90,14 +95,16 @@ def steps_seen(answer: Callable, case: Training) -> dict:
     for _ in range(2 if case.kind == "two" else 1):
         weights = weights_of(case, draw)
         params = list(weights.values())
-        groups = [{"params": params[:NUM_FIRST]}]
-        groups += [{"params": params[NUM_FIRST:], **case.second}] if params[NUM_FIRST:] else []
-        runs.append((weights, answer(groups, lr=case.rates[0], **case.options)))
+        runs.append((weights, made(answer, params, case)))
     memory = places(runs)
     seen: dict = {}
     unchanged = True
     for step, rate in enumerate(case.rates, 1):
         after = seen[f"step {step}"] = {}
+        if case.kind == "resumed" and step == RESUMED_AT:
+            weights, first = runs[0]
+            runs[0] = weights, made(answer, list(weights.values()), case)
+            runs[0][1].load_state_dict(copy.deepcopy(first.state_dict()))
         for number, (weights, optimizer) in enumerate(runs):
             for index, options in enumerate(optimizer.param_groups):
                 options["lr"] = rate / 2**index
@@ -110,16 +117,19 @@ def steps_seen(answer: Callable, case: Training) -> dict:
     if case.dtype is torch.bfloat16:  # where the weights depend on the order of the operations
         return {"the weights": {}, LONG: all(is_long(optimizer) for _, optimizer in runs)}
     found = {
-        "the weights": seen,
+        PARTS if case.kind == "part" else "the weights": seen,
         "the gradients are unchanged": unchanged,
         "the weights are changed in place": memory == places(runs),
         "the state is as precise as the weights": all(is_precise(*run) for run in runs),
     }
+    if case.kind == "part" and not hasattr(answer, "update"):
+        del found[PARTS]  # without the course's base class an optimizer measures its own norms
     ratios = getattr(runs[-1][1], "ratios", None)
     return found | ({RATIOS: [exact(one, case) for one in ratios]} if ratios else {})
 
 
 RATIOS = "the ratios of the last step"
+PARTS = "the weights that are parts of larger ones"
 LONG = "a number that is kept for a weight is float32 at least"
 
 
@@ -128,6 +138,24 @@ def is_long(optimizer: torch.optim.Optimizer) -> bool:
     kept = [one for state in optimizer.state.values() for one in state.values()]
     numbers = [one for one in kept if isinstance(one, Tensor) and one.numel() == 1]
     return all(one.itemsize >= 4 for one in numbers if one.is_floating_point())
+
+
+def made(answer: Callable, params: list[nn.Parameter], case: Training) -> torch.optim.Optimizer:
+    """The optimizer of a case, with both groups; the norms of a part are those of the whole."""
+    groups = [{"params": params[:NUM_FIRST]}]
+    groups += [{"params": params[NUM_FIRST:], **case.second}] if params[NUM_FIRST:] else []
+    kind = part_of(answer) if case.kind == "part" and hasattr(answer, "update") else answer
+    return kind(groups, lr=case.rates[0], **case.options)
+
+
+def part_of(answer: type) -> type:
+    """The optimizer where its weights are parts: the base class gives it the norms of the whole."""
+
+    class OfParts(answer):
+        def update(self, weight, direction, size, length, options):
+            return super().update(weight, direction, 2 * size, 3 * length, options)
+
+    return OfParts
 
 
 def places(runs: list) -> list[int]:
@@ -165,17 +193,23 @@ def is_precise(weights: Weights, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_right(found: dict, wanted: dict, case: Training) -> bool:
-    """The same; an answer that keeps no ratios is right as well."""
+    """The same; an answer that keeps no ratios, or has no `update`, is right as well."""
+    may_lack = (RATIOS, PARTS)
     return same(
-        found, {name: one for name, one in wanted.items() if name in found or name != RATIOS}
+        found, {name: one for name, one in wanted.items() if name in found or name not in may_lack}
     )
+
+
+def moved(shown: dict) -> dict:
+    """The weights after each step."""
+    return shown.get("the weights") or shown.get(PARTS, {})
 
 
 def say(found: dict, wanted: dict) -> str:
     """The first weight that differs, or else the first other part."""
-    for step, weights in wanted["the weights"].items():
+    for step, weights in moved(wanted).items() if moved(found) else ():
         for name, weight in weights.items():
-            one = found["the weights"][step][name]
+            one = moved(found)[step][name]
             if not same(one, weight):
                 return f"gives a wrong {name} after {step}: {difference(one, weight)}"
     for part, value in wanted.items():
@@ -196,20 +230,31 @@ FLOAT32 = (
 )
 
 
+ALL_KEPT = (
+    "It goes wrong where a new optimizer goes on: the state_dict holds what stands in "
+    "self.state[weight], and nothing else comes back."
+)
+
+
 def facts(found: dict, wanted: dict, case: Training) -> str:
     """What can be seen by looking at the weights."""
-    right, wrong = wanted["the weights"], found["the weights"]
+    right, wrong = moved(wanted), moved(found)
     ratios = found.get(RATIOS, [])
     pair = (wrong, ratios), (right, wanted[RATIOS] if ratios else [])
     if any(one is None for one in ratios):
         return "`update` has returned None."
     if case.dtype is torch.float64 and not same(*pair) and same(*pair, 1e-6):
         return FLOAT32
-    if same(wrong, right):
+    if not wrong or same(wrong, right):
         return ""
     flat = [one for weights in wrong.values() for one in weights.values()]
     if not all(one.isfinite().all() for one in flat):
         return "The weights become nan or inf, as 0 / 0 and 1 / 0 do."
+    begins = [f"step {step}" for step in range(1, RESUMED_AT)]
+    if case.kind == "resumed" and all(same(wrong[step], right[step]) for step in begins):
+        return ALL_KEPT
+    if case.kind == "part":
+        return "The base class measures the norms of whole weights: `size` and `length`."
     steps = list(right)
     first = wrong[steps[0]]
     if len(steps) > 1 and all(same(wrong[step], first) for step in steps):

@@ -118,8 +118,8 @@ def _adds_no_fault(trial: Trial, index: int, shown: Row) -> bool:
                 return False
             continue
         for part, value in judged(wanted.data).items():
-            by_mistake = not same(other.data.get(part), value)
-            if by_mistake and same(found.data.get(part), value):
+            by_mistake = not same(_at(other, part), value)
+            if by_mistake and same(_at(found, part), value):
                 return False
     return True
 
@@ -173,6 +173,11 @@ def wrong_part(trial: Trial) -> str | None:
     if found.kind != "value" or wanted.kind != "value" or not isinstance(wanted.data, dict):
         return None
     for part, value in judged(wanted.data).items():
-        if not same(found.data.get(part), value):
+        if not same(_at(found, part), value):
             return part
     return None
+
+
+def _at(sight: Sight, part: str) -> object:
+    """A part of a value; None where the value is no dict, but a word for it."""
+    return sight.data.get(part) if isinstance(sight.data, dict) else None

@@ -15,12 +15,14 @@ import torch
 from manyhands.checkpoint import asynchronous as course
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.spec import Spec
+from manyhands.saving import sharded
 from manyhands.saving.sharded import load_sharded
 from manyhands.saving.store import Store
 
 LOOKS = 10  # at a trainer that stays in save(), until it is believed to wait for its thread there
 LOOK_S = 0.05
 FULL = "No space left on device"
+WAIT_S = 0.05  # for which the disk still writes when wait() is called
 
 
 class Saves(NamedTuple):
@@ -55,6 +57,7 @@ class Gate:
         self.at_work: set[str] = set()  # addresses of saves that the disk has
         self.most = 0
         self.finished = 0
+        self.groups: list[object] = []  # in which save_sharded was called
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -106,6 +109,7 @@ class Gate:
     def closed(self) -> Iterator[None]:
         """Every Store, and every copy that a thread makes, goes through this gate."""
         gate, write, remove, copy = self, Store.write, Store.remove, course.Background.copy
+        join, agree = threading.Thread.join, sharded.together
 
         def take_and_remove(self: Store, *args: object) -> object:
             gate.take(self)  # the first that save_sharded asks of a disk
@@ -115,7 +119,16 @@ class Gate:
             gate.is_released(gate.step)
             return copy(self, state)
 
+        def join_on_a_slow_disk(self: threading.Thread, timeout: float | None = None) -> None:
+            join(self, timeout if timeout is None else 0.0)  # the disk is slower than any limit
+
+        def agree_in(action: Callable, group: object = None) -> object:
+            gate.groups.append(group)
+            return agree(action, group)
+
         with (
+            mock.patch.object(threading.Thread, "join", join_on_a_slow_disk),
+            mock.patch.object(sharded, "together", agree_in),
             mock.patch.object(Store, "write", lambda self, *args: gate.write(self, write, *args)),
             mock.patch.object(Store, "remove", take_and_remove),
             mock.patch.object(course.Background, "copy", copy_when_released),
@@ -131,11 +144,14 @@ def saves_seen(answer: type, case: Saves) -> dict:
     try:
         with gate.closed():
             try:
-                seen = _train(answer(), case, folder, gate)
+                saver = answer()
+                saver.group = object()  # without other ranks nothing is sent through it
+                seen = _train(saver, case, folder, gate)
+                seen["save_sharded is given self.group"] = set(gate.groups) == {saver.group}
             finally:
                 gate.release(case.num_saves)
             for thread in set(threading.enumerate()) - before:
-                thread.join(5.0)  # so that none writes into the next case
+                thread.join()  # so that none writes into the next case
         for step in range(1, case.num_saves + 1):
             seen[f"checkpoint {step}"] = content(folder / f"step-{step}")
         return seen
@@ -145,7 +161,9 @@ def saves_seen(answer: type, case: Saves) -> dict:
 
 def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
     draw = cases.generator(case.seed)
-    state = {"model": {"w": cases.values(6, draw), "t": cases.values((2, 3), draw).t()}, "step": 0}
+    state = zeros()
+    for tensor in state["model"].values():
+        tensor += cases.values(tensor.shape, draw).to(tensor.dtype)
     seen: dict = {}
     places: list[dict] = []
     for step in range(1, case.num_saves + 1):
@@ -166,10 +184,14 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
         places.append({n: b.data_ptr() for n, b in getattr(saver, "buffers", {}).items()})
     for tensor in state["model"].values():
         tensor.fill_(-99)
-    gate.release(case.num_saves)
+    late = threading.Timer(WAIT_S, gate.release, [case.num_saves])
+    late.start()
     seen["the first wait raises"] = told(saver.wait)
+    numbers = range(1, case.num_saves + 1)
+    started = max((n for n in numbers if seen[f"save {n} raises"] == "nothing"), default=0)
+    all_written = gate.released >= started and not gate.at_work
+    seen["wait returns when the disk has written"] = all_written
     seen["the second wait raises"] = told(saver.wait)
-    seen["no write is left after wait"] = not gate.at_work
     seen["at most one write is on its way"] = gate.most == 1
     seen["every save uses the buffers of the first"] = all(one == places[0] for one in places)
     return seen
@@ -186,10 +208,15 @@ def told(call: Callable) -> str:
 
 def content(folder: Path) -> object:
     """The tensors and values of a checkpoint; a word where it is not complete."""
-    state = {"model": {"w": torch.zeros(6), "t": torch.zeros(3, 2)}, "step": 0}
     with suppress(ValueError):
-        return flat(load_sharded(state, folder))
+        return flat(load_sharded(zeros(), folder))
     return "not complete"
+
+
+def zeros() -> dict:
+    """A state of several types; of one tensor the elements do not lie side by side."""
+    model = {"w": torch.zeros(6), "t": torch.zeros(2, 3, dtype=torch.float64).t()}
+    return {"model": model | {"n": torch.zeros(4, dtype=torch.int64)}, "step": 0}
 
 
 def flat(state: Mapping) -> dict:
@@ -227,6 +254,11 @@ async_saver = Spec(
         self.wait()\n        copied => copied ::
             The next save starts while the one before is still being written. | {FIRST}
         copied = self.copy(state) => copied = state :: {LIVE} | {COPY}
+        self.wait()\n        copied = self.copy(state) => copied = self.copy(state); self.wait() ::
+            The buffers are overwritten while the save before is still written from them. | {FIRST}
+        copied = self.copy(state) => copied = state
+        save_sharded(state => save_sharded(self.copy(state) ::
+            The thread makes the copy, when training has gone on. | {COPY}
         self.buffers[name].copy_(tensor) => tensor ::
             {LIVE} | Return the buffer with the numbers of `tensor`.
         self.thread.start() => self.thread.run() ::

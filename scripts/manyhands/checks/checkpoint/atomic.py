@@ -16,6 +16,7 @@ from manyhands.saving import store as course
 OLD = b"the old file"
 SECOND = b"{}"
 STOP = "the disk is full"
+TORN = "a file without all of its bytes"
 
 
 class Writing(NamedTuple):
@@ -28,11 +29,12 @@ class Writing(NamedTuple):
     is_bare: bool = False  # the path is a name in the working folder
     has_second: bool = False  # while `fill` writes, weights.json is written in the same way
     has_half: bool = False  # an earlier process was killed while it wrote
+    is_full: bool = False  # the disk says so only at fsync
 
 
 def writings() -> list[Writing]:
     """A new name, an older file, one block and many, a disk that fills up, a stop, a name alone,
-    two files at once, and what a kill has left."""
+    two files at once, what a kill has left, a bug in `fill`, and a disk that fills up late."""
     seed = cases.draw_seed()
     return [
         Writing(seed, False, 10, None),
@@ -42,6 +44,8 @@ def writings() -> list[Writing]:
         Writing(seed + 4, True, 20, None, is_bare=True),
         Writing(seed + 5, True, 20, None, has_second=True),
         Writing(seed + 6, True, 20, None, has_half=True),
+        Writing(seed + 7, False, 50, ValueError),
+        Writing(seed + 8, True, 50, None, is_full=True),
     ]
 
 
@@ -52,11 +56,13 @@ class Disk:
     it stands for, is on the disk when fsync was called on the folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_full: bool) -> None:
         self.path = path
+        self.is_full = is_full
         self.synced: dict[int, int] = {}  # number of the file -> its bytes on the disk
         self.is_named = False
         self.is_gap = False  # an older file was gone before the new one came
+        self.is_whole = True  # were all bytes on the disk when the name came?
         self.is_from_here = True  # what was moved to the name came from the same folder
         self.has_old = path.exists()
         self.real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
@@ -64,6 +70,8 @@ class Disk:
     def fsync(self, file: int | IO) -> None:
         """Called instead of the system's, which takes an open file as well."""
         descriptor = file if isinstance(file, int) else file.fileno()
+        if self.is_full:
+            raise OSError(28, STOP)
         self.real["fsync"](descriptor)
         found = os.fstat(descriptor)
         if found.st_ino == os.stat(self.path.parent).st_ino:
@@ -77,10 +85,12 @@ class Disk:
         def move(source: object, target: object, **named: object) -> None:
             self.is_gap |= self.has_old and not self.path.exists()
             folder = self.path.parent.resolve()
-            if Path(target).resolve() == folder / self.path.name:
+            is_ours = Path(target).resolve() == folder / self.path.name
+            if is_ours:
                 self.is_from_here &= Path(source).resolve().is_relative_to(folder)
             self.real[name](source, target, **named)
             self.is_named = False
+            self.is_whole &= not is_ours or self.state() != TORN
 
         return move
 
@@ -90,7 +100,7 @@ class Disk:
         if number == 0:
             return "no file"
         if self.synced.get(number, 0) < os.stat(self.path).st_size:
-            return "a file without all of its bytes"
+            return TORN
         return "the new file" if self.is_named else "perhaps the new file"
 
     @contextmanager
@@ -125,8 +135,10 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
         half.write_bytes(OLD)
     new = bytes(case.seed % 200 + 20 for _ in range(case.num_bytes))
     readers = []
+    calls = []
 
     def fill(file) -> int:
+        calls.append(file)
         readers.append(words_of(path, new))
         for start in range(0, len(new), 4096):
             file.write(new[start : start + 4096])
@@ -138,11 +150,11 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
             raise case.fails(28, STOP)
         return len(new)
 
-    disk, error, returned = Disk(path), "", None
+    disk, error, returned = Disk(path, case.is_full), "", None
     with disk.watched():
         try:
             returned = answer(Path(given) if case.seed % 2 else str(given), fill)
-        except (OSError, KeyboardInterrupt) as raised:
+        except (OSError, ValueError, KeyboardInterrupt) as raised:
             if raised.args[0] != 28 and not case.has_second:
                 raise
             error = raised.args[1]
@@ -152,13 +164,15 @@ def _seen(answer: Callable, case: Writing, folder: Path) -> dict:
         "what a reader finds while `fill` writes": ", then ".join(dict.fromkeys(readers)),
         "what a reader finds afterwards": words_of(path, new),
         "the error that comes out": error or "none",
+        "calls of `fill`": len(calls),
         "the old file stands there until the new one does": not disk.is_gap,
+        "the bytes are on the disk before the file has its name": disk.is_whole,
         "nothing is left beside the file": not left,
         "what takes the name comes from the same folder": disk.is_from_here,
     }
     if case.has_second:
         seen["the second file"] = second.read_bytes() if second.exists() else "is not there"
-    if not case.fails:
+    if not (case.fails or case.is_full):
         seen["what is returned"] = returned
         seen["what a power cut would leave after the call"] = disk.state()
     return seen
@@ -179,7 +193,9 @@ def tell_writing(case: Writing) -> str:
         None: "",
         OSError: ", whose `fill` finds the disk full in the middle,",
         KeyboardInterrupt: ", whose `fill` is stopped by Ctrl-C in the middle,",
+        ValueError: ", whose `fill` raises a ValueError in the middle,",
     }[case.fails]
+    ends = ", where the disk finds out at fsync that it is full," if case.is_full else ends
     ends = ", where a killed process has left half of a file," if case.has_half else ends
     ends = ", while weights.json is written in the same way" if case.has_second else ends
     name = "weights.pt, a name alone," if case.is_bare else "weights.pt,"
@@ -210,6 +226,8 @@ write_whole = Spec(
     advice={
         "what a reader finds while `fill` writes": SWAP,
         "what a power cut would leave after the call": f"{SYNC} Then: {FOLDER}",
+        "the bytes are on the disk before the file has its name": f"{SYNC} os.replace comes next.",
+        "calls of `fill`": "`fill` is called once, and its error goes to the caller.",
         "nothing is left beside the file": CLEAN,
         "what takes the name comes from the same folder": ELSEWHERE,
         "": "Go through the docstring, one sentence after the other.",
@@ -246,6 +264,8 @@ write_whole = Spec(
             What a killed process has left stays at the beginning of the file. | Open it with "wb".
         except BaseException: => except OSError: ::
             Half a file stays where `fill` raises another error, or is stopped. | {CLEAN}
+        except BaseException: => except Exception: ::
+            Half a file stays where `fill` is stopped by Ctrl-C. | {CLEAN}
         {UNLINK} => pass :: Half a file stays on the disk that is full.
         {UNLINK} => Path(partial).unlink(missing_ok=True); Path(path).unlink(missing_ok=True) ::
             When `fill` fails, the old file is removed with the new one.

@@ -38,6 +38,8 @@ def common_seen(answer: Callable, case: Call) -> object:
         return "nothing in common"
     if not isinstance(found, tuple) or len(found) != 2:
         return f"{kind(found)}, and not a Box"
+    if any(isinstance(one, list) for one in found):
+        return "lists in a Box, and not tuples"
     return {"offset": tuple(found[0]), "size": tuple(found[1])}
 
 
@@ -48,7 +50,7 @@ overlap = Spec(
     truth=pieces.overlap,
     cases=pairs,
     observe=common_seen,
-    advice={"": f"{STARTS} {ENDS}"},
+    advice={"": f"{STARTS} {ENDS} A Box holds two tuples."},
     hints=(
         "Take one dimension first: two stretches of a line. Where does what they share begin, and "
         "where does it end?",

@@ -117,11 +117,17 @@ def resumed_seen(answer: Callable, case: Resume, place: Place) -> dict:
     """What a state holds, and what is there after it was loaded into a new training."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks compute on the CPU, wherever they are
     before = Run(case.seed, case.saved, 4)
-    before.train(3)  # into the second epoch
+    before.train(1)
     app = before.app(answer)
+    app.state_dict()  # an earlier save
+    before.train(2)  # into the second epoch
     seen = state_seen(app.state_dict())
     after = Run(case.seed + 1, case.loaded, case.num_ranks)
     loaded = after.app(answer)
+    weights = [part_of(one) for one in after.model.parameters()]
+    loaded.state_dict()
+    same = map(torch.equal, weights, [part_of(one) for one in after.model.parameters()])
+    seen["state_dict() of a new training leaves its weights unchanged"] = all(same)
     if not case.on_disk:
         loaded.load_state_dict(copy.deepcopy(app.state_dict()))
         return seen | run_seen(after, "")

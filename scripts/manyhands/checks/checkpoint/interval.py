@@ -162,7 +162,7 @@ def logs() -> list[Log]:
         log_of("r0 1 2 s2 3 4 s4 5 k r2 3 4 s4 5 6 s6"),
         log_of("r0 1 2 3 s3 4 k k r3 4 5 6 k k k r3 4 5 6 s6"),
         log_of("r40 41 42 s42 43 44 r42 43 44 s44 45", 1.7e5),
-        log_of("r7 8 9 s9 10 11 s11 12 k r9 10 k r9 10 11 s11 12 13 k k r11 12 13 s13", begin_s),
+        log_of("r7 8 9 s9 10 11 s11 12 k r9 10 k r9 10 11 s11 12 13 k k r11 12 k r9 10", begin_s),
     ]
 
 

@@ -6,6 +6,7 @@ what the API server refuses besides; and the pods that would run, with their nam
 
 import copy
 import importlib
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import malformed
 
-NODES, GPUS = 2, 4  # what the task asks for
+NODES, GPUS, SHARED = 2, 4, "4Gi"  # what the task asks for
 GPU = "nvidia.com/gpu"
 VERSION = "1.34"  # of Kubernetes, whose schemas are used
 INDEX_FIELD = f"metadata.annotations['{pods.INDEX}']"
@@ -25,7 +26,11 @@ Fault = tuple[str, str, str]  # what is seen, why it is wrong, what to try
 
 def manifest_seen(answer: object, case: tuple) -> str:
     """ "accepted", or Wrong with the first of the faults that are left."""
+    broken = copy.deepcopy(pods.BROKEN)
     manifest = _plain(answer())
+    if broken != pods.BROKEN:
+        pods.BROKEN[:] = broken
+        raise Wrong("BROKEN itself has been changed", "", "Change copy.deepcopy(BROKEN).")
     faults = [*_of_schemas(manifest)] or [*_of_the_server(manifest), *_of_pods(manifest)]
     if not faults:
         return "accepted"
@@ -117,6 +122,10 @@ def _of_the_server(manifest: list[dict]) -> Iterator[Fault]:
         yield f"{request} GPUs are requested, with a limit of {limit}", why, advice
     elif str(limit) != str(GPUS):
         yield f"each pod gets {limit} GPUs, not {GPUS}", "", advice
+    for name in ("backoffLimit", "backoffLimitPerIndex"):
+        if job["spec"].get(name) == 0:
+            why = "No pod is replaced then, and the task asks for a new one."
+            yield f"{name} is 0", why, f"Leave {name} out, or let it be above 0."
     yield from _of_shared_memory(pod)
 
 
@@ -137,6 +146,18 @@ def _of_shared_memory(pod: dict) -> Iterator[Fault]:
     elif volumes[mounted[0]].get("medium") != "Memory":
         why = "It lies on the node's disk then, and every batch is written there."
         yield "the volume at /dev/shm is not backed by memory", why, advice
+    elif _bytes_of(limit := volumes[mounted[0]].get("sizeLimit", SHARED)) < _bytes_of(SHARED):
+        why = "Gi counts in powers of 1024, G in powers of 1000."
+        yield f"the shared memory is {limit}, and 4 GiB are asked for", why, advice
+
+
+def _bytes_of(quantity: object) -> float:
+    """A quantity of Kubernetes, such as 4Gi, 500M or 1e9; none is endless."""
+    found = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)([kKMGTPE]?)(i?)", str(quantity))
+    if found is None:
+        return math.inf  # as the schema has let it pass
+    power = " KMGTPE".index(found[2].upper() or " ")
+    return float(found[1]) * (1024 if found[3] else 1000) ** power
 
 
 # ---- what would run -------------------------------------------------------------------------

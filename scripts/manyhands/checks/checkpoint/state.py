@@ -33,8 +33,8 @@ class Saved(NamedTuple):
 
 
 def runs() -> list[Saved]:
-    """In the middle of an epoch, and at the end of one."""
-    return [Saved(cases.draw_seed() % 1000, 3 * EPOCH - 2), Saved(7, 2 * EPOCH)]
+    """In the middle of an epoch; at the end of one, before any evaluation."""
+    return [Saved(cases.draw_seed() % 1000, 3 * EPOCH - 2), Saved(7, EPOCH)]
 
 
 def make(case: Saved, more: int = 0) -> course.Training:
@@ -278,9 +278,19 @@ def walked(answer: Callable, case: Walk) -> dict:
         "samples that are left of the epoch": left,
         "drawing samples does not move the place": position.state_dict() == snapshot,
     }
-    other = answer(case.num_samples, case.seed)
-    other.advance(2)
+    drawn: list[int] = []
+
+    class Drawn(answer):
+        def __iter__(self):
+            for index in super().__iter__():
+                drawn.append(index)
+                yield index
+
+    other = Drawn(case.num_samples, case.seed)
+    for num in (case.num_samples, case.num_samples, 2):  # into the third epoch
+        other.advance(num)
     other.load_state_dict(copy.deepcopy(state))
+    seen["loading draws no sample"] = not drawn
     seen["samples after loading"] = list(other)
     seen["the state after loading"] = other.state_dict()
     drawing = iter(other)
@@ -309,7 +319,10 @@ position = Spec(
     observe=walked,
     tell=tell_walk,
     independent=True,
-    advice={"": "Write down epoch and position after each step of this way."},
+    advice={
+        "": "Write down epoch and position after each step of this way.",
+        "loading draws no sample": "load_state_dict sets epoch and position, and nothing else.",
+    },
     hints=(
         "self.order() gives all samples of the epoch in order. The first self.position of them "
         "are behind the training.",

@@ -21,7 +21,7 @@ def data() -> Problem:
     torch.manual_seed(5)
     inputs = torch.rand(40, 1, 3, 3)
     labels = inputs.sum(dim=2).argmax(dim=2).flatten()
-    images = SimpleNamespace(train_inputs=inputs, train_labels=labels, num_classes=3, note="data")
+    images = SimpleNamespace(train_inputs=inputs, train_labels=labels, num_classes=3, name="data")
     return of_images(images)
 
 
@@ -52,7 +52,7 @@ def test_models_of_images_fit_any_size(model, size):
         train_inputs=torch.rand(8, 1, *size),
         train_labels=torch.tensor([0, 1, 2, 3] * 2),
         num_classes=4,
-        note="data: some",
+        name="some",
     )
     made = of_images(images, model)
     assert made.build()(made.train_inputs).shape == (6, 4) and model in made.note

@@ -25,14 +25,14 @@ MOST = 2000  # but no more than these
 
 
 class Labelled(Protocol):
-    """What `images.load` gives: inputs (N, 1, height, width), labels (N,), and a line on both."""
+    """What `images.load` gives: inputs (N, 1, height, width), labels (N,), and their name."""
 
     train_inputs: Tensor
     train_labels: Tensor
     test_inputs: Tensor
     test_labels: Tensor
     num_classes: int
-    note: str
+    name: str
 
 
 class Blocks(Protocol):
@@ -68,7 +68,6 @@ def of_images(data: Labelled, model: str = "mlp") -> Problem:
     num_train = len(data.train_inputs) - num_valid
     _, _, height, width = data.train_inputs.shape
     make = {"mlp": mlp, "cnn": cnn}[model]
-    name = data.note.partition(",")[0]
     sizes = f"{num_train:,} images to train on and {num_valid:,} for validation"
     return Problem(
         data.train_inputs[:num_train],
@@ -77,7 +76,7 @@ def of_images(data: Labelled, model: str = "mlp") -> Problem:
         data.train_labels[num_train:],
         build=partial(make, height, width, data.num_classes),
         every={"mlp": 1, "cnn": 5}[model],
-        note=f"{name}, {sizes}, {height} x {width} pixels; model: {model}",
+        note=f"data: {data.name}, {sizes}, {height} x {width} pixels; model: {model}",
     )
 
 

@@ -43,6 +43,7 @@ class Images(NamedTuple):
     test_inputs: Tensor
     test_labels: Tensor
     num_classes: int
+    name: str
     note: str  # which data this is, in one line
 
     def to(self, device: torch.device) -> "Images":
@@ -112,7 +113,7 @@ def _digits() -> Images:
 def _with_note(name: str, *parts: Tensor | int) -> Images:
     train, _, test, _, num_classes = parts
     note = f"data: {name}, {len(train):,} images to train and {len(test):,} to test on, "
-    return Images(*parts, note=f"{note}{_size(train)} pixels, {num_classes} classes")
+    return Images(*parts, name=name, note=f"{note}{_size(train)} pixels, {num_classes} classes")
 
 
 def _size(inputs: Tensor) -> str:

@@ -32,15 +32,15 @@ ANSWER_S = 5  # what a controller of Slurm may take to answer
 OF_THIS_SESSION = ("SLURM_", "SBATCH_", "SRUN_", "CUDA_VISIBLE_DEVICES", "TMPDIR")
 OF_THIS_SESSION += ("JUPYTERHUB_", "JPY_", "MANYHANDS_BATCH", END_WITH_PARENT)
 STAY_HERE = ("MANYHANDS_LOCAL", "NBGRADER_EXECUTION")  # marking a class must not fill a queue
-STATES = dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"), "queued")
-STATES |= dict.fromkeys(("FAILED", "BOOT_FAIL", "DEADLINE", "REVOKED"), "failed")
+STATES = dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"), ("queued", ""))
+STATES |= dict.fromkeys(("FAILED", "BOOT_FAIL", "DEADLINE", "REVOKED"), ("failed", ""))
 STATES |= {
-    "COMPLETED": "finished",
-    "CANCELLED": "cancelled: somebody took it out of the queue",
-    "TIMEOUT": "failed: its time limit was reached",
-    "OUT_OF_MEMORY": "failed: it took more memory than it was granted",
-    "NODE_FAIL": "failed: a node was lost",
-    "PREEMPTED": "failed: it had to make room for another job",
+    "COMPLETED": ("finished", ""),
+    "CANCELLED": ("cancelled", "somebody took it out of the queue"),
+    "TIMEOUT": ("failed", "its time limit was reached"),
+    "OUT_OF_MEMORY": ("failed", "it took more memory than it was granted"),
+    "NODE_FAIL": ("failed", "a node was lost"),
+    "PREEMPTED": ("failed", "it had to make room for another job"),
 }
 REASONS = {
     "None": "Slurm has not looked at it yet",
@@ -348,7 +348,7 @@ def _ask_slurm(job: Job) -> State | None:
     told = dict(re.findall(r"(\S+?)=(\S*)", slurm("scontrol", "-o", "show", "job", job.id)))
     if "JobState" not in told:
         return _forgotten(job) if "is UP" in slurm("scontrol", "ping") else None
-    word, _, why = STATES.get(told["JobState"], "running").partition(": ")
+    word, why = STATES.get(told["JobState"], ("running", ""))
     code, _, number = told["ExitCode"].partition(":")
     if word == "queued":
         why = _why_queued(told)

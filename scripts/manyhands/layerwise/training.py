@@ -71,7 +71,7 @@ def split(data: Labelled) -> Split:
     parts = of_images(data)
     _, _, height, width = data.test_inputs.shape
     note = (
-        f"{data.note.partition(',')[0]}, {len(parts.train_inputs):,} images to train on, "
+        f"data: {data.name}, {len(parts.train_inputs):,} images to train on, "
         f"{len(parts.valid_inputs):,} for validation and {len(data.test_inputs):,} to test on, "
         f"{height} x {width} pixels, {data.num_classes} classes"
     )

@@ -23,13 +23,14 @@ import psutil
 import pytest
 
 import selection
+from units import lessons
 
 if TYPE_CHECKING:
     from cluster import Cluster
 
 
 # Else their assertions would not say what they saw.
-pytest.register_assert_rewrite("replicas", "runs")
+pytest.register_assert_rewrite("parity", "replicas", "runs", "small_run", "states")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,12 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, for many tests wait."""
     return len(psutil.Process().cpu_affinity()) + 1 if sys.platform == "linux" else os.cpu_count()
-
-
-def lessons() -> dict[str, int]:
-    """Word -> number of every lesson that has a source."""
-    stems = [path.stem for path in (ROOT / "solutions").glob("[0-9][0-9]_*.py")]
-    return {stem[3:]: int(stem[:2]) for stem in stems}
 
 
 def belongs(item: pytest.Item, word: str) -> bool:

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import parity
 from manyhands.ranks.lab import run_ranks
 
 BATCH, STEPS, VOCAB = 12, 10, 40
@@ -24,44 +25,31 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.rand(1))
 
-    def forward(self, tokens):
+    def forward(self, tokens, targets):
         x = self.norm(self.frozen(self.embedding(tokens))) * self.scale  # (B, 16)
         x = x + self.narrow(torch.relu(self.wide(x)).to(self.narrow.weight.dtype)).float()
-        return self.head(x)  # (B, VOCAB)
+        return nn.functional.cross_entropy(self.head(x), targets)
 
 
 def data():
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(VOCAB, (2, STEPS, BATCH), generator=generator)
+    return parity.tokens(VOCAB, 2, STEPS, BATCH, seed=5)
 
 
 def adamw(model):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-6)
-
-
-def backward(model, x, y):
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    return loss.item()
+    return parity.adamw(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
 def outcome(losses, model):
     """Losses, last gradients and final weights."""
     module = getattr(model, "module", model)
-    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return losses, grads, {n: t.clone() for n, t in module.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return losses, parity.gradients_of(module), weights
 
 
 def train(model, inputs, targets, after_backward=lambda model: None):
     """The loop of one process, with a place for the line that several ranks need."""
-    optimizer, losses = adamw(model), []
-    for x, y in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        losses.append(backward(model, x, y))
-        after_backward(model)
-        optimizer.step()
-    return outcome(losses, model)
+    batches = zip(inputs, targets, strict=True)
+    return outcome(parity.train(model, batches, adamw(model), after_backward)[0], model)
 
 
 def truth(**model):
@@ -80,15 +68,11 @@ def assert_equal_to(wanted, results):
     """Every rank's gradients and weights are those of one process, and bit-equal everywhere."""
     losses, grads, weights = wanted
     for rank_losses, rank_grads, rank_weights in results:
-        assert rank_grads.keys() == grads.keys()
-        for key, grad in grads.items():
-            torch.testing.assert_close(rank_grads[key], grad, atol=1e-5, rtol=0)
-        for key, weight in weights.items():
-            torch.testing.assert_close(rank_weights[key], weight, atol=1e-5, rtol=0)
-            assert torch.equal(rank_weights[key], results[0][2][key]), key
+        parity.assert_near(rank_grads, grads)
+        parity.assert_near(rank_weights, weights)
+        assert all(torch.equal(rank_weights[name], results[0][2][name]) for name in weights)
         assert len(rank_losses) == STEPS
-    mean = torch.tensor([result[0] for result in results]).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+    parity.assert_mean_is_near([result[0] for result in results], losses)
 
 
 def accumulate(wrap):

@@ -58,6 +58,23 @@ def train(
     return run_ranks(fn, world_size, *given, join=False, quiet=quiet, timeout_s=60)
 
 
+def told_to_stop(step: int, main: Callable) -> Callable:
+    """A `main` whose rank 0 gets SIGTERM before the end of step `step`."""
+
+    def told(config: object) -> None:
+        log = Run.log
+
+        def log_and_signal(run: Run, loss: object) -> None:
+            if run.step == step - 1 and run.world.is_main:
+                os.kill(os.getpid(), signal.SIGTERM)
+            log(run, loss)
+
+        Run.log = log_and_signal
+        main(config)
+
+    return told
+
+
 class Runs:
     """The runs of one script on a short text. Those with nothing in their way are made once.
 

@@ -179,18 +179,13 @@ class Course:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Dotted name -> path, of every module below the source roots.
-
-        Test files are imported by their last name alone, for pytest searches their folders.
-        """
+        """Dotted name -> path, of every module below the source roots; nobody imports a test."""
         found = {}
         for path in self.sums:
             top, _, rest = path.partition("/")
             if top in SOURCE_ROOTS and rest.endswith(".py"):
                 dotted = rest.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 found.setdefault(dotted, path)
-                if "/test_" in rest:
-                    found.setdefault(dotted.rsplit(".", 1)[-1], path)
         return found
 
     def named(self, path: str) -> list[str]:
@@ -286,16 +281,17 @@ def unit_files(course: Course, unit: str) -> set[str]:
     return found | {*ALWAYS} & course.sums.keys()
 
 
+def lessons(root: Path = ROOT) -> dict[str, int]:
+    """Word -> number of every lesson that has a source."""
+    stems = (path.stem for path in (root / "solutions").glob("[0-9][0-9]_*.py"))
+    return {stem[3:]: int(stem[:2]) for stem in stems}
+
+
 def specs(course: Course) -> dict[str, str]:
     """Number of an exercise -> the file of its spec, which says the number."""
-    lessons = {
-        match[2]: int(match[1])
-        for path in course.sums
-        if (match := re.fullmatch(r"solutions/(\d\d)_(\w+)\.py", path))
-    }
-    found = {}
+    numbers, found = lessons(course.root), {}
     for path in fnmatch.filter(course.sums, f"{CHECKS}/*/*.py"):
-        number = lessons.get(path.split("/")[3], -1)
+        number = numbers.get(path.split("/")[3], -1)
         for exercise in re.findall(rf'"({number}\.\d+)"', (course.root / path).read_text()):
             found[exercise] = path
     return found

@@ -1,7 +1,5 @@
 """Lesson 11's job on ranks whose number changes, and the history of samples that survives."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from commands import left_behind, losses, make_clone, settings
 from manyhands.checkpoint import elastic
 from manyhands.data.corpus import ShardedSampler
 from manyhands.programs import elastic_run
-from manyhands.training.run import Run
 
 STEPS, STEPS_PER_EPOCH = 20, 8  # of 12 samples
 
@@ -29,19 +26,9 @@ def config_of(clone: Path, out: Path, **changes: object) -> train_checkpoint.Con
 
 def train(num_ranks: int, config: train_checkpoint.Config, until: int = STEPS) -> None:
     """Train; before the end of step `until`, if that is not the last, one rank is told to stop."""
-
-    def train_until(config: object) -> None:
-        log = Run.log
-
-        def log_and_signal(run: Run, loss: object) -> None:
-            if run.step == until - 1 < STEPS - 1 and run.world.is_main:
-                os.kill(os.getpid(), signal.SIGTERM)
-            log(run, loss)
-
-        Run.log = log_and_signal
-        train_checkpoint.main(config)
-
-    runs.train(train_checkpoint, num_ranks, config, train_until)
+    main = train_checkpoint.main
+    main = runs.told_to_stop(until, main) if until < STEPS else main
+    runs.train(train_checkpoint, num_ranks, config, main)
 
 
 @pytest.fixture(scope="module")

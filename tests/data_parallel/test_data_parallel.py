@@ -13,6 +13,7 @@ from manyhands.data_parallel import replicas as data_parallel
 from manyhands.instruments.ledger import Ledger, calls, traffic
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from parity import assert_mean_is_near, assert_near
 from replicas import (
     BATCH,
     STEPS,
@@ -21,7 +22,6 @@ from replicas import (
     adamw,
     assert_equal_to,
     assert_sums_are_averaged,
-    backward,
     data,
     outcome,
     train_on_rank,
@@ -67,9 +67,10 @@ def train_with_server(server):
             continue
         model.zero_grad()
         part = slice(rank - (rank > server), None, num_workers)
-        losses.append(backward(model, x[part], y[part]))
+        losses.append(model(x[part], y[part]))
+        losses[-1].backward()
         loops.worker_step(model, server)
-    return outcome(losses, model)
+    return outcome([loss.item() for loss in losses], model)
 
 
 @pytest.mark.parametrize(("num_workers", "server"), [(1, 0), (2, 1), (3, 3), (4, 0)])
@@ -77,14 +78,12 @@ def test_a_server_and_its_workers_equal_one_process(num_workers, server):
     wanted = losses, grads, weights = truth(narrow=torch.float32)
     results = run_ranks(train_with_server, num_workers + 1, server)
     for _, _, rank_weights in results:
-        for key, weight in weights.items():
-            torch.testing.assert_close(rank_weights[key], weight, atol=1e-5, rtol=0)
-            assert torch.equal(rank_weights[key], results[server][2][key]), key
+        assert_near(rank_weights, weights)
+        assert all(torch.equal(rank_weights[name], results[server][2][name]) for name in weights)
     assert results[server][1].keys() == grads.keys()  # the frozen ones have none
     assert_equal_to(wanted, [(losses, *results[server][1:])])
     workers = [result[0] for rank, result in enumerate(results) if rank != server]
-    mean = torch.tensor(workers).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+    assert_mean_is_near(workers, losses)
 
 
 def regression():
@@ -173,7 +172,7 @@ def test_messages_of_all_reduce_are_one_a_parameter_or_one_a_bucket():
         wrap, *after = IMPLS[impl]
         model = wrap(Model())
         with Ledger() as ledger:
-            backward(model, *data()[:, 0])
+            model(*data()[:, 0]).backward()
             for act in after:
                 act(model)
         return [(entry.op, entry.nbytes) for entry in ledger.entries]

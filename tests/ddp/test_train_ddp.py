@@ -8,7 +8,6 @@ import pytest
 
 import train_ddp
 from commands import flags, make_clone, run
-from conftest import lessons
 from manyhands.jobs import mine
 from manyhands.programs import ddp
 from runs import (
@@ -21,6 +20,7 @@ from runs import (
     refusal,
     start,
 )
+from units import lessons
 
 YOURS = {
     "mine": "place, process_group, ShardedSampler, mean_over_ranks, save_once, train",

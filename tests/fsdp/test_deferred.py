@@ -12,15 +12,10 @@ from manyhands.instruments.live import Live
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from sharded import VOCAB, text
 
-VOCAB = 40
 LAYERS, WIDTH = 8, 32
 DRAW = partial(meta.draw_weight, layers=LAYERS, seed=5)
-
-
-def text(rank=0, size=1):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(VOCAB, (3, 2, 8, 16), generator=generator)[:, :, rank::size]
 
 
 def drawn_in_one_process():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import parity
 from manyhands.data_parallel.replicas import broadcast_state
 from manyhands.fsdp import bench, flat, fully_shard, zero
 from manyhands.fsdp import units as fsdp
@@ -20,64 +21,20 @@ from manyhands.instruments.live import Live, parts_of
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
-
-BATCH, STEPS, VOCAB = 12, 10, 40
-
-
-class Blocks(nn.Module):
-    """Small, with what goes wrong: uneven sizes, tied and frozen parameters, a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, 16)
-        self.a = nn.Sequential(nn.Linear(16, 15), nn.ReLU(), nn.Linear(15, 16))
-        self.b = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-        self.c = nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 16))
-        self.head = nn.Linear(16, VOCAB, bias=False)
-        self.head.weight = self.embedding.weight  # both in the root unit
-        self.c[2].bias = self.a[2].bias  # in two units
-        self.b.requires_grad_(False)  # a whole unit
-        self.c[0].requires_grad_(False)  # the first layer of a unit
-        self.register_buffer("scale", torch.rand(1))
-
-    def units(self):
-        return [self.a, self.b, self.c]
-
-    def forward(self, tokens, targets):
-        x = self.embedding(tokens)  # (B, 16)
-        for unit in self.units():
-            x = x + unit(x) * self.scale
-        return nn.functional.cross_entropy(self.head(x), targets)
-
-
-def data():
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(VOCAB, (2, STEPS, BATCH), generator=generator)
-
-
-def adamw(params):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-6)
-
-
-def weights_of(model):
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+from parity import assert_mean_is_near, assert_near, weights_of
+from sharded import STEPS, VOCAB, Blocks, adamw, data, text
 
 
 def one_process(max_norm=None):
     """Losses, last gradients and final weights, from the model that rank 0 builds."""
-    torch.manual_seed(0)
-    model, losses = Blocks(), []
-    optimizer = adamw(model.parameters())
-    for x, y in zip(*data(), strict=True):
-        optimizer.zero_grad()
-        losses.append(model(x, y))
-        losses[-1].backward()
+
+    def clip(model):
         if max_norm:
             assert nn.utils.clip_grad_norm_(model.parameters(), max_norm) > max_norm
-        optimizer.step()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [loss.item() for loss in losses], grads, weights_of(model)
+
+    torch.manual_seed(0)
+    model = Blocks()
+    return parity.train(model, zip(*data(), strict=True), adamw(model.parameters()), clip)
 
 
 def shard(impl):
@@ -338,15 +295,10 @@ def test_training_on_a_mesh_equals_one_process(impl):
 def assert_equal(wanted, results):
     losses, grads, weights = wanted
     for _, rank_grads, _ in results:
-        assert rank_grads.keys() == grads.keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(rank_grads[name], grad, atol=1e-5, rtol=0)
+        assert_near(rank_grads, grads)
     state = results[0][2]
-    assert weights.keys() <= state.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(state[name], weight, atol=1e-5, rtol=0)
-    mean = torch.tensor([result[0] for result in results]).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses), atol=1e-5, rtol=0)
+    assert_near({name: state[name] for name in weights}, weights)
+    assert_mean_is_near([result[0] for result in results], losses)
 
 
 # ---- replicas, precision, accumulation, checkpointing ------------------------------------------
@@ -374,11 +326,6 @@ def test_replicas_of_a_mesh_are_bit_equal(impl):
 def small_transformer(seed=None):
     torch.manual_seed(dist.get_rank() if seed is None else seed)
     return Transformer(VOCAB, 16, layers=2, dropout=0.0)
-
-
-def text(rank=0, size=1):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(VOCAB, (3, 2, 8, 16), generator=generator)[:, :, rank::size]
 
 
 def train_short(wrap, dtype):
@@ -498,8 +445,7 @@ def test_zero1_counts_an_unused_parameter_as_zeros():
             param.grad = torch.zeros_like(param)
         optimizer.step()
     for found in run_ranks(zero1_with_an_unused_parameter, 2):
-        for name, weight in weights_of(model).items():
-            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=0)
+        assert_near(found, weights_of(model))
 
 
 def test_a_parameter_without_a_gradient_is_told():

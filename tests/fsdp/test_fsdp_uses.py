@@ -13,7 +13,8 @@ from manyhands.fsdp import flat, fully_shard, zero
 from manyhands.fsdp import units as fsdp
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
-from test_fsdp import Blocks, adamw, data, weights_of
+from parity import weights_of
+from sharded import Blocks, adamw, data
 
 
 class Auxiliary(nn.Module):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from test_layout import files
+from units import Course
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "sbatch" / "containers"
@@ -216,10 +216,10 @@ def test_the_steps_make_the_course_run(tmp_path):
     if made.returncode:
         pytest.skip(f"no Debian {suite} to be had: {made.stderr.strip()[-300:]}")
     try:
-        for path in files(ROOT):
-            target = root / "context" / path.relative_to(ROOT)
+        for name in Course(ROOT).sums:
+            target = root / "context" / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, target)
+            shutil.copy2(ROOT / name, target)
         settings = with_host_files(root, pip_settings())
         (root / "steps.sh").write_text(whole_script(settings))
         spaces = ["unshare", *SPACES, "--kill-child", "bash", "-c", INSIDE]

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from units import lessons
+
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,12 +113,6 @@ def parsed(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
             yield name, tree(text)
 
 
-def lessons(root: Path) -> dict[str, int]:
-    """Word -> number of every lesson that has a source."""
-    stems = (path.stem for path in (root / "solutions").glob("[0-9][0-9]_*.py"))
-    return {stem[3:]: int(stem[:2]) for stem in stems}
-
-
 # ---------------------------------------------------------------- the rules
 
 
@@ -171,7 +167,10 @@ def rooms(root: Path) -> list[str]:
 
 
 def rooms_of_tests(root: Path) -> list[str]:
-    """A test file lies in the folder of the room that it tests, and no two have the same name."""
+    """A test file lies in the folder of the room that it tests, and no two have the same name.
+
+    None is imported by another: what two of them need stands in tests/ itself.
+    """
     known = {path.parent.name for path in (root / "scripts/manyhands").glob("*/__init__.py")}
     found = [path.relative_to(root) for path in files(root) if path.match("test_*.py")]
     found = [path for path in found if path.parts[0] == "tests"]
@@ -181,7 +180,11 @@ def rooms_of_tests(root: Path) -> list[str]:
         if len(path.parts) != 3 or path.parts[1] not in known | OTHER_TESTS
     ]
     counts = Counter(path.name for path in found)
-    return faults + [f"{path}: another has this name" for path in found if counts[path.name] > 1]
+    faults += [f"{path}: another has this name" for path in found if counts[path.name] > 1]
+    for name, tree in parsed(root, "tests"):
+        named = (target.partition(".")[0] for target in imports(tree))
+        faults += [f"{name}: imports {one}" for one in named if f"{one}.py" in counts]
+    return faults
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -586,6 +589,7 @@ FAULTY = [
     (rooms_of_tests, "tests/test_hops.py", "", "tests/test_hops.py: a test lies in"),
     (rooms_of_tests, "tests/rong/test_hops.py", "", "rong/test_hops.py: a test lies in"),
     (rooms_of_tests, "tests/ranks/test_ring.py", "", "test_ring.py: another has this name"),
+    (rooms_of_tests, "tests/ranks/test_hops.py", "from test_ring import f", "imports test_ring"),
     (layers, LESSON, "import numpy\n", "a lesson imports numpy"),
     (layers, SAVING, "import numpy\n", "a lesson imports numpy"),
     (layers, SAVING, "from manyhands.ring import hops\n", "saving imports manyhands.ring.hops"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import parity
 import train_mesh
 from manyhands.fsdp.fully_shard import make_mesh, torch_fsdp
 from manyhands.fsdp.units import FSDP
@@ -27,6 +28,7 @@ from manyhands.mesh.whole import whole_state
 from manyhands.models.transformer import Transformer
 from manyhands.ranks.failures import BadInput, RankFailed
 from manyhands.ranks.lab import run_ranks
+from parity import adamw, assert_near, gradients_of, tokens
 
 V, T, LAYERS, HEADS, B, STEPS = 50, 6, 4, 4, 16, 3
 MAX_NORM = 0.5  # the first norms are about 0.9
@@ -58,33 +60,22 @@ def make(seed=0, vocab=V, heads=HEADS, freeze=False):
 
 
 def data(vocab=V):
-    generator = torch.Generator().manual_seed(4)
-    return torch.randint(vocab, (STEPS, 2, B, T), generator=generator)
-
-
-def adamw(params, **options):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    params = [param for param in params if param.requires_grad]
-    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, **options)
+    return tokens(vocab, STEPS, 2, B, T)
 
 
 def one_process(vocab=V, **options):
     """Losses, norms, the first step's gradients as they were clipped, and the weights."""
-    model, losses, norms, first = make(0, vocab, **options), [], [], {}
-    optimizer = adamw(model.parameters())
-    for x, y in data(vocab):
-        optimizer.zero_grad()
-        losses.append(model(x, y))
-        losses[-1].backward()
+    model, norms, first = make(0, vocab, **options), [], {}
+
+    def clip(model):
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        named = model.named_parameters()
-        first = first or {n: p.grad.clone() for n, p in named if p.grad is not None}
-        optimizer.step()
-    weights = {name: param.detach() for name, param in model.named_parameters()}
-    return [loss.item() for loss in losses], norms, first, weights
+        first.update(first or gradients_of(model))
+
+    losses, _, weights = parity.train(model, data(vocab), adamw(model.parameters()), clip)
+    return losses, norms, first, weights
 
 
-def gradients_of(training, plain):
+def whole_gradients(training, plain):
     """The whole gradients on rank 0: in the place of the weights for a moment."""
     params = [param for param in training.parameters() if param.requires_grad]
     with torch.no_grad():
@@ -112,7 +103,7 @@ def train(sizes, m, by_torch=False, vocab=V, **options):
         losses.append(training.step(x, y).item())
         training.finish()
         norms.append(clip(training, MAX_NORM).item())
-        first = gradients_of(training, plain) if first is None else first
+        first = whole_gradients(training, plain) if first is None else first
         optimizer.step()
         training.zero_grad()
     return losses, norms, first, whole_state(training, plain)
@@ -132,9 +123,7 @@ def assert_equal(cases, results, truth):
             assert found[:2] == results[0][number][:2], message  # the same on every rank
             assert rank == 0 or found[2:] == ({}, {})
         for mine, wanted in zip(results[0][number][2:], (grads, weights), strict=True):
-            for name, tensor in wanted.items():
-                told = f"{sizes}: {name}"
-                torch.testing.assert_close(mine[name], tensor, atol=1e-5, rtol=0, msg=told)
+            assert_near({name: mine[name] for name in wanted}, wanted)
 
 
 @pytest.fixture(scope="module")

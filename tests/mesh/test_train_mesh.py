@@ -1,8 +1,6 @@
 """The job of lesson 14: meshes of all kinds train like one process, also after a kill."""
 
 import math
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import pytest
 import train_mesh
 from commands import make_clone
 from manyhands.jobs import mine
-from manyhands.training.run import Run
 from runs import (
     THREE,
     TWO,
@@ -25,6 +22,7 @@ from runs import (
     losses,
     refusal,
     status,
+    told_to_stop,
 )
 
 MINE = {"impl": "mine", "clip": 100, **TWO, **THREE}
@@ -71,19 +69,6 @@ def test_a_killed_rank_goes_on_bit_for_bit(runs, tmp_path, changes, victim):
     assert_goes_on_after_a_kill(runs, tmp_path / "run", changes, 4, victim)
 
 
-def train_a_part(config: train_mesh.Config) -> None:
-    """Rank 0 is told to stop before the tenth step."""
-    log = Run.log
-
-    def log_and_signal(run: Run, loss: object) -> None:
-        if run.step == 9 and run.world.is_main:
-            os.kill(os.getpid(), signal.SIGTERM)
-        log(run, loss)
-
-    Run.log = log_and_signal
-    train_mesh.main(config)
-
-
 @pytest.mark.parametrize(
     ("impl", "mesh", "other"),
     [("scratch", {"pp": 2, "dp": 1, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2})]
@@ -91,7 +76,8 @@ def train_a_part(config: train_mesh.Config) -> None:
 )
 def test_another_mesh_goes_on_where_one_was_stopped(runs, tmp_path, impl, mesh, other):
     same = {"impl": impl, "micro_batches": 3, **TWO}
-    out = runs.train(math.prod(mesh.values()), tmp_path / "run", train_a_part, **mesh, **same)
+    stopped = told_to_stop(10, train_mesh.main)
+    out = runs.train(math.prod(mesh.values()), tmp_path / "run", stopped, **mesh, **same)
     assert status(out)["state"] == "stopped" and len(losses(out)) == 10
     runs.train(math.prod(other.values()), out, **other, **same)
     assert_whole(out, math.prod(other.values()))

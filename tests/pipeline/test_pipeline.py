@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import parity
 import train_pipeline
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.instruments.ledger import Ledger, traffic
@@ -21,6 +22,7 @@ from manyhands.pipeline import stages as st
 from manyhands.pipeline.engine import Pipeline
 from manyhands.ranks.failures import RankFailed
 from manyhands.ranks.lab import run_ranks
+from parity import adamw, assert_mean_is_near, assert_near, tokens
 
 V, T, L, D, B, STEPS = 50, 6, 6, 16, 16, 10
 KINDS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}  # stages a rank
@@ -31,8 +33,7 @@ def loss_fn(out, targets):
 
 
 def data():
-    generator = torch.Generator().manual_seed(4)
-    return torch.randint(V, (STEPS, 2, B, T), generator=generator)
+    return tokens(V, STEPS, 2, B, T)
 
 
 def make(frozen=False):
@@ -44,25 +45,15 @@ def make(frozen=False):
     return model
 
 
-def adamw(params):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-3, eps=1e-6)
-
-
 def state_of(layers):
     """Gradients and weights of each layer."""
     return [[(p.grad, p.detach()) for p in layer.parameters()] for layer in layers]
 
 
 def one_process(frozen=False):
-    model, losses = make(frozen), []
-    optimizer = adamw(model.parameters())
-    for x, y in data():
-        optimizer.zero_grad()
-        losses.append(model(x, y))
-        losses[-1].backward()
-        optimizer.step()
-    return [loss.item() for loss in losses], state_of(st.layers_of(model))
+    model = make(frozen)
+    losses, *_ = parity.train(model, data(), adamw(model.parameters()))
+    return losses, state_of(st.layers_of(model))
 
 
 def schedule_of(kind, p, m):
@@ -122,17 +113,12 @@ def native_step(engine, x, y, is_first, is_last):
 
 def compare(results, truth):
     losses, layers = truth
-    means = torch.tensor([mine for mine, _ in results if None not in mine]).mean(0)
-    torch.testing.assert_close(means, torch.tensor(losses), atol=1e-5, rtol=0)
+    assert_mean_is_near([mine for mine, _ in results if None not in mine], losses)
     seen = set()
     for _, state in results:
         for number, pairs in state.items():
             seen.add(number)
-            for (grad, weight), (want_grad, want_weight) in zip(pairs, layers[number], strict=True):
-                torch.testing.assert_close(weight, want_weight, atol=1e-5, rtol=0)
-                assert (grad is None) == (want_grad is None)
-                if grad is not None:
-                    torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=0)
+            assert_near(pairs, layers[number])  # a frozen one has None for a gradient
     assert seen == set(range(len(layers)))
 
 

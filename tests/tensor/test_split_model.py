@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+import parity
 from manyhands.data_parallel.replicas import average_gradients
 from manyhands.instruments.ledger import Ledger, calls
 from manyhands.models.transformer import Block, Transformer
@@ -25,6 +26,7 @@ from manyhands.tensor.model import (
     whole_state,
 )
 from manyhands.tensor.sequence import TensorSequenceParallel
+from parity import adamw, assert_near, tokens
 
 BATCH, STEPS, BLOCK, LAYERS = 8, 10, 12, 2
 ROWS, COLUMNS = ("out.weight", "down.weight"), ("qkv.weight", "up.weight", "tokens.weight")
@@ -41,13 +43,7 @@ def cut(model, sequence=False, group=None):
 
 
 def data(vocab=48):
-    generator = torch.Generator().manual_seed(4)
-    return torch.randint(vocab, (STEPS, 2, BATCH, BLOCK), generator=generator)
-
-
-def adamw(model):
-    # with this eps the rounding of a gradient that is nearly 0 decides no step
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
+    return tokens(vocab, STEPS, 2, BATCH, BLOCK)
 
 
 def frozen(model):
@@ -59,18 +55,9 @@ def frozen(model):
 
 
 def one_process(freeze=False, vocab=48, **options):
-    """Losses, the last step's gradients, and final weights, by name."""
-    model, losses = build(vocab, **options), []
+    model = build(vocab, **options)
     model = frozen(model) if freeze else model
-    optimizer = adamw(model)
-    for x, y in data(vocab):
-        optimizer.zero_grad()
-        losses.append(model(x, y))
-        losses[-1].backward()
-        optimizer.step()
-    named = dict(model.named_parameters())
-    grads = {name: p.grad for name, p in named.items() if p.grad is not None}
-    return [x.item() for x in losses], grads, {name: p.detach() for name, p in named.items()}
+    return parity.train(model, data(vocab), adamw(model.parameters()))
 
 
 def whole(name, part, group=None):
@@ -94,24 +81,14 @@ def state(model, group=None):
 def train(sequence=False, freeze=False, other_seeds=False, vocab=48, **options):
     model = build(vocab, seed=dist.get_rank() if other_seeds else 0, **options)
     model = cut(frozen(model) if freeze else model, sequence)
-    optimizer, losses = adamw(model), []
-    for x, y in data(vocab):
-        optimizer.zero_grad()
-        losses.append(model(x, y))
-        losses[-1].backward()
-        model.finish_gradients()
-        optimizer.step()
-    return [x.item() for x in losses], *state(model)
+    optimizer = adamw(model.parameters())
+    losses, *_ = parity.train(model, data(vocab), optimizer, type(model).finish_gradients)
+    return losses, *state(model)
 
 
 def assert_equal(wanted, results):
-    losses, grads, weights = wanted
     for found in results:
-        torch.testing.assert_close(found[0], losses, atol=1e-5, rtol=0)
-        for ours, theirs in ((found[1], grads), (found[2], weights)):
-            assert ours.keys() == theirs.keys()
-            for name, tensor in theirs.items():
-                torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=name)
+        assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -174,7 +151,7 @@ def test_the_whole_state_is_that_of_the_plain_model_on_the_first_rank(heads):
 def train_torch(sequence):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = dtensor.torch_tensor_parallel(build(), mesh, sequence)
-    optimizer, losses = adamw(model), []
+    optimizer, losses = adamw(model.parameters()), []
     for x, y in data():
         optimizer.zero_grad()
         with loss_parallel():
@@ -199,18 +176,15 @@ def train_replicas(sequence):
     group, replicas = models[rank // 2], copies[rank % 2]
     share, num_shares = data_place(rank, size, 2)
     model = cut(build(), sequence, group)
-    optimizer, losses = adamw(model), []
-    for x, y in data()[:, :, share::num_shares]:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
+
+    def before_step(model):
         model.finish_gradients()
         average_gradients(model, replicas)
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=replicas)
-        losses.append(mean.item() / num_shares)
-    return losses, *state(model, group)
+
+    batches = data()[:, :, share::num_shares]
+    losses = torch.tensor(parity.train(model, batches, adamw(model.parameters()), before_step)[0])
+    dist.all_reduce(losses, group=replicas)
+    return (losses / num_shares).tolist(), *state(model, group)
 
 
 @pytest.mark.parametrize("sequence", [False, True])

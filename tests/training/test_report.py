@@ -23,7 +23,7 @@ from manyhands.training.process import this_process
 from manyhands.training.record import read
 from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_lines
-from test_run import train
+from small_run import train
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "report.py"
 

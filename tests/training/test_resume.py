@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import runs
 import train_single
-from commands import settings, write_text
+from commands import contents, settings, write_text
 from manyhands.ranks.lab import RankFailed, run_ranks
 from manyhands.saving.index import sealed
 from manyhands.training import lock
 from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_json
-from test_run import assert_same, names, refused, train
+from small_run import assert_same, cut_in_half, names, refused, train
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,6 @@ def copy(stopped, tmp_path) -> TrainConfig:
     """A copy of the stopped run, to be spoilt."""
     shutil.copytree(stopped.out, tmp_path / "copy")
     return replace(stopped, out=str(tmp_path / "copy"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refuse_without_a_trace(config: TrainConfig, *words: str, **kwargs) -> None:
@@ -133,10 +129,6 @@ def test_a_folder_that_is_no_run_is_refused(copy):
     for out in ("a::b", "s3://bucket/run"):  # libraries for files would read more in it than a name
         assert f"--out {Path(out)}: name a folder of this" in refused(replace(copy, out=out))
         assert not Path(out).exists()
-
-
-def cut_in_half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def scramble(path: Path) -> None:

@@ -25,8 +25,7 @@ from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.run import Run
 from manyhands.training.settings import TrainConfig
 from manyhands.training.storage import read_json, read_lines
-from test_resume import cut_in_half
-from test_run import Net, data, limit_file_size, names, status, world_here
+from small_run import Net, cut_in_half, data, limit_file_size, names, status, world_here
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from manyhands.saving.sharded import load_sharded, save_sharded
 from manyhands.saving.store import Store
 from manyhands.training.checkpoints import ShardedCheckpoints
 from manyhands.training.random_state import get_rng
-from test_checkpoint import load_state, refused, save_and_go_on, save_state, state_for
+from states import load_state, refused, save_and_go_on, save_state, state_for
 
 ROOT = Path(__file__).resolve().parents[2]
 UNWANTED = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "HTTP_PROXY", "http_proxy")

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from answers.once_accepted import memory as once_accepted
 from manyhands.memory import savings
 from manyhands.memory.accounting import Offload, Recipe
 from manyhands.memory.savings import rng_states, set_rng_states
@@ -278,17 +279,12 @@ def back(prepare=lambda x: x.detach().requires_grad_(), give=None):
     return checkpoint(backward=backward)
 
 
-def through_grad(again, x, params, grad):
-    torch.autograd.backward(again, grad)
-    return None, x.grad, *[None for _ in params]
-
-
 def what_is_needed(again, x, params, grad):
     inputs = [tensor for tensor in (x, *params) if tensor.requires_grad]
     return None, *[None] * (not x.requires_grad), *torch.autograd.grad(again, inputs, grad)
 
 
-RIGHT["9.6"] += [back(give=through_grad), back(prepare=lambda x: x, give=what_is_needed)]
+RIGHT["9.6"] += [back(), back(prepare=lambda x: x, give=what_is_needed)]
 
 
 @right("9.6")
@@ -459,3 +455,7 @@ def offload_with_the_last_block_still_there(shards, free):
 @wrong("9.8", "Offload: three numbers")
 def offload_without_names(shards, free):
     return tuple(offload_from_behind(shards, free))
+
+
+for todo, answers in once_accepted.WRONG.items():
+    WRONG[todo] = [*WRONG.get(todo, ()), *answers]

@@ -176,7 +176,7 @@ class Chain(NamedTuple):
 
 
 def chains() -> list[Chain]:
-    """No parameters; several; no gradient of x; two functions; gradients from before."""
+    """No parameters; several; no gradient of x; autograd.grad, beside gradients from before."""
     return [
         Chain(cases.draw_seed(), [0]),
         Chain(cases.draw_seed(), [2]),
@@ -246,15 +246,21 @@ def checkpoint_seen(answer: object, case: Chain) -> dict:
         UNRECORDED: not any(layer.recorded[0] for layer in layers if layer.recorded),
         "a random number after forward": torch.rand(1).item(),
     }
-    if y.requires_grad:
+    params = [param for layer in layers for param in layer.parameters()]
+    grads: list = [None] * (1 + len(params))
+    if y.requires_grad and case.filled:  # autograd.grad asks a function for what it returns
+        grads = [*torch.autograd.grad(y, [first, *params], up, allow_unused=True)]
+        grads += [param.grad for param in params]  # as before
+    elif y.requires_grad:
         y.backward(up)
+        grads = [first.grad, *(param.grad for param in params)]
     seen |= {
         "calls of each function, with backward": [len(layer.sizes) for layer in layers],
         "the function draws the same random numbers in backward": all(
             torch.equal(layer.draws[0], layer.draws[-1]) for layer in layers
         ),
-        "the gradient of x": first.grad,
-        "the gradients of the parameters": [p.grad for layer in layers for p in layer.parameters()],
+        "the gradient of x": grads[0],
+        "the gradients of the parameters": grads[1:],
         "a random number after backward": torch.rand(1).item(),
         "the caller's x requires a gradient only if it did": x.requires_grad == case.wants_grad,
         "autograd keeps x itself, as it was given, and no other number": only_x,

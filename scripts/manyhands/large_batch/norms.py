@@ -52,7 +52,7 @@ class NormOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of x: each x moves the mean and the variance of all ranks."""
+        """The gradient of x, by one all-reduce: each x moves mean and variance of all ranks."""
         x_hat, scale, count = ctx.saved_tensors
         axes = [axis for axis in range(grad.dim()) if axis != 1]
         sums = torch.cat([grad.sum(axes), (grad * x_hat).sum(axes)])

@@ -12,6 +12,7 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.checks.engine.values import malformed, tensor
 from manyhands.checks.large_batch.ghosts import turned
+from manyhands.instruments.ledger import Ledger, calls
 from manyhands.large_batch import norms
 
 
@@ -36,6 +37,7 @@ class Rows(NamedTuple):
 
 
 CALLS = (" of the first call", " of the second call")
+ONE_MESSAGE = "backward makes no more than one all-reduce"
 FAR = " has enough digits, although x is far from 0"
 
 
@@ -82,10 +84,12 @@ def norm_seen(answer: Callable, case: Rows, place: Place) -> dict:
         given.append((leaf, found["x_hat"], grad))
     for of, (leaf, x_hat, grad) in zip(CALLS, given, strict=True):
         before = grad.clone()
-        if isinstance(x_hat, Tensor) and x_hat.requires_grad:
-            x_hat.backward(grad)
+        with Ledger() as wire:
+            if isinstance(x_hat, Tensor) and x_hat.requires_grad:
+                x_hat.backward(grad)
         seen[f"the gradient of x{of}"] = leaf.grad
         seen[f"the given gradient is unchanged by backward{of}"] = torch.equal(grad, before)
+        seen[f"{ONE_MESSAGE}{of}"] = calls(wire.entries)["all_reduce"] <= 1
     return far_seen(seen, case, place) if case.centre else seen
 
 
@@ -160,6 +164,7 @@ OF_PARTS = {
     "variance": DIFFERENCES,
     "the count": "Count x.numel() // x.shape[1] numbers on each rank, and return their sum.",
     "the gradient of x": FORMULA,
+    ONE_MESSAGE: "Join both sums with torch.cat, and all_reduce them together.",
 }
 over_ranks = Spec(
     todo="7.6",

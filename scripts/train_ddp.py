@@ -5,20 +5,25 @@ bash sbatch/ddp.sbatch --steps 300          the same on all GPUs of this machine
 python scripts/train_ddp.py                 one rank, without torchrun
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from functools import partial
 from typing import Literal, NamedTuple
 
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from manyhands.data import corpus
+from manyhands.data.corpus import Corpus
 from manyhands.data_parallel import replicas
 from manyhands.ddp import wrapping
 from manyhands.jobs import mine
-from manyhands.models.transformer import Transformer
-from manyhands.programs import ddp
-from manyhands.ranks.runtime import World, command_line, distributed, place, process_group
+from manyhands.models.transformer import Transformer, total_loss
+from manyhands.ranks.runtime import command_line, distributed, place, process_group
 from manyhands.training.report import write_report
-from manyhands.training.run import save_once
+from manyhands.training.run import Run, save_once
+from manyhands.training.schedule import learning_rate_at, set_learning_rate
 from manyhands.training.settings import TrainConfig
 from manyhands.ways.job import open_run, shape_of
 
@@ -53,12 +58,6 @@ def learners_parts() -> dict[str, Callable]:
     return found
 
 
-def with_parts(parts: Parts) -> Callable:
-    """The course's program, with `parts` under the names that it calls."""
-    names = parts._asdict() | {"torch_ddp": parts.BucketedDDP}
-    return FunctionType(ddp.train.__code__, vars(ddp) | names)
-
-
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
     yours = learners_parts() if config.impl == "mine" else {}
@@ -69,20 +68,52 @@ def main(config: Config) -> float:
     with distributed(config.device, config.seed, **join) as world:
         if config.impl == "mine":
             world.print(mine.in_words(yours))
-        return train(config, world, parts)
+        data = corpus.of(config)
+        world.print(data.note)
+        run = open_run(config, world, "ddp", data)
+        model = Transformer(*shape_of(config, data)).to(world.device)
+        program = parts.train or partial(train, parts=parts)
+        program(run, model, data)
+        run.finish()
+        if world.is_main:
+            world.print(f"report: {write_report(run.folder)}")
+        return run.valid_loss
 
 
-def train(config: Config, world: World, parts: Parts) -> float:
-    data = corpus.of(config)
-    world.print(data.note)
-    run = open_run(config, world, "ddp", data)
-    model = Transformer(*shape_of(config, data)).to(world.device)
-    run_program = parts.train or with_parts(parts)
-    run_program(run, model, data)
-    run.finish()
-    if world.is_main:
-        world.print(f"report: {write_report(run.folder)}")
-    return run.valid_loss
+def train(run: Run, model: nn.Module, data: Corpus, parts: Parts) -> None:
+    """Train `model` on `data` on all ranks: the program of exercise 6.8, made of `parts`."""
+    config, world = run.config, run.world
+
+    # Data
+    batch = config.batch // world.world_size
+    sampler = parts.ShardedSampler(len(data.train), world.rank, world.world_size, config.seed)
+    loader = DataLoader(data.train, batch, sampler=sampler, drop_last=True)
+    valid, test = corpus.held_out(data, batch, world.rank, world.world_size)
+
+    # Model
+    model = parts.BucketedDDP(model)
+    torch.manual_seed(world.data_seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+
+    def mean_loss(batches: Iterator) -> float:
+        return parts.mean_over_ranks(*total_loss(model, batches, world.device))
+
+    # Training
+    run.resume(model, optimizer)
+    run.keep_best(mean_loss, valid)
+    for epoch in run.epochs(loader):
+        sampler.set_epoch(epoch)
+        for inputs, targets in run.batches(loader):
+            set_learning_rate(optimizer, learning_rate_at(run.step, config))
+            loss = model(inputs, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss)
+
+    # Result
+    run.test(test, data.in_words)
+    parts.save_once(model, run.folder / "model.pt")
 
 
 if __name__ == "__main__":

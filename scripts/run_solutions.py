@@ -71,7 +71,7 @@ class Part:
 
     @property
     def is_over(self) -> bool:
-        return bool(self.fault) or self.job.look().ended
+        return bool(self.fault) or self.job.poll().ended
 
     @property
     def log(self) -> Path:

@@ -60,7 +60,7 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     shape = shape_of(config, data)
     checkpoints = partial(ShardedCheckpoints, address=config.store)

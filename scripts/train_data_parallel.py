@@ -83,7 +83,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
     num_workers = world.world_size - has_server
 
     # Data
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     run = open_run(config, world, "data_parallel", data, num_shares=num_workers)
     sampler, loader, valid, test = make_loaders(data, config, worker, num_workers)

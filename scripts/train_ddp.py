@@ -68,7 +68,7 @@ def main(config: Config) -> float:
     with distributed(config.device, config.seed, **join) as world:
         if config.impl == "mine":
             world.print(mine.in_words(yours))
-        data = corpus.of(config)
+        data = corpus.load_for(config)
         world.print(data.note)
         run = open_run(config, world, "ddp", data)
         model = Transformer(*shape_of(config, data)).to(world.device)

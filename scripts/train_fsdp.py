@@ -85,7 +85,7 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, impl: str, parts: Parts) -> float:
     # Data
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     shape = shape_of(config, data)
     mesh = mesh_of(config, world, parts)

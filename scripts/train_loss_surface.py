@@ -224,13 +224,13 @@ def new_direction(
     torch.manual_seed(dist.get_rank())  # a function that does not use the generator is noticed
     direction = list(parts.random_direction(on_cpu, generator))
 
-    def look() -> list[float]:
+    def sums() -> list[float]:
         shapes = [getattr(part, "shape", None) for part in direction]
         if shapes != [parameter.shape for parameter in parameters]:
             raise BadInput(wrong("random_direction", "other shapes than those of the parameters"))
         return [part.double().sum().item() for part in direction]
 
-    same_everywhere("random_direction", look)
+    same_everywhere("random_direction", sums)
     device = parameters[0].device
     return [part.to(device) for part in direction]
 

@@ -55,7 +55,7 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     run = open_run(config, world, "memory", data)
     sampler, loader, valid, test = make_loaders(data, config, world)

@@ -65,7 +65,7 @@ def main(config: Config) -> float:
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     sizes = sizes_of(config, world.world_size)
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     shape = shape_of(config, data)
     check(config, sizes, shape[0])

@@ -92,7 +92,7 @@ def main(config: Config) -> float:
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
     place = find_place(config, world, parts)
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     shape = shape_of(config, data)
     num_shares = place.share[1]

@@ -29,7 +29,7 @@ class Config(TrainConfig):
 def main(config: Config) -> float:
     """Train, test, write the report; return the best validation loss in nats per token."""
     world = alone(config.device, config.seed)
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     run = open_run(config, world, "single", data)
     model = Transformer(*shape_of(config, data)).to(world.device)

@@ -68,7 +68,7 @@ def main(config: Config) -> float:
 
 def train(config: Config, world: World, parts: Parts) -> float:
     # Data
-    data = corpus.of(config)
+    data = corpus.load_for(config)
     world.print(data.note)
     shape = shape_of(config, data)
     ranks = ranks_of_a_model(config, world, shape[0])

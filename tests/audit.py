@@ -12,7 +12,7 @@ from itertools import repeat
 
 from manyhands.checks.engine import naming, trial, verdict
 from manyhands.checks.engine.answer import parts_of
-from manyhands.checks.engine.attempt import Faces, Trial, is_a_fault
+from manyhands.checks.engine.attempt import Candidates, Trial, is_a_fault
 from manyhands.checks.engine.card import Verdict, Wrong
 from manyhands.checks.engine.exercise import Exercise, judge
 from manyhands.checks.engine.mistakes import TOGETHER, Mistake
@@ -26,7 +26,8 @@ MISTAKE_S = 30.0  # for one call of a listed mistake: a busy machine makes none 
 SLIP_S = 4.0  # for one of a slip, of which some do hang
 
 
-Shown = tuple[list[trial.Row], RankFailed | None]  # by an answer, and the failure that it ended in
+# What an answer shows, and the failure that it ended in.
+Shown = tuple[list[trial.StepOutcomes], RankFailed | None]
 
 
 class Audit:
@@ -38,7 +39,7 @@ class Audit:
         self.answers = answers
         self.cases = self.spec.draw()
         self.steps = self.spec.steps(self.cases)
-        self.faces = Faces(self._patient(SLIP_S), self.cases, LIMIT_S)
+        self.candidates = Candidates(self._patient(SLIP_S), self.cases, LIMIT_S)
         runnable = [one for one in answers if all(map(callable, parts_of(one)))]
         (self.wanted, _), *shown = self._all_shown([self.spec.truth, *runnable])
         self.shown = dict(zip(map(id, runnable), shown, strict=True))
@@ -50,16 +51,16 @@ class Audit:
             return complaints
         if len(self.wanted) < len(self.steps):
             return ["the truth does not end"]
-        if all(sight.kind == "raised" for row in self.wanted for sight in row):
+        if all(outcome.kind == "raised" for row in self.wanted for outcome in row):
             return [f"the truth raises in every case: {self.wanted[0][0].data}"]
-        self.faces.begin()
-        self.faces.spec = self._patient(MISTAKE_S)
-        listed = self.faces.listed
-        faces = self.faces.of(listed, range(len(self.steps)))
-        self.faces.spec = self._patient(SLIP_S)
-        for mistake, face in zip(listed, faces, strict=True):
-            tried = self._trial(None, (face, None), slips=False)
-            if words := _complaint(tried, mistake, listed, faces):
+        self.candidates.begin()
+        self.candidates.spec = self._patient(MISTAKE_S)
+        listed = self.candidates.listed
+        every = self.candidates.outcomes(listed, range(len(self.steps)))
+        self.candidates.spec = self._patient(SLIP_S)
+        for mistake, outcomes in zip(listed, every, strict=True):
+            tried = self._trial(None, (outcomes, None), slips=False)
+            if words := _complaint(tried, mistake, listed, every):
                 complaints.append(f"{mistake.why!r} {words}")
         ending = [mistake for mistake in self.spec.mistakes if mistake.ends]
         return complaints + [words for mistake in ending if (words := self._unseen(mistake))]
@@ -81,7 +82,7 @@ class Audit:
     def is_of_slips(self, words: str) -> bool:
         """Can a verdict hold these words only after slips have been tried?"""
         said = [NO_CAUSE, TOGETHER]
-        said += [text for slip in self.faces.slips for text in (slip.why, slip.hint)]
+        said += [text for slip in self.candidates.slips for text in (slip.why, slip.hint)]
         return bool(words) and any(words in text for text in said)
 
     def _patient(self, mistake_s: float) -> Spec:
@@ -89,7 +90,7 @@ class Audit:
         return replace(self.spec, mistake_s=max(mistake_s, self.spec.mistake_s))
 
     def _trial(self, answer: object, shown: Shown, slips: bool) -> Trial:
-        return Trial(self.spec, answer, self.faces, self.wanted, *shown, slips=slips)
+        return Trial(self.spec, answer, self.candidates, self.wanted, *shown, slips=slips)
 
     def _all_shown(self, answers: list) -> list[Shown]:
         """What each answer shows; one that hangs or ends the ranks leaves the others their turn."""
@@ -114,7 +115,7 @@ class Audit:
         return found
 
     def _look(self, answers: list, limit_s: float) -> Shown:
-        return trial.look(self.spec, answers, self.steps, self.cases, limit_s)
+        return trial.try_answers(self.spec, answers, self.steps, self.cases, limit_s)
 
     def _unseen(self, mistake: Mistake) -> str:
         """What is wrong with a mistake that ends the ranks, or ""."""
@@ -153,7 +154,7 @@ def _complaint(tried: Trial, mistake: Mistake, listed: list[Mistake], shown: lis
     indexes = range(len(tried.found))
     named = [
         other.why
-        for other, face in zip(listed, shown, strict=True)
-        if naming.matches(tried, other, face, indexes)
+        for other, outcomes in zip(listed, shown, strict=True)
+        if naming.matches(tried, other, outcomes, indexes)
     ]
     return "" if named[:1] == [mistake.why] else f"is named {named[:1]}"

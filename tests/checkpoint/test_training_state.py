@@ -131,7 +131,7 @@ def test_a_checkpoint_unwraps_wrappers_and_no_model_with_a_part_called_module(tm
         (AveragedModel(inner), None),
         (inner, inner),
     ):
-        checkpoints.of(model, None, ())
+        checkpoints.register(model, None, ())
         assert checkpoints.module is (wanted or model.module)
         save_once(model, tmp_path / "model.pt")
         names = torch.load(tmp_path / "model.pt", weights_only=True).keys()

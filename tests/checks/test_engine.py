@@ -25,11 +25,11 @@ from manyhands.checks.engine.values import (
     Malformed,
     boolean,
     difference,
+    integer,
     listing,
     number,
     record,
     same,
-    whole,
 )
 from manyhands.checks.engine.words import NO_CAUSE, NO_TIME
 from manyhands.collectives import ring
@@ -122,7 +122,7 @@ def time_to_name(monkeypatch):
     monkeypatch.setattr(attempt, "NAMING_S", 120.0)
 
 
-def told(spec: Spec, answer: object) -> str:
+def words_for(spec: Spec, answer: object) -> str:
     random.seed(7)
     try:
         verdict.check(spec, answer)
@@ -238,9 +238,9 @@ def median(numbers, skip=0):
 
 
 def test_a_mistake_is_named_only_if_it_shows_the_same():
-    assert "`skip` is ignored." in told(MEAN, mean_of_all)
-    assert "Two mistakes together show this." in told(MEAN, two_mistakes)
-    words = told(MEAN, median)
+    assert "`skip` is ignored." in words_for(MEAN, mean_of_all)
+    assert "Two mistakes together show this." in words_for(MEAN, two_mistakes)
+    words = words_for(MEAN, median)
     assert NO_CAUSE in words and "check.hint('90.1')" in words
 
 
@@ -275,25 +275,25 @@ def odd_seen(answer, case: Draw, place: Place) -> dict:
 
 def test_words_for_a_call_that_end_in_a_comma():
     spec = replace(MEAN, tell=lambda case: "mean of some numbers,")
-    assert "mean of some numbers, gives" in told(spec, median)
+    assert "mean of some numbers, gives" in words_for(spec, median)
     spec = replace(TOTAL, tell=lambda case: "total of some numbers,", observe=odd_seen)
-    assert "total of some numbers: that looks odd" in told(spec, spoils_x)
+    assert "total of some numbers: that looks odd" in words_for(spec, spoils_x)
 
 
 def test_a_statement_that_does_not_hold_is_said_as_such():
-    assert "breaks this rule: x is unchanged" in told(TOTAL, spoils_x)
+    assert "breaks this rule: x is unchanged" in words_for(TOTAL, spoils_x)
 
 
 def test_an_error_in_what_an_answer_calls_is_told_with_the_answer_s_own_line():
     line = fails_in_what_it_calls.__code__.co_firstlineno + 2
-    assert f"line {line} of test_engine.py" in told(TOTAL, fails_in_what_it_calls)
+    assert f"line {line} of test_engine.py" in words_for(TOTAL, fails_in_what_it_calls)
     frames = [("/elsewhere/x.py", 3, "f"), (words.PACKAGE + "/data/y.py", 9, "g")]
     assert words.own_frame(frames) == frames[0] and words.own_frame(frames[1:]) is None
 
 
 def test_mistakes_that_there_was_no_time_for_are_not_denied():
     tried = attempt.attempt(MEAN, median)
-    tried.faces.limit_s = 0.0
+    tried.candidates.limit_s = 0.0
     with pytest.raises(Wrong) as caught:
         verdict.tell(tried)
     assert caught.value.why == NO_TIME
@@ -302,12 +302,14 @@ def test_mistakes_that_there_was_no_time_for_are_not_denied():
 def test_a_match_ends_the_search_for_a_mistake(monkeypatch):
     """One at a time here; no slip is tried where a mistake of the exercise's own fits."""
     sizes = []
-    of = attempt.Faces.of
+    outcomes = attempt.Candidates.outcomes
     monkeypatch.setattr(
-        attempt.Faces, "of", lambda faces, some, at: sizes.append(len(some)) or of(faces, some, at)
+        attempt.Candidates,
+        "outcomes",
+        lambda candidates, tried, at: sizes.append(len(tried)) or outcomes(candidates, tried, at),
     )
     monkeypatch.setattr(attempt, "generic", lambda *given, **named: pytest.fail("slips are tried"))
-    assert "`skip` is ignored." in told(replace(MEAN, at_once=1), mean_of_all)
+    assert "`skip` is ignored." in words_for(replace(MEAN, at_once=1), mean_of_all)
     assert max(sizes) == 1
 
 
@@ -317,7 +319,7 @@ def test_right_answers_of_another_shape_pass():
             raise ValueError("too few")
         return np.float64(np.mean(numbers[skip:]))
 
-    assert told(MEAN, by_numpy) == "done"
+    assert words_for(MEAN, by_numpy) == "done"
 
 
 def test_the_first_difference_is_that_of_the_smallest_case():
@@ -326,7 +328,7 @@ def test_the_first_difference_is_that_of_the_smallest_case():
             raise ValueError
         return mean(numbers, skip) if skip == 0 else 12345.0
 
-    words = told(MEAN, wrong_from_the_second_case_on)
+    words = words_for(MEAN, wrong_from_the_second_case_on)
     assert "skip=1) gives 12345, not" in words
 
 
@@ -345,7 +347,7 @@ def test_the_first_difference_is_that_of_the_smallest_case():
     ],
 )
 def test_what_speaks_for_itself_is_told(answer, words):
-    assert words in told(MEAN, answer)
+    assert words in words_for(MEAN, answer)
 
 
 def test_numbers_show_their_difference():
@@ -366,12 +368,12 @@ def test_values_are_the_same_but_for_rounding():
 
 
 def test_kinds_of_values():
-    assert number(np.float32(2)) == 2.0 and whole(np.int64(3)) == 3 and boolean(np.bool_(True))
-    assert listing(whole)(torch.tensor([1, 2])) == [1, 2]
+    assert number(np.float32(2)) == 2.0 and integer(np.int64(3)) == 3 and boolean(np.bool_(True))
+    assert listing(integer)(torch.tensor([1, 2])) == [1, 2]
     assert record(("a", "b"))({"a": 1, "b": 2.5, "c": 0}) == {"a": 1, "b": 2.5}
     for form, value in (
         (number, True),
-        (whole, 2.0),
+        (integer, 2.0),
         (boolean, 1),
         (listing(), iter([1])),
         (record(("a",)), {"b": 1}),
@@ -439,7 +441,7 @@ def fails_on_rank_1(x, group=None):
 )
 def test_what_ranks_do_is_told(answer, words):
     start_s = time.monotonic()
-    assert words in told(TOTAL, answer)
+    assert words in words_for(TOTAL, answer)
     assert time.monotonic() - start_s < 60
 
 
@@ -450,7 +452,7 @@ def waits_in_a_helper(x, group=None):
 
 
 def test_a_hang_is_told_in_the_line_of_the_answer():
-    words = told(TOTAL, waits_in_a_helper)
+    words = words_for(TOTAL, waits_in_a_helper)
     assert "in waits_in_a_helper:  ring.exchange(x, 1" in words and "ring.py" not in words
 
 
@@ -462,30 +464,32 @@ def waits_for_none(x, group=None):
 
 def test_of_two_reasons_the_one_that_quotes_more_of_the_error_counts(monkeypatch):
     monkeypatch.setattr(TOTAL, "reasons", {"'NoneType' object": ("A gradient is None.", "")})
-    assert "Without async_op=True a collective waits itself" in told(TOTAL, waits_for_none)
+    assert "Without async_op=True a collective waits itself" in words_for(TOTAL, waits_for_none)
     monkeypatch.setattr(TOTAL, "reasons", {"has no attribute 'wait'": ("Short.", "")})
-    assert "Short." not in told(TOTAL, waits_for_none)
+    assert "Short." not in words_for(TOTAL, waits_for_none)
     whole = "AttributeError: 'NoneType' object has no attribute 'wait'"
     monkeypatch.setattr(TOTAL, "reasons", {whole: ("Long.", "")})
-    assert "Long." in told(TOTAL, waits_for_none)
+    assert "Long." in words_for(TOTAL, waits_for_none)
 
 
 def test_no_word_of_a_hang_accuses():
-    words = told(TOTAL, only_rank_0)
+    words = words_for(TOTAL, only_rank_0)
     assert "All ranks that are left wait." in words and "if dist.get_rank" not in words.lower()
 
 
 def test_slips_that_any_function_can_have_are_named():
-    assert "The result is twice the right one." in told(MEAN, lambda n, skip=0: 2 * mean(n, skip))
-    assert "reciprocal" in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
+    assert "The result is twice the right one." in words_for(
+        MEAN, lambda n, skip=0: 2 * mean(n, skip)
+    )
+    assert "reciprocal" in words_for(MEAN, lambda n, skip=0: 1 / mean(n, skip))
     found = [mistake.why for mistake in mistakes.generic(total, talks=True)]
     assert found.count(mistakes.NO_GROUP) >= 2
 
 
 def test_an_answer_that_is_always_the_same_is_no_slip_of_the_right_one():
     for value in (0, 1, 2.5):
-        assert naming.CONSTANT.why in told(MEAN, lambda n, skip=0, v=value: v)
-    assert naming.CONSTANT.why not in told(MEAN, lambda n, skip=0: 1 / mean(n, skip))
+        assert naming.CONSTANT.why in words_for(MEAN, lambda n, skip=0, v=value: v)
+    assert naming.CONSTANT.why not in words_for(MEAN, lambda n, skip=0: 1 / mean(n, skip))
 
 
 def test_an_audit_tries_slips_only_where_it_is_told_to():
@@ -502,8 +506,8 @@ def test_a_group_is_dropped_in_all_calls_or_in_one():
     changes = [m.change for m in mistakes.generic(total, talks=True) if m.why == mistakes.NO_GROUP]
     drawn = TOTAL.draw()
     steps = TOTAL.steps(drawn)
-    for face in trial.faces(TOTAL, changes, steps, drawn, 60):
-        assert face[-1][0].kind == "told", face
+    for outcomes in trial.try_changes(TOTAL, changes, steps, drawn, 60):
+        assert outcomes[-1][0].kind == "explained", outcomes
 
 
 # ---- faults of the machine ------------------------------------------------------------------
@@ -520,7 +524,7 @@ def test_a_fault_of_the_machine_is_tried_once_more_and_then_not_judged(monkeypat
         return real(*args, **named)
 
     monkeypatch.setattr(trial, "run_ranks", broken_once)
-    assert told(MEAN, mean) == "done"
+    assert words_for(MEAN, mean) == "done"
 
     def broken(*args, **named):
         raise MachineFault(problems.pop(), 1)

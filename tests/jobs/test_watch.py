@@ -384,7 +384,7 @@ job = jobs.submit(*words, nodes=2, ranks=1)
 queued = jobs.submit(*words, nodes=2, ranks=1)
 for name, one, why in (("queued", job, "it is next"), ("behind", queued, "1 waiting job")):
     deadline_s = time.monotonic() + 20
-    while why not in str(one.look()) and time.monotonic() < deadline_s:
+    while why not in str(one.poll()) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     found[name] = str(one.state)
 
@@ -481,7 +481,7 @@ def test_a_slurm_job_is_queued_watched_and_stopped_and_goes_on_from_another_job(
 
 def test_a_job_that_slurm_has_forgotten_is_known_by_its_folder(slurm, folder, monkeypatch):
     script = "from manyhands.jobs.submit import Job; from pathlib import Path; "
-    script += "print(Job(Path('a'), id='4000000').look().word, Job(Path('b'), id='4000000').look())"
+    script += "print(Job(Path('a'), id='4000000').poll().word, Job(Path('b'), id='4000000').poll())"
     (folder / "a").mkdir()
     (folder / "a" / "status.json").write_text('{"state": "finished"}')
     env = {"PYTHONPATH": str(ROOT / "scripts")}

@@ -131,7 +131,7 @@ def trained(address: str, folder: Path, num_steps: int, learning: bool = True) -
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    saver.of(model, optimizer, ())
+    saver.register(model, optimizer, ())
     first, _ = saver.load_newest() or (0, {})
     saver.read_losses(first)
     for step in range(first + 1, num_steps + 1):

@@ -67,7 +67,7 @@ def save_dcp(app: Stateful, folder: str | Path, group: Group = None) -> None:
     Raises:
         ValueError: on every rank, where one of them cannot write.
     """
-    _told(lambda: dcp.save({"app": app}, checkpoint_id=str(folder), process_group=group))
+    _with_one_line(lambda: dcp.save({"app": app}, checkpoint_id=str(folder), process_group=group))
 
 
 def load_dcp(app: Stateful, folder: str | Path, group: Group = None) -> None:
@@ -77,10 +77,10 @@ def load_dcp(app: Stateful, folder: str | Path, group: Group = None) -> None:
         ValueError: on every rank: `app` has a name that is not in the checkpoint, a shape differs,
             or there is no .metadata. A name that only the checkpoint has is passed over.
     """
-    _told(lambda: dcp.load({"app": app}, checkpoint_id=str(folder), process_group=group))
+    _with_one_line(lambda: dcp.load({"app": app}, checkpoint_id=str(folder), process_group=group))
 
 
-def _told(call: Callable[[], object]) -> None:
+def _with_one_line(call: Callable[[], object]) -> None:
     """Make one line of DCP's error, which is no Exception and holds the traceback of every rank."""
     try:
         call()

@@ -332,7 +332,7 @@ class Settings(Protocol):
     splits: str
 
 
-def of(config: Settings) -> Corpus:
+def load_for(config: Settings) -> Corpus:
     """Load the text of a job."""
     return load(config.data, config.block, config.vocab, config.valid_tokens, config.splits)
 

@@ -138,7 +138,7 @@ def start(
         if not job.wait(limit_s):
             return "failed", f"not done after {limit_s:.0f} s; see {job.log.name}", job
     finally:
-        if not job.look().ended:
+        if not job.poll().ended:
             job.kill()
     if job.state.code:
         return "failed", reason(out, job), job

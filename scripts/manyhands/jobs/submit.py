@@ -105,7 +105,7 @@ class Job:
         path = self.out / "status.json"
         return storage.read_json(path) if path.exists() else {}
 
-    def look(self) -> State:
+    def poll(self) -> State:
         """How the job stands now, or stood when Slurm was last asked."""
         if self.state.ended:
             return self.state
@@ -131,7 +131,7 @@ class Job:
     def wait(self, limit_s: float) -> bool:
         """Wait for the end, but not longer than `limit_s`; tells whether the job has ended."""
         deadline_s = time.monotonic() + limit_s
-        while not self.look().ended and time.monotonic() < deadline_s:
+        while not self.poll().ended and time.monotonic() < deadline_s:
             time.sleep(0.1)
         return self.state.ended
 

@@ -166,7 +166,7 @@ def train(
         if seen * LOOKS // num_images > looks:
             looks = seen * LOOKS // num_images
             now = accuracy(model, data)
-            target.look(now, step, seen)
+            target.record(now, step, seen)
             look(seen, now, model)
     return Outcome(accuracy(model, data), *target.reached())
 
@@ -196,7 +196,7 @@ class _Target:
         self.start_s = time.perf_counter()
         self.row: list[tuple[int, int, float]] = []
 
-    def look(self, accuracy: float, step: int, seen: int) -> None:
+    def record(self, accuracy: float, step: int, seen: int) -> None:
         """Count a look, until the row is long enough."""
         if len(self.row) < PATIENCE:
             now = (step, seen, time.perf_counter() - self.start_s)

@@ -53,7 +53,7 @@ class Failure:
     time_s: float
 
     @staticmethod
-    def of(error: BaseException) -> "Failure":
+    def from_exception(error: BaseException) -> "Failure":
         """The failure that an exception caught on a rank stands for."""
         if isinstance(error, SystemExit):
             message = f"called sys.exit({error.code!r}) before the end"

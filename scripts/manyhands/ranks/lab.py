@@ -275,9 +275,9 @@ def live(
     except SystemExit as error:
         message = ("value", _dumps(None))
         if error.code not in (None, 0, UNFINISHED):  # a run that was asked to stop has saved
-            message = ("failure", Failure.of(error))
+            message = ("failure", Failure.from_exception(error))
     except BaseException as error:
-        failure = Failure.of(error)
+        failure = Failure.from_exception(error)
         if isinstance(error, Breach):  # lines of several ranks; only the caller knows their text
             failure = replace(failure, message=error.told, frames=error.frames)
         message = ("failure", failure)
@@ -295,7 +295,7 @@ def _join(timeout_s: float) -> tuple[str, Failure] | None:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except Exception as error:
-        return "not joined", Failure.of(error)
+        return "not joined", Failure.from_exception(error)
     return None
 
 

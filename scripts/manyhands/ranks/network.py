@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.ranks.rules import put_below
+from manyhands.ranks.rules import replace_in_dist
 
 PATCHED = ("send", "recv", "isend", "irecv")
 
@@ -36,11 +36,11 @@ class SlowNetwork:
 
     def __enter__(self) -> "SlowNetwork":
         self.card = ThreadPoolExecutor(1)
-        self.real = put_below({name: getattr(self, f"_{name}") for name in PATCHED})
+        self.real = replace_in_dist({name: getattr(self, f"_{name}") for name in PATCHED})
         return self
 
     def __exit__(self, *exc: object) -> None:
-        put_below(self.real)
+        replace_in_dist(self.real)
         self.card.shutdown()
 
     def _isend(self, tensor: Tensor, *args, **kwargs) -> "Outgoing":

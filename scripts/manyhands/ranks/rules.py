@@ -84,7 +84,7 @@ def watching(kind: str) -> Iterator[None]:
     watch.notes.linger()
 
 
-def put_below(functions: Mapping[str, Callable]) -> dict[str, Callable]:
+def replace_in_dist(functions: Mapping[str, Callable]) -> dict[str, Callable]:
     """Have `functions` do what some of torch.distributed's do, below the watch if there is one.
 
     The rules then still see the calls of the program, in its order and with its lines, and none
@@ -139,7 +139,7 @@ class Watch:
                 return self._message(name, given, call)
             return self._collective(name, given, call)
 
-        watched.carrier = real  # which put_below can replace
+        watched.carrier = real  # which replace_in_dist can replace
         return watched
 
     def _pass_on(self, carrier: Callable, args: tuple, kwargs: dict) -> object:

@@ -99,7 +99,7 @@ def vectors_of(model: nn.Module) -> list[ShardedVector]:
     return found if is_sharded else []
 
 
-def whole(tensor: Tensor) -> Piece:
+def of_replica(tensor: Tensor) -> Piece:
     """A tensor that this rank holds all of."""
     return Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
@@ -166,5 +166,5 @@ def piece_of(tensor: Tensor, vector: ShardedVector | None = None, is_own: bool =
     if vector is not None:
         return of_vector(vector, tensor)
     if is_dtensor(tensor):
-        return whole(tensor.to_local()) if is_own else of_dtensor(tensor)
-    return whole(tensor)
+        return of_replica(tensor.to_local()) if is_own else of_dtensor(tensor)
+    return of_replica(tensor)

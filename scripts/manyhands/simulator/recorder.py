@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from manyhands.ranks.rules import COLLECTIVES, MESSAGES, SIGNATURES, put_below
+from manyhands.ranks.rules import COLLECTIVES, MESSAGES, SIGNATURES, replace_in_dist
 from manyhands.simulator.events import Collective, Compute, Event, Message, Wait
 
 OPS = {
@@ -102,7 +102,7 @@ class Recorder:
         self.counter = FlopCounter()
         if self.count_flops:
             self.counter.__enter__()
-        self.real = put_below(
+        self.real = replace_in_dist(
             {
                 name: partial(self._call, name)
                 for name in SIGNATURES
@@ -114,7 +114,7 @@ class Recorder:
 
     def __exit__(self, *exc: object) -> None:
         self._stops()
-        put_below(self.real)
+        replace_in_dist(self.real)
         if self.count_flops:
             self.counter.__exit__(*exc)
 

@@ -55,7 +55,7 @@ class ShardedCheckpoints:
         self.parts: Callable[[Optimizer | None], dict] = self._parts
         self.losses: dict[int, float] = {}  # on the validation data, by step; inf: not finite
 
-    def of(
+    def register(
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
@@ -94,12 +94,16 @@ class ShardedCheckpoints:
         state = self._state(step, rng, self.optimizer)
         advice = "; free some space" + ". The checkpoints before it are kept" * bool(self.losses)
         try:
-            told("cannot save", lambda: save_sharded(state, self._address_of(name)), advice)
+            call_or_refuse(
+                "cannot save", lambda: save_sharded(state, self._address_of(name)), advice
+            )
         except BadInput:
             with suppress(BadInput):  # a store out of reach has been told already
-                on_main(lambda: told("cannot clear", lambda: Store(self.address).remove(name)))
+                on_main(
+                    lambda: call_or_refuse("cannot clear", lambda: Store(self.address).remove(name))
+                )
             raise
-        on_main(lambda: told("cannot clear away", self._remove_old))
+        on_main(lambda: call_or_refuse("cannot clear away", self._remove_old))
 
     def best(self) -> str | None:
         """The name of the checkpoint with the lowest validation loss, the earliest of equals."""
@@ -133,12 +137,14 @@ class ShardedCheckpoints:
             BadInput: on every rank, when none of the checkpoints is intact, or the newest intact
                 one does not fit.
         """
-        for name in told("cannot save there", lambda: checkpoints.clear(self.address)):
+        for name in call_or_refuse("cannot save there", lambda: checkpoints.clear(self.address)):
             self.world.print(
                 f"{self._address_of(name)} had no index.json and was removed: a run that ends "
                 "while it saves leaves such a folder"
             )
-        name, problems = told("cannot read", lambda: checkpoints.newest_intact(self.address))
+        name, problems = call_or_refuse(
+            "cannot read", lambda: checkpoints.newest_intact(self.address)
+        )
         if name is None and problems:
             raise BadInput(
                 f"{problems[0]}; no other checkpoint in {self.address} can be loaded: name a new "
@@ -176,7 +182,9 @@ class ShardedCheckpoints:
         """Load a checkpoint into the model and the optimizer, or into the model alone."""
         optimizer = None if weights_only else self.optimizer
         address = self._address_of(name)
-        about = on_main(lambda: told("cannot read", lambda: read_index(Store(address))["values"]))
+        about = on_main(
+            lambda: call_or_refuse("cannot read", lambda: read_index(Store(address))["values"])
+        )
         theirs = {at[9:]: value for at, value in about.items() if at.startswith("identity/")}
         if found := differences(theirs, self.identity):
             raise BadInput(f"{address} was saved with {found}: name a new --out, or its settings")
@@ -187,7 +195,7 @@ class ShardedCheckpoints:
         if weights_only:
             ranks = range(self.world.world_size)
             keep += ["optimizer/", *(f"ranks/{rank}/optimizer/" for rank in ranks)]
-        loaded = told(
+        loaded = call_or_refuse(
             f"{address} does not fit",
             lambda: load_sharded(state, address, keep=keep),
             ": name a new --out to begin anew",
@@ -237,7 +245,7 @@ class ShardedCheckpoints:
         for name, problem in zip(names, problems, strict=False):
             store = Store(self._address_of(name))
             kept = ""
-            if on_main(lambda store=store: told("cannot read", lambda: damage(store))):
+            if on_main(lambda store=store: call_or_refuse("cannot read", lambda: damage(store))):
                 other = on_main(lambda name=name: checkpoints.set_aside(self.address, name))
                 kept = f"that checkpoint is kept as {other}, and "
             self.world.print(f"{problem}; {kept}{words}")
@@ -252,8 +260,12 @@ class ShardedCheckpoints:
         return sorted(known, key=lambda name: self.losses[checkpoints.step_of(name)])
 
 
-def told(words: str, action: Callable[[], object], advice: str = "") -> object:
-    """The result of an action; what it refuses, as BadInput with these words around it."""
+def call_or_refuse(words: str, action: Callable[[], object], advice: str = "") -> object:
+    """Call `action`; its ValueError or OSError becomes a BadInput, with these words around it.
+
+    Returns:
+        What the action returns.
+    """
     try:
         return action()
     except BadInput:

@@ -115,7 +115,7 @@ def started(config: Config, name: str) -> Iterator[tuple[FrameworkRun, corpus.Co
         The run, whose `best_loss` the block sets, the data, and the model, equal on all ranks.
     """
     with distributed(config.device, config.seed) as world:
-        data = corpus.of(config)
+        data = corpus.load_for(config)
         world.print(data.note)
         vocab_size = data.tokenizer.vocab_size
         run = FrameworkRun(

@@ -53,7 +53,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def some(names: Sequence[str], limit: int = 6) -> str:
+def shortened(names: Sequence[str], limit: int = 6) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
@@ -129,7 +129,7 @@ def energy(record: Record) -> Row | None:
     if bill.unit != "GPU" or not record.nodes:
         return None
     if bill.energy_kwh is None:
-        return Row("not known", remark=some(whys(record)) or "no sample")
+        return Row("not known", remark=shortened(whys(record)) or "no sample")
     is_part = bill.num_told < bill.num_granted
     remark = f"of {bill.num_told} of {bill.num_granted} GPUs" if is_part else ""
     return Row(bill.energy_kwh, "kWh", remark)
@@ -175,7 +175,7 @@ def summary(record: Record) -> dict[str, Row]:
         "scheduler": scheduler_words(record.job) or "none: started by hand",
         "state": state(record),
         noun(record): steps_words(record),
-        "nodes": some(record.job.get("nodes") or record.hosts),
+        "nodes": shortened(record.job.get("nodes") or record.hosts),
         "ranks": ranks_words(record),
         "granted": granted_words(record),
         "used": used_words(record),
@@ -190,10 +190,10 @@ def summary(record: Record) -> dict[str, Row]:
     if (kwh := energy(record)) is not None:
         words["energy"] = kwh
     if whys(record) and record.bill.energy_kwh is not None:
-        words["not measured"] = some(whys(record))
+        words["not measured"] = shortened(whys(record))
     words |= {"data": str(about.get("config", {}).get("data", "-"))} | losses(record)
     if peak := record.status.get("peak_bytes"):
-        parts = some([f"{part} {scaled(nbytes, 'B')}" for part, nbytes in peak.items()])
+        parts = shortened([f"{part} {scaled(nbytes, 'B')}" for part, nbytes in peak.items()])
         words["tensors at their peak"] = Row(sum(peak.values()), "B", f"on rank 0: {parts}")
     words |= record.status.get("notes", {})
     if (speed := record.speed()) is not None:

@@ -155,7 +155,7 @@ class Run:
             BadInput: on every rank, when there are checkpoints but none of them can be used.
         """
         self._optimizer = optimizer
-        self._checkpoints.of(model, optimizer, sharded, parts)
+        self._checkpoints.register(model, optimizer, sharded, parts)
         self.stopwatch.watch(model, optimizer)
         try:
             loaded = self._checkpoints.load_newest()

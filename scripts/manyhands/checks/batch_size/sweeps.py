@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyhands.batch_size import scaling
 from manyhands.checks.engine.spec import Call, Spec
-from manyhands.checks.engine.values import malformed, number, same, show, whole
+from manyhands.checks.engine.values import integer, malformed, number, same, show
 
 # ---- 3.1 ------------------------------------------------------------------------------------
 
@@ -76,13 +76,13 @@ class Device:
     def clock(self, name: str) -> Callable:
         """A clock of the module time that shows this device's time."""
 
-        def look() -> float:
+        def read() -> float:
             counts_waiting = not name.startswith(("process", "thread"))
             self.num_looks += counts_waiting
             seconds = self.now_s if counts_waiting else self.busy_s
             return round(seconds * 10**9) if name.endswith("_ns") else seconds
 
-        return look
+        return read
 
 
 @contextmanager
@@ -296,7 +296,7 @@ def training_seen(answer: Callable, case: Training) -> dict:
 
     found = answer(step, evaluate, case.target, case.patience, case.every, case.max_steps)
     return {
-        "the result": found if found is None else whole(found),
+        "the result": found if found is None else integer(found),
         "the steps after which the model is evaluated": looks,
         "no more than max_steps steps are done": done <= case.max_steps,
     }

@@ -176,7 +176,7 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
             timer.start()
         with gate.saving(step):
             save = partial(saver.save, state, folder / f"step-{step}")
-            seen[f"save {step} raises"] = told(save)
+            seen[f"save {step} raises"] = error_of(save)
         if step == 1:
             seen["save returns before the disk has written"] = gate.finished == 0
         else:
@@ -186,18 +186,18 @@ def _train(saver: object, case: Saves, folder: Path, gate: Gate) -> dict:
         tensor.fill_(-99)
     late = threading.Timer(WAIT_S, gate.release, [case.num_saves])
     late.start()
-    seen["the first wait raises"] = told(saver.wait)
+    seen["the first wait raises"] = error_of(saver.wait)
     numbers = range(1, case.num_saves + 1)
     started = max((n for n in numbers if seen[f"save {n} raises"] == "nothing"), default=0)
     all_written = gate.released >= started and not gate.at_work
     seen["wait returns when the disk has written"] = all_written
-    seen["the second wait raises"] = told(saver.wait)
+    seen["the second wait raises"] = error_of(saver.wait)
     seen["at most one write is on its way"] = gate.most == 1
     seen["every save uses the buffers of the first"] = all(one == places[0] for one in places)
     return seen
 
 
-def told(call: Callable) -> str:
+def error_of(call: Callable) -> str:
     """What a call raises, in a word."""
     try:
         call()

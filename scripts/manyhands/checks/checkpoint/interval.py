@@ -8,7 +8,7 @@ from manyhands.checkpoint import interval as truth
 from manyhands.checkpoint.interval import Event, Spent
 from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import number, record, whole
+from manyhands.checks.engine.values import integer, number, record
 
 # ---- 11.9 -----------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ def both_intervals(answer: Pair, case: Saving) -> dict:
     young_daly, best_interval = answer.parts
     steps = best_interval(case.save_s, case.node_mtbf_s, case.num_nodes, case.step_s)
     seconds = young_daly(case.save_s, case.mtbf_s)
-    return {"young_daly": float(number(seconds)), "best_interval": whole(steps)}
+    return {"young_daly": float(number(seconds)), "best_interval": integer(steps)}
 
 
 def tell_saving(case: Saving) -> str:

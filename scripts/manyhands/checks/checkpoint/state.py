@@ -46,7 +46,7 @@ def make(case: Saved, more: int = 0) -> course.Training:
     return course.Training(data, data, name, case.seed + more, BATCH, num_steps=20)
 
 
-def look(run: course.Training) -> dict:
+def items_of(run: course.Training) -> dict:
     """The items of a run, by what a reader knows them for."""
     moments = [value for one in run.optimizer.state.values() for value in one.values()]
     return {
@@ -100,20 +100,20 @@ def resumed(answer: Callable, case: Saved) -> dict:
     if not isinstance(state, dict):
         raise malformed(state, "a dict", "Return a dict with the twelve names of the docstring.")
     snapshot = copy.deepcopy(state)
-    ahead = go_on(run) | look(run)
+    ahead = go_on(run) | items_of(run)
     stays = unchanged(state, snapshot)
     other = make(case, 1000)
     other.train(1)
     given = through_a_file(state)
     kept = copy.deepcopy(given)
     answer(other).load_state_dict(given)
-    seen = look(other)
+    seen = items_of(other)
     seen |= go_on(other)
     seen["what state_dict() returned stays as it is while the training goes on"] = stays
     seen["what load_state_dict() was given stays as it is while the training goes on"] = unchanged(
         given, kept
     )
-    seen["all that follows is equal bit for bit"] = equal(ahead, seen | look(other))
+    seen["all that follows is equal bit for bit"] = equal(ahead, seen | items_of(other))
     seen["the names in `ranks`"] = [*given.get("ranks", ())]
     given["ranks"] = dict(zip("1", given.get("ranks", {}).values(), strict=False))
     was = drawn()

@@ -67,7 +67,7 @@ class Call(NamedTuple):
             memory += (memory > 0) * 2**58  # no float holds these
         return tensor, memory[:]  # a tensor that is given other memory leaves this one as it is
 
-    def of(self, memory: Tensor) -> Tensor:
+    def tensor_in(self, memory: Tensor) -> Tensor:
         """What the memory holds of the tensor."""
         return memory[:, 1] if self.form == "column" else memory
 
@@ -169,7 +169,7 @@ def tensor_seen(
     num_rounds = rounds_up(taped, place, case.root) if only_root else rounds_down(taped)
     return {
         UNTOUCHED: not tape.is_touched,  # first: what a message has left there is luck
-        RESULT: case.of(memory).clone() if is_root or not only_root else None,
+        RESULT: case.tensor_in(memory).clone() if is_root or not only_root else None,
         BESIDE: is_beside_unchanged(case, memory, before),
         **messages_seen(tape, counted, tensor.nbytes),
         ROUNDS: num_rounds if is_tree else None,

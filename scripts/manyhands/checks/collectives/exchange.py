@@ -202,7 +202,7 @@ def pieces_seen(answer, case: Call, place: Place) -> dict:
     can_overlap = case.form == "vector" and min(outgoing.numel(), total.numel()) > size
     return {
         UNTOUCHED: not tape.is_touched,
-        "total": case.of(memory).clone(),
+        "total": case.tensor_in(memory).clone(),
         OUTGOING: torch.equal(outgoing, before[0]),
         BESIDE: is_beside_unchanged(case, memory, before[1]),
         "pieces sent": len(sent),

@@ -86,7 +86,7 @@ def chunks_seen(answer, case: Call, place: Place, only_own: bool = False) -> dic
     options = {"op": case.op} if only_own and case.op != "sum" else {}
     with tape:
         answer(tuple(given) if case.is_tuple else given, **options, **place.options)
-    left = [chunk.clone() for chunk in case.chunks(case.of(memory))]
+    left = [chunk.clone() for chunk in case.chunks(case.tensor_in(memory))]
     name, value = ("its own chunk", left[place.rank]) if only_own else ("its chunks", left)
     return {
         UNTOUCHED: not tape.is_touched,
@@ -305,7 +305,7 @@ def tensor_seen(answer, case: Call, place: Place) -> dict:
     counted = ("send",) if divides and case.dtype is torch.float32 else ()
     return {
         UNTOUCHED: not tape.is_touched,
-        RESULT: case.of(memory).clone(),
+        RESULT: case.tensor_in(memory).clone(),
         BESIDE: is_beside_unchanged(case, memory, before),
         **ring_seen(tape, place, counted, 2 * (place.n - 1)),
     }

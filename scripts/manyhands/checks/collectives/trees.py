@@ -266,12 +266,12 @@ def chunks_seen(answer, case: Call, place: Place) -> dict:
     with tape:
         answer(tuple(given) if case.is_tuple else given, **case.options, **place.options)
     is_root = place.rank == case.root
-    own = case.chunks(case.of(before))[place.rank]
+    own = case.chunks(case.tensor_in(before))[place.rank]
     is_sent = all(case.sizes)
     return {
         UNTOUCHED: not tape.is_touched,
         OWN: torch.equal(chunks[place.rank], own),
-        FILLED: [c.clone() for c in case.chunks(case.of(memory))] if is_root else [],
+        FILLED: [c.clone() for c in case.chunks(case.tensor_in(memory))] if is_root else [],
         SAME_LIST: len(given) == len(chunks) and all(map(operator.is_, given, chunks)),
         BESIDE: is_beside_unchanged(case, memory, before),
         **messages_seen(tape, {"send": is_sent, "recv": is_sent}, own.nbytes),

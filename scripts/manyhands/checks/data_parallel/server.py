@@ -228,15 +228,15 @@ def worked(answer, case: Step) -> dict:
         with _job(talk, case.members[case.me], len(case.members) == JOB_SIZE) as options:
             first = () if case.server == 0 else (case.server,)
             answer(model, *first, **options)
-        told = f" in step {step}"
+        when = f" in step {step}"
         ops = [op for op, _ in talk.events]
         early = "heard" in ops and "sent" not in ops[: ops.index("heard")]
-        seen.update(_counted(talk, told))
-        seen[f"the gradients are sent before it waits for weights{told}"] = not early
+        seen.update(_counted(talk, when))
+        seen[f"the gradients are sent before it waits for weights{when}"] = not early
         server = case.members[case.server]
-        seen[f"what the server is sent{told}"] = talk.sent.get(server)
-        seen[f"every message is waited for{told}"] = not talk.open_works
-        seen[f"the weights{told}"] = state_of(model)
+        seen[f"what the server is sent{when}"] = talk.sent.get(server)
+        seen[f"every message is waited for{when}"] = not talk.open_works
+        seen[f"the weights{when}"] = state_of(model)
     return {
         **seen,
         "the model has the same parameters": objects == [id(p) for p in model.parameters()],
@@ -247,14 +247,14 @@ def worked(answer, case: Step) -> dict:
     }
 
 
-def _counted(talk: Talk, told: str) -> dict:
+def _counted(talk: Talk, when: str) -> dict:
     """How many messages there are, and each in words."""
     said = sorted(talk.said, reverse=True)
     num_sent = len([words for words in said if words.startswith("it sends")])
     return {
-        f"how many messages it sends{told}": num_sent,
-        f"how many messages it receives{told}": len(said) - num_sent,
-        f"messages{told}": said,
+        f"how many messages it sends{when}": num_sent,
+        f"how many messages it receives{when}": len(said) - num_sent,
+        f"messages{when}": said,
     }
 
 
@@ -370,19 +370,19 @@ def served(answer, case: Step) -> dict:
     return seen
 
 
-def _served(talk: Talk, given: list[dict], told: str) -> dict:
+def _served(talk: Talk, given: list[dict], when: str) -> dict:
     steps = [index for index, event in enumerate(talk.events) if event[0] == "step"]
     first = steps[0] if steps else len(talk.events)
     heard = [rank for op, rank in talk.events[:first] if op == "heard"]
     early = [rank for op, rank in talk.events[:first] if op == "sent"]
     return {
-        **_counted(talk, told),
-        f"how often the optimizer that was given steps{told}": len(steps),
-        f"workers that were heard before the step{told}": sorted(heard),
-        f"workers that were sent weights before the step{told}": early,
-        f"the gradients at the step{told}": given[0] if given else None,
-        f"what the workers are sent{told}": {r: talk.sent[r] for r in sorted(talk.sent)},
-        f"every message is waited for{told}": not talk.open_works,
+        **_counted(talk, when),
+        f"how often the optimizer that was given steps{when}": len(steps),
+        f"workers that were heard before the step{when}": sorted(heard),
+        f"workers that were sent weights before the step{when}": early,
+        f"the gradients at the step{when}": given[0] if given else None,
+        f"what the workers are sent{when}": {r: talk.sent[r] for r in sorted(talk.sent)},
+        f"every message is waited for{when}": not talk.open_works,
     }
 
 

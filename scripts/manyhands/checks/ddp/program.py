@@ -24,7 +24,7 @@ from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Place, Spec
 from manyhands.data.corpus import ShardedSampler
 from manyhands.ddp.wrapping import mean_over_ranks, torch_ddp
-from manyhands.programs import ddp as whole
+from manyhands.programs import ddp
 from manyhands.ranks.runtime import World
 from manyhands.training import run as training
 from manyhands.training.settings import TrainConfig
@@ -209,7 +209,7 @@ SAVE = 'save_once(model, run.folder / "model.pt")'
 
 train = Spec(
     todo="6.8",
-    truth=whole.train,
+    truth=ddp.train,
     layouts=cases.TWO[:1],
     cases=programs,
     observe=trained,

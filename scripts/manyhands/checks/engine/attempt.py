@@ -1,7 +1,7 @@
 """An answer tried beside the truth, and beside mistakes made in the truth, in the same cases.
 
-Trial    what the answer and the truth show
-Faces    what mistakes show, each tried once, however many answers there are
+Trial         what the answer and the truth show
+Candidates    the mistakes that may be named, each tried once, however many answers there are
 
 Faults of the machine are tried once more in new ranks; after that the answer is not judged.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from manyhands.checks.engine.card import NotJudged
 from manyhands.checks.engine.mistakes import Mistake, generic
 from manyhands.checks.engine.spec import Spec, Step
-from manyhands.checks.engine.trial import Row, Sight, faces, look
+from manyhands.checks.engine.trial import Outcome, StepOutcomes, try_answers, try_changes
 from manyhands.ranks.failures import MachineFault, RankFailed, RanksHung
 
 VERDICT_S = 4.0  # for a verdict, of which trying mistakes takes what is left
@@ -24,8 +24,8 @@ NAMING_S = 2.5  # at the least
 MOST_PAIRS = 200  # of mistakes, that are tried together
 
 
-class Faces:
-    """What mistakes show in the same cases; each is tried once, however many answers there are.
+class Candidates:
+    """The mistakes that may be named, and what each shows in the same cases: it is tried once.
 
     Args:
         limit_s: for all mistakes that are tried for one answer.
@@ -41,7 +41,8 @@ class Faces:
         self.begin()
         self.steps = spec.steps(cases)
         self._pairs: dict[int, list[Mistake]] = {}
-        self._known: dict[int, dict[int, Row | None]] = {}  # mistake -> step -> None: it ended
+        # Mistake -> step -> outcomes, or None where it ended before that step.
+        self._known: dict[int, dict[int, StepOutcomes | None]] = {}
 
     def begin(self) -> None:
         """An answer's time begins here."""
@@ -88,27 +89,27 @@ class Faces:
                     both.change.sources(self.spec.truth)
                     yield both
 
-    def of(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[Row]]:
-        """The rows of each mistake in these steps.
+    def outcomes(self, mistakes: list[Mistake], indexes: Iterable[int]) -> list[list[StepOutcomes]]:
+        """What each mistake shows in these steps.
 
         Fewer where it ends or hangs the ranks, or where there was no time to try it.
         """
         indexes = tuple(indexes)
         lacking: dict[tuple[int, ...], list[Mistake]] = {}
         for mistake in mistakes:
-            shown = self._known.setdefault(id(mistake), {})
-            lacking.setdefault(tuple(i for i in indexes if i not in shown), []).append(mistake)
+            known = self._known.setdefault(id(mistake), {})
+            lacking.setdefault(tuple(i for i in indexes if i not in known), []).append(mistake)
         for missing, new in lacking.items():
             steps = [self.steps[index] for index in missing]
             changes = [mistake.change for mistake in new] if steps else []
             left_s = max(0.0, self.until_s - time.monotonic())
-            found = faces(self.spec, changes, steps, self.cases, left_s)
+            found = try_changes(self.spec, changes, steps, self.cases, left_s)
             self.ran_out |= len(found) < len(changes)
-            for mistake, face in zip(new, found, strict=False):
-                rows = itertools.chain(face, itertools.repeat(None))
+            for mistake, shown in zip(new, found, strict=False):
+                rows = itertools.chain(shown, itertools.repeat(None))
                 self._known[id(mistake)] |= zip(missing, rows, strict=False)
         every = [[self._known[id(mistake)].get(i) for i in indexes] for mistake in mistakes]
-        return [list(itertools.takewhile(bool, face)) for face in every]
+        return [list(itertools.takewhile(bool, shown)) for shown in every]
 
 
 @dataclass
@@ -122,27 +123,27 @@ class Trial:
 
     spec: Spec
     answer: object
-    faces: Faces
-    wanted: list[Row]
-    found: list[Row]
+    candidates: Candidates
+    wanted: list[StepOutcomes]
+    found: list[StepOutcomes]
     failed: RankFailed | None
     slips: bool = True
 
     @property
     def steps(self) -> list[Step]:
         """Every case in every layout."""
-        return self.faces.steps
+        return self.candidates.steps
 
     def case(self, index: int, rank: int) -> object:
         """What a rank was given in a step."""
-        return self.spec.case(self.faces.cases, self.steps[index], rank)
+        return self.spec.case(self.candidates.cases, self.steps[index], rank)
 
     def said(self, index: int, rank: int) -> str:
         """The call of a rank in a step, in words."""
         return self.spec.words(self.steps[index], rank, self.case(index, rank))
 
-    def is_right(self, found: Sight, index: int, rank: int) -> bool:
-        """Is this sight as good as the truth's?"""
+    def is_right(self, found: Outcome, index: int, rank: int) -> bool:
+        """Is this outcome as good as the truth's?"""
         wanted = self.wanted[index][rank]
         if found.kind != wanted.kind:
             return False
@@ -152,11 +153,11 @@ class Trial:
             return False
         return self.spec.same(judged(found.data), judged(wanted.data), self.case(index, rank))
 
-    def first_wrong(self, rows: list[Row]) -> tuple[int, int] | None:
-        """The first step and rank in which these rows show something else than the truth."""
-        for index, row in enumerate(rows):
-            for rank, sight in enumerate(row):
-                if not self.is_right(sight, index, rank):
+    def first_wrong(self, outcomes: list[StepOutcomes]) -> tuple[int, int] | None:
+        """The first step and rank in which these outcomes show something else than the truth."""
+        for index, row in enumerate(outcomes):
+            for rank, outcome in enumerate(row):
+                if not self.is_right(outcome, index, rank):
                     return index, rank
         return None
 
@@ -175,13 +176,15 @@ def attempt(spec: Spec, answer: object) -> Trial:
     for _ in range(2):
         cases = spec.draw()
         steps = spec.steps(cases)
-        rows, failed = look(spec, [spec.truth, answer], steps, cases, spec.limit_s, quiet=False)
+        rows, failed = try_answers(
+            spec, [spec.truth, answer], steps, cases, spec.limit_s, quiet=False
+        )
         wanted = rows[: len(steps)]
         if len(wanted) == len(steps) and not is_a_fault(failed):
             found = rows[len(steps) :]
             left_s = VERDICT_S - (time.monotonic() - begin_s)
-            faces = Faces(spec, cases, max(NAMING_S, left_s))
-            return Trial(spec, answer, faces, wanted, found, failed)
+            candidates = Candidates(spec, cases, max(NAMING_S, left_s))
+            return Trial(spec, answer, candidates, wanted, found, failed)
         reasons.append(" ".join(str(failed or "the ranks ended early").split()))
     remedy = "Run the check again."
     if reasons[0] == reasons[1]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from manyhands.checks.engine.attempt import Trial, judged
 from manyhands.checks.engine.mistakes import Mistake, instead
-from manyhands.checks.engine.trial import Row, Sight
+from manyhands.checks.engine.trial import Outcome, StepOutcomes
 from manyhands.checks.engine.values import same
 
 SURE_S = 1.0  # more, for one that shows the same at the first difference, to be tried in all steps
@@ -28,22 +28,22 @@ def name(trial: Trial, index: int) -> Mistake | None:
     Slips are tried only where no mistake of the exercise's own fits, and pairs after them. On an
     answer that gives one value always they say nothing: half of 1, rounded down, is 0 as well.
     """
-    faces = trial.faces
-    faces.begin()
+    candidates = trial.candidates
+    candidates.begin()
     is_constant = _is_constant(trial)
     seen: list[bool | None] = []
-    for tried in faces.rounds(trial.slips and not is_constant):
-        heads = faces.of(tried, [index])
+    for tried in candidates.rounds(trial.slips and not is_constant):
+        heads = candidates.outcomes(tried, [index])
         if named := best(trial, _near(trial, tried, heads, index)):
             return named
-        seen += [_is_seen(trial, face, index) for face in heads]
+        seen += [_is_seen(trial, outcomes, index) for outcomes in heads]
     if is_constant:
         return CONSTANT
-    is_value = all(sight.kind == "value" for sight in trial.found[index])
+    is_value = all(outcome.kind == "value" for outcome in trial.found[index])
     if not is_value or trial.spec.layouts or not trial.slips:
         return None
-    pairs = faces.pairs(index, seen)
-    return best(trial, _near(trial, pairs, faces.of(pairs, [index]), index))
+    pairs = candidates.pairs(index, seen)
+    return best(trial, _near(trial, pairs, candidates.outcomes(pairs, [index]), index))
 
 
 def _is_constant(trial: Trial) -> bool:
@@ -60,21 +60,23 @@ def _is_constant(trial: Trial) -> bool:
 
 def _near(trial: Trial, tried: list[Mistake], heads: list, index: int) -> list[Mistake]:
     """Those of the mistakes that show in this step what the answer shows."""
-    return [m for m, face in zip(tried, heads, strict=True) if matches(trial, m, face, [index])]
+    return [
+        m for m, outcomes in zip(tried, heads, strict=True) if matches(trial, m, outcomes, [index])
+    ]
 
 
 def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
     """The first that shows the same in all steps; or, where parts are independent, in one part."""
     indexes = range(len(trial.found))
     if near:
-        trial.faces.until_s = max(trial.faces.until_s, time.monotonic() + SURE_S)
-    full = trial.faces.of(near[:20], indexes)
+        trial.candidates.until_s = max(trial.candidates.until_s, time.monotonic() + SURE_S)
+    full = trial.candidates.outcomes(near[:20], indexes)
     parts = [None]
     if trial.spec.independent:
         parts.append(wrong_part(trial))
     for part in parts:
-        for mistake, face in zip(near, full, strict=False):
-            if matches(trial, mistake, face, indexes, part):
+        for mistake, outcomes in zip(near, full, strict=False):
+            if matches(trial, mistake, outcomes, indexes, part):
                 return mistake
     return None
 
@@ -82,7 +84,7 @@ def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
 def matches(
     trial: Trial,
     mistake: Mistake,
-    face: list[Row],
+    outcomes: list[StepOutcomes],
     indexes: Sequence[int],
     part: str | None = None,
 ) -> bool:
@@ -92,9 +94,9 @@ def matches(
         part: of a dict; None compares the whole, and with independent parts in a single step it is
             enough that the first wrong part is the same.
     """
-    if len(face) < len(indexes):
+    if len(outcomes) < len(indexes):
         return False
-    pairs = list(zip(indexes, face, strict=False))
+    pairs = list(zip(indexes, outcomes, strict=False))
     if mistake.fits:
         return all(_fits(trial, mistake, index) for index in indexes)
     if all(_is_right_row(trial, row, index) for index, row in pairs):
@@ -109,7 +111,7 @@ def matches(
     return all(_alike_row(trial, index, row, part) for index, row in pairs)
 
 
-def _adds_no_fault(trial: Trial, index: int, shown: Row) -> bool:
+def _adds_no_fault(trial: Trial, index: int, shown: StepOutcomes) -> bool:
     """Is every part that is wrong by a mistake wrong in the answer, too?"""
     rows = zip(trial.found[index], shown, trial.wanted[index], strict=True)
     for found, other, wanted in rows:
@@ -125,28 +127,30 @@ def _adds_no_fault(trial: Trial, index: int, shown: Row) -> bool:
 
 
 def _fits(trial: Trial, mistake: Mistake, index: int) -> bool:
-    for rank, sight in enumerate(trial.found[index]):
-        is_of_this_way = sight.kind == "value" and mistake.fits(sight.data, trial.case(index, rank))
-        if not is_of_this_way and not trial.is_right(sight, index, rank):
+    for rank, outcome in enumerate(trial.found[index]):
+        is_of_this_way = outcome.kind == "value" and mistake.fits(
+            outcome.data, trial.case(index, rank)
+        )
+        if not is_of_this_way and not trial.is_right(outcome, index, rank):
             return False
     return True
 
 
-def _is_right_row(trial: Trial, row: Row, index: int) -> bool:
-    return all(trial.is_right(sight, index, rank) for rank, sight in enumerate(row))
+def _is_right_row(trial: Trial, row: StepOutcomes, index: int) -> bool:
+    return all(trial.is_right(outcome, index, rank) for rank, outcome in enumerate(row))
 
 
-def _is_seen(trial: Trial, face: list[Row], index: int) -> bool | None:
-    return not _is_right_row(trial, face[0], index) if face else None
+def _is_seen(trial: Trial, outcomes: list[StepOutcomes], index: int) -> bool | None:
+    return not _is_right_row(trial, outcomes[0], index) if outcomes else None
 
 
-def _alike_row(trial: Trial, index: int, shown: Row, part: str | None) -> bool:
+def _alike_row(trial: Trial, index: int, shown: StepOutcomes, part: str | None) -> bool:
     rows = zip(trial.found[index], shown, trial.wanted[index], strict=True)
     return all(alike(found, other, wanted, part) for found, other, wanted in rows)
 
 
-def alike(one: Sight, other: Sight, wanted: Sight, part: str | None = None) -> bool:
-    """Do two sights show the same? Of an error that is asked for the message does not count."""
+def alike(one: Outcome, other: Outcome, wanted: Outcome, part: str | None = None) -> bool:
+    """Do two outcomes show the same? Of an error that is asked for the message does not count."""
     if one.kind != other.kind:
         return False
     if one.kind == "raised":
@@ -178,6 +182,6 @@ def wrong_part(trial: Trial) -> str | None:
     return None
 
 
-def _at(sight: Sight, part: str) -> object:
+def _at(outcome: Outcome, part: str) -> object:
     """A part of a value; None where the value is no dict, but a word for it."""
-    return sight.data.get(part) if isinstance(sight.data, dict) else None
+    return outcome.data.get(part) if isinstance(outcome.data, dict) else None

@@ -1,11 +1,11 @@
 """Answers tried on ranks: what each call shows there, written down as plain data.
 
-    steps x answers --> ranks --> a sight for each rank --> a row for each step
+    steps x answers --> ranks --> a outcome for each rank --> a row for each step
 
-    sight    what one call shows on one rank
-    row      the sights of all ranks in one step
+    outcome    what one call shows on one rank
+    row      the outcomes of all ranks in one step
 
-Each sight is written to a file as soon as it is there, so that nothing is lost where a later call
+Each outcome is written to a file as soon as it is there, so that nothing is lost where a later call
 hangs or ends its process. Before each call the random numbers of the process start alike, and after
 it the states that a call can leave behind are looked at and put back.
 """
@@ -41,11 +41,11 @@ PARTED_S = 0.5  # how long all others must have slept before a rank that failed 
 
 
 @dataclass(frozen=True)
-class Sight:
+class Outcome:
     """What one call shows on one rank.
 
     `kind` says what `data` is: "value", plain data; "raised", the names of the error's classes and
-    its message; "told", what was seen, a sentence and a hint; "lost", what became of a message.
+    its message; "explained", what was seen, why and a hint; "lost", what became of a message.
     """
 
     kind: str
@@ -55,12 +55,12 @@ class Sight:
 
     @property
     def failure(self) -> Failure:
-        """The error of a sight that was raised."""
+        """The error of a outcome that was raised."""
         names, message = self.data
         return Failure(names[0], message, list(self.frames), 0.0)
 
 
-Row = list[Sight]
+StepOutcomes = list[Outcome]  # of one step, one for each rank
 
 
 # ---- on the ranks ---------------------------------------------------------------------------
@@ -83,11 +83,11 @@ def _work(spec: Spec, jobs: list[tuple[object, Step]], cases: dict, folder: str)
             seed = 1000 * step[0] + 100 * step[1] + me
             wire = Wire(place, spec) if place else None  # keeps messages alive until all have met
             case = spec.case(cases, step, me)
-            sight, ends, error = _sight(spec, made[1], case, place, wire, seed)
+            outcome, ends, error = _outcome(spec, made[1], case, place, wire, seed)
             one_sided = meeting.wait(ends, error) if meeting else ""
-            if one_sided and sight.kind == "value":
-                sight = Sight("lost", one_sided)
-            pickle.dump(sight, log)
+            if one_sided and outcome.kind == "value":
+                outcome = Outcome("lost", one_sided)
+            pickle.dump(outcome, log)
             log.flush()
             if one_sided:
                 break
@@ -129,15 +129,15 @@ def _places(spec: Spec, me: int) -> list[Place]:
     return places
 
 
-def _sight(
+def _outcome(
     spec: Spec,
     answer: object,
     case: object,
     place: Place | None,
     wire: Wire | None,
     seed: int,
-) -> tuple[Sight, list, Exception | None]:
-    """One sight; the ends of its messages; and the error, if the call raised one."""
+) -> tuple[Outcome, list, Exception | None]:
+    """One outcome; the ends of its messages; and the error, if the call raised one."""
     given = copy.deepcopy(case)
     _seed(seed)
     before = states()
@@ -148,29 +148,29 @@ def _sight(
                 data = spec.observe(answer, given, place)
         else:
             data = spec.observe(answer, given)
-        sight = Sight("value", spec.form(data))
+        outcome = Outcome("value", spec.form(data))
     except Malformed as bad:
         seen, why, hint = bad.args
-        sight = Sight("told", (f"gives {seen}", why, hint))
+        outcome = Outcome("explained", (f"gives {seen}", why, hint))
     except Wrong as wrong:
         error = wrong
-        sight = Sight("told", (wrong.seen, wrong.why, wrong.hint))
+        outcome = Outcome("explained", (wrong.seen, wrong.why, wrong.hint))
     except Exception as raised:
         if type(raised) is NotImplementedError and re.match(r"TODO|$", str(raised)):
             raise  # the learner's own stub; torch raises this error, too, and says why
         error = raised
-        failure = Failure.of(raised)
+        failure = Failure.from_exception(raised)
         names = tuple(one.__name__ for one in type(raised).__mro__[:-2])
-        sight = Sight("raised", (names, failure.message), tuple(failure.frames))
+        outcome = Outcome("raised", (names, failure.message), tuple(failure.frames))
     after = states()
     _restore(before)
     ends = wire.ends if wire else []
-    if sight.kind != "value":
-        return sight, ends, error
-    return _side_effects(spec, sight, given, case, before, after, wire), ends, None
+    if outcome.kind != "value":
+        return outcome, ends, error
+    return _side_effects(spec, outcome, given, case, before, after, wire), ends, None
 
 
-def _side_effects(spec, sight: Sight, given, case, before: dict, after: dict, wire) -> Sight:
+def _side_effects(spec, outcome: Outcome, given, case, before: dict, after: dict, wire) -> Outcome:
     """Write down what the call changed besides; the truth may change the same."""
     changed = [name for name in before if before[name] != after[name]]
     names = getattr(case, "_fields", ())
@@ -180,7 +180,7 @@ def _side_effects(spec, sight: Sight, given, case, before: dict, after: dict, wi
         changed.append(UNWAITED)
     may = {*spec.may_change, *(f"`{name}`" for name in spec.may_change)}
     left = tuple(name for name in changed if name not in may)
-    return Sight("value", sight.data, changed=left)
+    return Outcome("value", outcome.data, changed=left)
 
 
 UNWAITED = "a message on its way"
@@ -306,10 +306,10 @@ ASLEEP = psutil.STATUS_SLEEPING
 # ---- at home --------------------------------------------------------------------------------
 
 
-def look(
+def try_answers(
     spec: Spec, answers: list, steps: list[Step], cases: dict, limit_s: float, quiet: bool = True
-) -> tuple[list[Row], RankFailed | None]:
-    """The rows of all answers, one answer after the other; and the failure that ended them."""
+) -> tuple[list[StepOutcomes], RankFailed | None]:
+    """What all answers show, one answer after the other; and the failure that ended them."""
     jobs = [(answer, step) for answer in answers for step in steps]
     failed = None
     with tempfile.TemporaryDirectory() as folder:
@@ -351,27 +351,27 @@ def sendable(answers: list) -> Iterator[None]:
             answer.backward = staticmethod(backward)
 
 
-def _kept(path: Path) -> list[Sight]:
-    sights: list[Sight] = []
+def _kept(path: Path) -> list[Outcome]:
+    outcomes: list[Outcome] = []
     if path.is_file():
         with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
             while True:
-                sights.append(pickle.load(file))
-    return sights
+                outcomes.append(pickle.load(file))
+    return outcomes
 
 
-def faces(
+def try_changes(
     spec: Spec, changes: list[Change], steps: list[Step], cases: dict, limit_s: float
-) -> list[list[Row]]:
-    """The rows of each change; of those that end or hang the ranks none, or only the first ones.
+) -> list[list[StepOutcomes]]:
+    """What each change shows in the steps; where it ends or hangs the ranks, in the first at most.
 
     Fewer changes where the time did not suffice; the one that it ended in counts as hanging.
     """
-    found: list[list[Row]] = []
+    found: list[list[StepOutcomes]] = []
     until_s = time.monotonic() + limit_s
     while len(found) < len(changes) and time.monotonic() < until_s:
         left = changes[len(found) :]
-        rows, failed = look(spec, left, steps, cases, until_s - time.monotonic())
+        rows, failed = try_answers(spec, left, steps, cases, until_s - time.monotonic())
         found += [rows[at : at + len(steps)] for at in range(0, len(rows), len(steps))]
         if failed and len(rows) % len(steps) == 0:
             found.append([])  # the one that came next

@@ -56,7 +56,7 @@ def number(value: object) -> float | int:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def whole(value: object) -> int:
+def integer(value: object) -> int:
     """A whole number; a float is refused, also one without a fraction."""
     if isinstance(value, bool):
         raise malformed(value, "a whole number")

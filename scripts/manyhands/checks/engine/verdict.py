@@ -2,7 +2,7 @@
 
     cases --> truth    --> wanted --+
           --> answer   --> found  --+--> the same: done
-          --> mistakes --> faces  --+--> one shows the same as the answer: that one is named
+          --> mistakes --> shown  --+--> one shows the same as the answer: that one is named
                                          none does: the first difference is told, and no cause
 
 attempt.py tries them, naming.py finds the mistake, and words.py says what was seen.

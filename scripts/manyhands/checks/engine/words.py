@@ -9,7 +9,7 @@ from manyhands.checks.engine.attempt import Trial, judged
 from manyhands.checks.engine.naming import name, wrong_part
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.tables import reasons
-from manyhands.checks.engine.trial import UNWAITED, Sight
+from manyhands.checks.engine.trial import UNWAITED, Outcome
 from manyhands.checks.engine.values import show
 from manyhands.ranks.failures import Failure, Frame, RanksHung, is_echo, name_ranks, where
 
@@ -58,33 +58,33 @@ def _colon(said: str, seen: str) -> str:
 def words_of(trial: Trial, index: int, rank: int) -> Words:
     """Seen, why and hint for the first rank that is wrong."""
     spec = trial.spec
-    sight = trial.found[index][rank]
+    outcome = trial.found[index][rank]
     wanted = trial.wanted[index][rank]
     said = trial.said(index, rank)
-    if sight.kind == "told":
-        seen, why, hint = sight.data
+    if outcome.kind == "explained":
+        seen, why, hint = outcome.data
         return f"{said} {seen}" if seen.startswith("gives") else _colon(said, seen), why, hint
-    if is_lost(sight):
-        at = place(sight.failure, trial.answer)
+    if is_lost(outcome):
+        at = place(outcome.failure, trial.answer)
         return _colon(said, f"a rank waited{at} for partners that had already left"), *PARTED
-    if sight.kind == "value" and wanted.kind == "value":
-        changed = set(sight.changed) - set(wanted.changed)
+    if outcome.kind == "value" and wanted.kind == "value":
+        changed = set(outcome.changed) - set(wanted.changed)
         if UNWAITED in changed or _is_only_changed(trial, index, rank):
             return _words_of_a_change(said, changed)
     mistake = name(trial, index)
-    if mistake is None and sight.kind == "value" and set(sight.changed) - set(wanted.changed):
-        return _words_of_a_change(said, set(sight.changed) - set(wanted.changed))
+    if mistake is None and outcome.kind == "value" and set(outcome.changed) - set(wanted.changed):
+        return _words_of_a_change(said, set(outcome.changed) - set(wanted.changed))
     cause = (mistake.why, mistake.hint) if mistake else None
-    if sight.kind == "raised":
-        return _words_of_an_error(spec, said, sight, wanted, trial.answer, cause)
-    if sight.kind == "lost":
+    if outcome.kind == "raised":
+        return _words_of_an_error(spec, said, outcome, wanted, trial.answer, cause)
+    if outcome.kind == "lost":
         hint = "Every send needs its recv: write down who sends to whom in each step."
-        return _colon(said, sight.data), *(cause or (_no_cause(trial), hint))
+        return _colon(said, outcome.data), *(cause or (_no_cause(trial), hint))
     if wanted.kind == "raised":
-        return f"{said} raises nothing and gives {show(sight.data)}", *(cause or spec.refusal)
-    seen = f"{said} {spec.say(judged(sight.data), judged(wanted.data))}"
+        return f"{said} raises nothing and gives {show(outcome.data)}", *(cause or spec.refusal)
+    seen = f"{said} {spec.say(judged(outcome.data), judged(wanted.data))}"
     if cause is None:
-        fact = spec.facts(judged(sight.data), judged(wanted.data), trial.case(index, rank))
+        fact = spec.facts(judged(outcome.data), judged(wanted.data), trial.case(index, rank))
         cause = fact or _no_cause(trial), _advice(spec, wrong_part(trial))
     return seen, *cause
 
@@ -93,7 +93,7 @@ PARTED = ("Not all ranks made the same calls.", "Look for a call that only some 
 
 
 def _no_cause(trial: Trial) -> str:
-    return NO_TIME if trial.faces.ran_out else NO_CAUSE
+    return NO_TIME if trial.candidates.ran_out else NO_CAUSE
 
 
 def _advice(spec: Spec, part: str | None) -> str:
@@ -101,17 +101,17 @@ def _advice(spec: Spec, part: str | None) -> str:
     return spec.advice.get(part or "", spec.advice.get("", hint))
 
 
-def is_lost(sight: Sight) -> bool:
+def is_lost(outcome: Outcome) -> bool:
     """Did this rank wait for others who had left?"""
-    return sight.kind == "raised" and is_echo(sight.failure)
+    return outcome.kind == "raised" and is_echo(outcome.failure)
 
 
 def _is_only_changed(trial: Trial, index: int, rank: int) -> bool:
     """Is the value right, and only something beside it has changed?"""
-    sight = trial.found[index][rank]
+    outcome = trial.found[index][rank]
     wanted = trial.wanted[index][rank]
     case = trial.case(index, rank)
-    return trial.spec.same(judged(sight.data), judged(wanted.data), case)
+    return trial.spec.same(judged(outcome.data), judged(wanted.data), case)
 
 
 def _words_of_a_change(said: str, changed: set[str]) -> Words:
@@ -128,8 +128,8 @@ def _words_of_a_change(said: str, changed: set[str]) -> Words:
     return seen, "Other parts of the program depend on it.", hint
 
 
-def _words_of_an_error(spec, said, sight, wanted, answer, cause) -> Words:
-    seen, *known = raised(said, sight.failure, answer, spec.reasons)
+def _words_of_an_error(spec, said, outcome, wanted, answer, cause) -> Words:
+    seen, *known = raised(said, outcome.failure, answer, spec.reasons)
     if wanted.kind == "raised":
         right = wanted.data[0][0]
         other = f"The docstring asks for a {right} here, and callers catch only that."

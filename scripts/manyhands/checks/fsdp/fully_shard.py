@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Call, Place, Spec
-from manyhands.checks.engine.values import kind, malformed, record, whole
+from manyhands.checks.engine.values import integer, kind, malformed, record
 from manyhands.fsdp import fully_shard as course
 from manyhands.instruments.ledger import Ledger
 
@@ -36,7 +36,7 @@ def as_counts(value: object) -> dict:
     names = ["all_gather", "reduce_scatter", "all_reduce"]
     if isinstance(value, Counter):
         value = {name: value[name] for name in [*names, *value]}
-    return record(names, whole)(value)
+    return record(names, integer)(value)
 
 
 calls_per_step = Spec(
@@ -181,7 +181,7 @@ def options_of_units(units: dict, holds: Callable) -> list[str]:
     return sorted(name for name, group in groups.items() if group is not None and holds(group))
 
 
-def whole_of(param: Tensor) -> Tensor:
+def integerof(param: Tensor) -> Tensor:
     """All of a parameter."""
     found = param.full_tensor() if isinstance(param, DTensor) else param
     return found.detach().clone()
@@ -347,7 +347,7 @@ def as_options(value: object) -> dict:
     dims = found["mesh_dims"]
     if isinstance(dims, float) and dims.is_integer():
         dims = int(dims)
-    return {"reshard": found["reshard"], "mesh_dims": whole(dims)}
+    return {"reshard": found["reshard"], "mesh_dims": integer(dims)}
 
 
 options_of = Spec(
@@ -441,7 +441,7 @@ def trained_seen(answer: Callable, case: Training, place: Place) -> dict:
         "kinds of the values returned": kinds,
         "names of the values returned": sorted(state),
         "the values returned": {
-            name: whole_of(value) for name, value in sorted(state.items()) if kinds == ["Tensor"]
+            name: integerof(value) for name, value in sorted(state.items()) if kinds == ["Tensor"]
         },
     }
 

@@ -228,7 +228,7 @@ class Batches:
         counts = [[batch.count(sample) for sample in range(n)] for batch in self.all]
         self.counts = torch.tensor(counts, dtype=torch.float64)
 
-    def of(self, slope: Tensor, parameters: Tensor, summed: bool = False) -> tuple | None:
+    def behind(self, slope: Tensor, parameters: Tensor, summed: bool = False) -> tuple | None:
         """The batch whose gradient at these parameters this is, if there is one."""
         x, y = self.case.x.double(), self.case.y.double()
         error = parameters[0] * x + parameters[1] - y
@@ -261,7 +261,7 @@ def steps_seen(answer: Callable, case: Batched) -> dict:
         ),
     }
     batches = Batches(case)
-    chosen = [batches.of(slope, here) for (_, slope), here in zip(calls, points, strict=False)]
+    chosen = [batches.behind(slope, here) for (_, slope), here in zip(calls, points, strict=False)]
     n = len(case.x)
     per_epoch = math.ceil(n / case.batch)
     epochs = [chosen[at : at + per_epoch] for at in range(0, len(chosen), per_epoch)]
@@ -285,8 +285,8 @@ def steps_seen(answer: Callable, case: Batched) -> dict:
         seen["generators of the same seed give the same path"] = same(path, paths[0])
         seen["generators of two seeds give different paths"] = not same(path, paths[1])
     seen["besides"] = {
-        "at the start": bool(calls) and all(batches.of(slope, start) for _, slope in calls),
-        "summed": all(batches.of(slope, here, True) for here, slope in calls),
+        "at the start": bool(calls) and all(batches.behind(slope, start) for _, slope in calls),
+        "summed": all(batches.behind(slope, here, True) for here, slope in calls),
         "all samples": bool(chosen) and all(len(batch or ()) == n for batch in chosen),
         "single samples": all(size == 1 for size in sizes),
     }

@@ -60,21 +60,21 @@ def ghosts_seen(answer: Callable, case: Ghosts) -> dict:
         seen |= {f"{name}{of}": value for name, value in statistics_of(norm).items()}
     before = statistics_of(norm)
     norm.eval()
-    x = some(draw, case.sizes[2], *case.shape)
+    x = shifted_normal(draw, case.sizes[2], *case.shape)
     seen["the result in eval mode"] = tensor(norm(x))
     after = statistics_of(norm)
     is_same = all(torch.equal(after[name], value) for name, value in before.items())
     return seen | {"eval mode leaves the running statistics unchanged": is_same}
 
 
-def some(draw: Generator, *shape: int) -> Tensor:
+def shifted_normal(draw: Generator, *shape: int) -> Tensor:
     """Numbers whose mean is not 0."""
     return 2 + 3 * torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
 def one_step(norm: nn.Module, case: Ghosts, size: int, draw: Generator) -> dict:
     """Forward and backward."""
-    leaf = turned(some(draw, size, *case.shape)).requires_grad_()
+    leaf = turned(shifted_normal(draw, size, *case.shape)).requires_grad_()
     given = leaf * 1
     before = given.detach().clone()
     found = norm(given)
@@ -83,7 +83,7 @@ def one_step(norm: nn.Module, case: Ghosts, size: int, draw: Generator) -> dict:
     gradients: tuple = (None,) * len(wanted)
     if found.requires_grad and found.shape == leaf.shape:
         gradients = torch.autograd.grad(
-            found, wanted, turned(some(draw, *found.shape)), allow_unused=True
+            found, wanted, turned(shifted_normal(draw, *found.shape)), allow_unused=True
         )
     return {
         "the result": out,

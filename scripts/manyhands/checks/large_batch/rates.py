@@ -3,7 +3,7 @@
 import random
 
 from manyhands.checks.engine.spec import Call, Spec
-from manyhands.checks.engine.values import Malformed, malformed, number, same, show, whole
+from manyhands.checks.engine.values import Malformed, integer, malformed, number, same, show
 from manyhands.large_batch import rates
 from manyhands.large_batch.rates import Setting
 
@@ -188,7 +188,7 @@ def as_setting(value: object) -> dict:
         seen = f"a batch of {value.batch!r}"
         hint = "Use round(batch / fall), which is a whole number."
         raise Malformed(seen, "A batch is a whole number of samples.", hint)
-    return {"batch": whole(value.batch), "rate": float(number(value.rate))}
+    return {"batch": integer(value.batch), "rate": float(number(value.rate))}
 
 
 FITS = "round(batch / fall) <= largest"

@@ -28,11 +28,17 @@ class Point(NamedTuple):
 def points() -> list[Point]:
     """One direction, none, two, three with a long way; and a loss that fails."""
 
-    def some(*least: float) -> tuple[float, ...]:
+    def a_little_above(*least: float) -> tuple[float, ...]:
         return tuple(x + random.randint(1, 9) / 32 for x in least)
 
-    ways = [some(0.25), (), some(-1.0, 0.5), some(2.5, -1.5, 0.0), (4.0, 0.0)]
-    failing = Point(some(0.5, -1.0), cases.draw_seed(), True)
+    ways = [
+        a_little_above(0.25),
+        (),
+        a_little_above(-1.0, 0.5),
+        a_little_above(2.5, -1.5, 0.0),
+        (4.0, 0.0),
+    ]
+    failing = Point(a_little_above(0.5, -1.0), cases.draw_seed(), True)
     return [*(Point(way, cases.draw_seed()) for way in ways), failing]
 
 

@@ -13,7 +13,7 @@ from manyhands.checks.engine import cases
 from manyhands.checks.engine.mistakes import Mistake, patch
 from manyhands.checks.engine.spec import Call, Spec
 from manyhands.checks.engine.tables import mistakes
-from manyhands.checks.engine.values import malformed, number, record, whole
+from manyhands.checks.engine.values import integer, malformed, number, record
 from manyhands.memory import accounting
 from manyhands.memory.accounting import Offload, Recipe
 from manyhands.models.transformer import Transformer
@@ -27,7 +27,7 @@ def three_numbers(kind: type[tuple]) -> Callable:
         if not hasattr(value, "_asdict"):
             hint = f"Return {name}({', '.join(kind._fields)})."
             raise malformed(value, f"{name}: three numbers by their names", hint)
-        return record(kind._fields, whole)(value)
+        return record(kind._fields, integer)(value)
 
     return form
 

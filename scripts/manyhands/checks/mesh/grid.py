@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from manyhands.checks.engine.answer import Pair
 from manyhands.checks.engine.spec import Call, Place, Spec
-from manyhands.checks.engine.values import Malformed, kind, listing, malformed, record, whole
+from manyhands.checks.engine.values import Malformed, integer, kind, listing, malformed, record
 from manyhands.checks.mesh.common import say_first
 from manyhands.mesh import grid
 
@@ -39,10 +39,10 @@ def places_seen(answer: Pair, case: Call) -> dict:
     coordinates, ranks_along = answer.parts
     place = coordinates(case.rank, case.sizes)
     seen = {
-        "coordinates": record(list(case.sizes), whole)(place),
+        "coordinates": record(list(case.sizes), integer)(place),
         "the names of coordinates, in order": list(place),
     }
-    form = listing(whole, "a list of ranks")
+    form = listing(integer, "a list of ranks")
     for axis in case.sizes:
         seen[f"ranks_along({axis!r})"] = form(ranks_along(axis, case.rank, case.sizes))
     return seen

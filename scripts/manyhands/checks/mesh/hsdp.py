@@ -3,7 +3,7 @@
 import random
 
 from manyhands.checks.engine.spec import Call, Spec
-from manyhands.checks.engine.values import record, whole
+from manyhands.checks.engine.values import integer, record
 from manyhands.mesh import hsdp
 
 
@@ -47,7 +47,7 @@ hsdp_bytes = Spec(
     truth=hsdp.hsdp_bytes,
     cases=hybrids,
     observe=bytes_of,
-    form=record(["shard", "replicate", "kept"], whole),
+    form=record(["shard", "replicate", "kept"], integer),
     independent=True,
     tell=tell_hybrid,
     advice={"shard": ROW, "replicate": AVERAGE, "kept": OF_A_SHARD},

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import whole
+from manyhands.checks.engine.values import integer
 from manyhands.mesh import seeds as course
 from manyhands.mesh.grid import coordinates
 
@@ -100,7 +100,7 @@ def seeds_seen(answer: Callable, case: Training) -> dict:
 def seed_for(answer: Callable, what: str, seed: int, place: dict, sizes: dict) -> int:
     """One seed, which torch has to take."""
     own = dict(place), dict(sizes)
-    found = whole(answer(what, seed, *own))
+    found = integer(answer(what, seed, *own))
     for name, now, before in zip(("place", "sizes"), own, (place, sizes), strict=True):
         if now != before:
             why = "The caller goes on with it, also for the next purpose."

@@ -10,7 +10,7 @@ from manyhands.checks.engine.card import Wrong
 from manyhands.checks.engine.mistakes import Mistake, around
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, listing, number, same, show
-from manyhands.checks.pipeline.schedules import is_action, told
+from manyhands.checks.pipeline.schedules import action_words, is_action
 from manyhands.pipeline import bubble as truth
 from manyhands.pipeline import schedules
 from manyhands.pipeline.bubble import Span
@@ -156,7 +156,7 @@ def say_times(found: object, wanted: object) -> str:
         return f"gives rank {rank} {doing(found[rank])}, not {doing(wanted[rank])}"
     rank, (action, *mine), (_, *right) = first
     seen, asked = (" to ".join(show(one, 6) for one in both) for both in (mine, right))
-    return f"has rank {rank} do {told(action)} from {seen}, not from {asked}"
+    return f"has rank {rank} do {action_words(action)} from {seen}, not from {asked}"
 
 
 def doing(spans: list[Span]) -> str:
@@ -172,16 +172,16 @@ def facts_of_times(found: object, wanted: object, case: Timed) -> str:
     rank, (action, start, stop), (_, right_start, right_stop) = first
     cost = right_stop - right_start
     if not same(stop - start, cost):
-        return f"{told(action)} takes {show(cost)}, so it stops at start + {show(cost)}."
+        return f"{action_words(action)} takes {show(cost)}, so it stops at start + {show(cost)}."
     mine = found[rank]
     index = next(i for i, span in enumerate(mine) if span[0] == action)
     if index and start < mine[index - 1][2] - 1e-9:
-        return f"Until {show(mine[index - 1][2])} the rank does {told(mine[index - 1][0])}."
+        return f"Until {show(mine[index - 1][2])} the rank does {action_words(mine[index - 1][0])}."
     num_stages = 1 + max(one.stage for actions in case.schedule for one in actions)
     stops = {span[0]: span[2] for spans in found for span in spans}
     for other in truth.needed(action, num_stages):
         if start < stops[other] - 1e-9:
-            return f"It needs {told(other)}, which ends at {show(stops[other])}."
+            return f"It needs {action_words(other)}, which ends at {show(stops[other])}."
     return f"At {show(right_start)} the rank is free, and all that this action needs is done."
 
 

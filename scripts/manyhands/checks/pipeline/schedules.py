@@ -5,7 +5,7 @@ import random
 from typing import NamedTuple
 
 from manyhands.checks.engine.spec import Spec
-from manyhands.checks.engine.values import Malformed, listing, whole
+from manyhands.checks.engine.values import Malformed, integer, listing
 from manyhands.pipeline import bubble, schedules
 from manyhands.pipeline.schedules import Action, Schedule
 
@@ -32,7 +32,7 @@ def as_action(value: object) -> Action:
             f"{seen}, a plain tuple", f"{why}which a plain tuple does not have.", TRIPLES
         )
     if is_action(value):
-        return Action(value.kind, whole(value.stage), whole(value.microbatch))
+        return Action(value.kind, integer(value.stage), integer(value.microbatch))
     why = "That is no action."
     if value is None or value == "..":
         why = "A schedule is an order without times, so empty time slots have no place in it."
@@ -59,7 +59,7 @@ def row(actions: list[Action], p: int) -> str:
     return " ".join(words) or "nothing"
 
 
-def told(action: Action) -> str:
+def action_words(action: Action) -> str:
     """One action in words."""
     return f"{action.kind}{action.microbatch} of stage {action.stage}"
 
@@ -79,7 +79,7 @@ def say_schedule(found: Schedule, wanted: Schedule) -> str:
     mine, right = row(found[rank], p), row(wanted[rank], p)
     if mine == right:
         pairs = zip(found[rank], wanted[rank], strict=True)
-        mine, right = map(told, next(pair for pair in pairs if pair[0] != pair[1]))
+        mine, right = map(action_words, next(pair for pair in pairs if pair[0] != pair[1]))
     return f"gives rank {rank} {mine}, not {right}"
 
 
@@ -92,20 +92,20 @@ def facts_of_schedule(found: Schedule, wanted: Schedule, case: tuple) -> str:
     if foreign := [action for action in mine if action not in right]:
         stages = sorted({action.stage for action in right})
         m = 1 + max(action.microbatch for action in right)
-        words = f"{told(foreign[0])} is no action of rank {rank}: "
+        words = f"{action_words(foreign[0])} is no action of rank {rank}: "
         return f"{words}it has stages {stages} and micro-batches 0 to {m - 1}."
     if twice := [action for action in mine if mine.count(action) > 1]:
-        return f"{told(twice[0])} is done {mine.count(twice[0])} times."
+        return f"{action_words(twice[0])} is done {mine.count(twice[0])} times."
     if missing := [action for action in right if action not in mine]:
-        return f"{told(missing[0])} is never done; {len(missing)} actions are missing."
+        return f"{action_words(missing[0])} is never done; {len(missing)} actions are missing."
     for action in mine:
         if mine.index(action._replace(kind="F")) > mine.index(action):
-            return f"{told(action)} comes before its forward, and needs what that keeps."
+            return f"{action_words(action)} comes before its forward, and needs what that keeps."
     for kind, stage in sorted({action[:2] for action in right}):
         order = [action for action in mine if action[:2] == (kind, stage)]
         late = next((b for a, b in itertools.pairwise(order) if b.microbatch < a.microbatch), None)
         if late:
-            return f"{told(late)} comes too late. {IN_ORDER} {consequence(found, wanted)}"
+            return f"{action_words(late)} comes too late. {IN_ORDER} {consequence(found, wanted)}"
     return consequence(found, wanted)
 
 
@@ -329,7 +329,7 @@ in_flight = Spec(
     truth=bubble.in_flight,
     cases=walks,
     tell=lambda case: f"in_flight of {shortened(case)}",
-    form=whole,
+    form=integer,
     advice={"": "The answer is the largest number of F minus B on the way."},
     hints=(
         "Walk through the actions and keep a number: how many micro-batches are kept now?",

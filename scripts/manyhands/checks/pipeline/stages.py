@@ -8,7 +8,7 @@ from typing import NamedTuple
 from manyhands.checks.engine.mistakes import Mistake, around, instead
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.tables import mistakes
-from manyhands.checks.engine.values import listing, show, whole
+from manyhands.checks.engine.values import integer, listing, show
 from manyhands.pipeline import stages
 
 BOUNDS = "Return num_stages + 1 numbers: 0 first, then where each next stage begins, len(costs)."
@@ -145,7 +145,7 @@ partition = Spec(
     todo="12.1",
     truth=stages.partition,
     cases=cuts,
-    form=listing(whole, "a list of bounds, which are whole numbers"),
+    form=listing(integer, "a list of bounds, which are whole numbers"),
     same=as_good,
     facts=facts,
     advice={"": SLOWEST},

@@ -162,7 +162,7 @@ def only_by_mail(action: Action) -> object:
     def refuse(name: str) -> Callable:
         def call(*args: object, **named: object) -> None:
             raise Wrong(
-                f"{told(action)} calls dist.{name}",
+                f"{action_words(action)} calls dist.{name}",
                 "A message without the tag of the mail can be taken for another one.",
                 "Use self.mail.send and self.mail.receive.",
             )
@@ -174,7 +174,7 @@ def only_by_mail(action: Action) -> object:
         yield
 
 
-def told(action: Action) -> str:
+def action_words(action: Action) -> str:
     """An action in words."""
     return f"{action.kind}{action.microbatch} of stage {action.stage}"
 
@@ -248,7 +248,7 @@ def watched(
         num_spans = len(made.spans)
         with only_by_mail(action):
             method(stage, i)
-        name = told(action) + (" in a second step" if seen["step"] else "")
+        name = action_words(action) + (" in a second step" if seen["step"] else "")
         seen[f"{name} receives"] = probe.receives
         seen[f"{name} runs the module forward, times"] = [k for k, _ in module.times].count("F")
         seen[f"{name} sends"] = probe.sends

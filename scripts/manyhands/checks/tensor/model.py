@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands.checks.engine import cases
 from manyhands.checks.engine.spec import Call, Place, Spec
-from manyhands.checks.engine.values import listing, record, whole
+from manyhands.checks.engine.values import integer, listing, record
 from manyhands.checks.tensor.common import as_module, as_result, costs_no_more
 from manyhands.instruments.ledger import Ledger
 from manyhands.models.transformer import Transformer
@@ -219,7 +219,7 @@ data_place = Spec(
     todo="13.11",
     truth=model.data_place,
     cases=ranks_of_jobs,
-    form=listing(whole, "two whole numbers"),
+    form=listing(integer, "two whole numbers"),
     advice={"": CONSECUTIVE},
     refusal=("Some ranks are left without a group.", "Raise ValueError."),
     hints=(
@@ -271,7 +271,7 @@ def as_counts(value: object) -> dict:
     if isinstance(value, Counter):
         value = Counter({name: 0 for name in OPS}) | value
         value = {name: value[name] for name in {*OPS, *value}}
-    return record(OPS, whole)(value)
+    return record(OPS, integer)(value)
 
 
 def numbers_of_blocks() -> list[Call]:

@@ -34,9 +34,9 @@ ALWAYS = ("tests/conftest.py", "pyproject.toml")
 WHOLE = ("tests/house/test_layout.py",)
 # Read, though nothing that is read names it.
 BESIDES = {
-    "tests/building/test_builder.py": ("solutions/*.py", "notebooks/*.ipynb", "[RT]*.md"),
+    "tests/building/test_build_notebooks.py": ("solutions/*.py", "notebooks/*.ipynb", "[RT]*.md"),
     "tests/building/test_notebooks.py": ("solutions/*.*", "notebooks/*.ipynb", "*.md"),
-    "tests/building/test_solutions.py": ("solutions/*.py",),
+    "tests/building/test_run_solutions.py": ("solutions/*.py",),
     "tests/house/test_items.py": ("solutions/*.py",),
     "tests/gpu/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
     "tests/jobs/test_slurm.py": ("sbatch/*", ".ci/run"),

@@ -1,4 +1,4 @@
-"""The notebooks, as a reader, a class and CI run them. test_builder.py tests how they are made."""
+"""The notebooks as readers, a class and CI run them; test_build_notebooks.py: how they are made."""
 
 import os
 import re

@@ -300,6 +300,13 @@ def processors_without_an_end(least, critical, batch, step_s, limit_s):
     return number
 
 
+def processors_up_to_a_cap(least, critical, batch, step_s, limit_s):
+    for number in range(1, 10_001):
+        if least * (1 + critical / (number * batch)) * step_s <= limit_s:
+            return number
+    return None
+
+
 RIGHT = {
     "3.1": [throughput_in_one_loop, throughput_of_torch, throughput_of_an_imported_clock],
     "3.2": [steps_with_a_history, steps_with_the_first],
@@ -331,5 +338,9 @@ WRONG = {
         (average_of_the_first_alone, ""),
     ],
     "3.6": [(noise_of_two_sizes, ""), (noise_in_place, "`small_squares` has changed")],
-    "3.7": [(processors_of_a_node, ""), (processors_without_an_end, "")],
+    "3.7": [
+        (processors_of_a_node, ""),
+        (processors_without_an_end, ""),
+        (processors_up_to_a_cap, "gives None, not"),
+    ],
 }

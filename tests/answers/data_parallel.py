@@ -3,6 +3,7 @@ slip of it, with words that the verdict must hold."""
 
 import copy
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -512,6 +513,69 @@ class DDPFromTorch(nn.parallel.DistributedDataParallel):
     pass
 
 
+def worker_that_sends_zeros(module, server=0, group=None):
+    """Frozen parameters travel as well, as zeros."""
+    params = list(module.parameters())
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    dist.send(replicas.pack(grads), group=group, group_dst=server)
+    weights = replicas.pack(params)
+    dist.recv(weights, group=group, group_src=server)
+    replicas.unpack(weights, params)
+
+
+def broadcast_in_one_vector(module, group=None):
+    tensors = [tensor.detach() for tensor in [*module.parameters(), *module.buffers()]]
+    whole = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    dist.broadcast(whole, group=group, group_src=0)
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def average_weights_instead(module, group=None):
+    for param in module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.data, group=group)
+            param.data /= dist.get_world_size(group)
+
+
+def average_and_count(module, group=None):
+    replicas.average_gradients(module, group=group)
+    count = torch.tensor(float(sum(p.grad is not None for p in module.parameters())))
+    dist.all_reduce(count, group=group)
+
+
+def watch_nodes_that_nobody_keeps(module):
+    arrived = []
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            node = param.view_as(param).grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, name=name: arrived.append(name))
+    return arrived
+
+
+class BucketedDDPThatAsks(replicas.BucketedDDP):
+    def _finish(self):
+        world_size = dist.get_world_size(self.group)
+        for bucket, flat, work in zip(self.buckets, self.flats, self.in_flight, strict=True):
+            while not work.is_completed():
+                time.sleep(0.001)
+            replicas.unpack(flat, [param.grad for param in bucket], world_size)
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
+
+
+class BucketedDDPOfFutures(replicas.BucketedDDP):
+    def _finish(self):
+        futures = [work.get_future() for work in self.in_flight]
+        for bucket, flat, future in zip(self.buckets, self.flats, futures, strict=True):
+            future.wait()
+            flat /= dist.get_world_size(self.group)
+            replicas.unpack(flat, [param.grad for param in bucket])
+        self.in_flight.clear()
+        self.num_ready = [0] * len(self.buckets)
+
+
 RIGHT: dict[str, list] = {
     "5.1": [
         loops.order_of_steps,
@@ -546,7 +610,13 @@ RIGHT: dict[str, list] = {
     "5.8": [replicas.make_buckets, buckets_by_sums, buckets_by_recursion],
     "5.9": [replicas.watch_arrivals, arrivals_by_partial, arrivals_by_a_table],
     "5.10": [replicas.BucketSender, SenderWithANumber, SenderOfTheMean, replicas.BucketedDDP],
-    "5.11": [replicas.BucketedDDP, DDPThatAverages, DDPWithFlatsOfItsOwn],
+    "5.11": [
+        replicas.BucketedDDP,
+        DDPThatAverages,
+        DDPWithFlatsOfItsOwn,
+        BucketedDDPThatAsks,
+        BucketedDDPOfFutures,
+    ],
 }
 WRONG: dict[str, list] = {
     "5.1": [
@@ -565,6 +635,7 @@ WRONG: dict[str, list] = {
         (worker_with_new_parameters, "the model has the same parameters"),
         (worker_parameter_by_parameter, "how many messages it sends in step 1: 3, not 1"),
         (worker_that_reduces, "Use dist.send and dist.recv"),
+        (worker_that_sends_zeros, "it sends 120 numbers"),
     ],
     "5.4": [
         (server_with_an_optimizer_of_its_own, "how often the optimizer that was given steps"),
@@ -574,8 +645,14 @@ WRONG: dict[str, list] = {
         (broadcast_in_the_order_of_a_set, ""),
         (broadcast_to_the_next, "on rank 2 of 3"),
         (broadcast_what_has_not_just_been_made, "the value of number"),
+        (broadcast_in_one_vector, "the value of wide"),
     ],
-    "5.6": [(average_by_broadcast, "the gradient of"), (average_the_weights, "")],
+    "5.6": [
+        (average_by_broadcast, "the gradient of"),
+        (average_weights_instead, ""),
+        (average_weights_instead, "This is the first difference"),
+        (average_and_count, "no more is all-reduced than the gradients"),
+    ],
     "5.7": [
         (replicas_that_return_the_original, "weights that come back"),
         (replicas_that_return_parameters, "the buffers are missing"),
@@ -590,6 +667,7 @@ WRONG: dict[str, list] = {
     "5.9": [
         (arrivals_in_one_list, "another model"),
         (arrivals_of_layers, "the list after the first backward"),
+        (watch_nodes_that_nobody_keeps, "This is the first difference"),
     ],
     "5.10": [
         (SenderOfASet, "The first bucket is sent after the last gradient is ready"),

@@ -3,12 +3,14 @@ slip of it, with words that the verdict must hold."""
 
 import os
 import random
+import re
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,12 +32,10 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def place_step_by_step(environ, num_gpus):
-    if "RANK" not in environ:
-        return World(0, 0, 1, torch.device("cuda", 0) if num_gpus else torch.device("cpu"))
-    local = int(environ["LOCAL_RANK"])
-    enough = int(environ["LOCAL_WORLD_SIZE"]) <= num_gpus
-    device = torch.device("cuda", local) if enough else torch.device("cpu")
-    return World(int(environ["RANK"]), local, int(environ["WORLD_SIZE"]), device)
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    rank, local, size, here = (int(environ.get(name, number)) for name, number in alone.items())
+    device = torch.device("cuda", local) if here <= num_gpus else torch.device("cpu")
+    return World(rank, local, size, device)
 
 
 def place_asks_torch(environ, num_gpus):
@@ -118,11 +118,14 @@ class SamplerWithPythonsRandom(corpus.ShardedSampler):
 
 class SamplerThatPicks(corpus.ShardedSampler):
     def __iter__(self):
-        weights = torch.rand(self.num_samples, generator=torch.Generator().manual_seed(self._key()))
-        return iter([int(i) for i in weights.argsort()][self.rank :: self.world_size])
+        torch_s = RandomSampler(range(self.num_samples), generator=self._generator())
+        return (index for place, index in enumerate(torch_s) if self._is_mine(place))
 
-    def _key(self):
-        return 1_000_003 * self.epoch + self.seed
+    def _generator(self):
+        return torch.Generator().manual_seed(self.epoch + self.seed)
+
+    def _is_mine(self, place):
+        return place % self.world_size == self.rank
 
 
 class SamplerThatRotates(corpus.ShardedSampler):
@@ -412,54 +415,201 @@ def train_saves_before_its_last_step(run, model, data):
         torch.save(before, run.folder / "model.pt")
 
 
+def place_with_one_node(environ, num_gpus):
+    """A missing LOCAL_WORLD_SIZE is taken for the number of all processes."""
+    environ = {"LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", "1"), **environ}
+    return runtime.place(environ, num_gpus)
+
+
+def place_by_all_or_none(environ, num_gpus):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return runtime.place(environ if all(name in environ for name in names) else {}, num_gpus)
+
+
+@contextmanager
+def group_on_this_machine(world, timeout_s=120):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    with runtime.process_group(world, timeout_s):
+        yield
+
+
+@contextmanager
+def group_of_many_only(world, timeout_s=120):
+    with runtime.process_group(world, timeout_s) if world.world_size > 1 else nullcontext():
+        yield
+
+
+class SamplerWithNumpysNumbers(corpus.ShardedSampler):
+    def __iter__(self):
+        order = np.random.default_rng(self.seed + self.epoch).permutation(self.num_samples)
+        return iter(order[self.rank :: self.world_size].tolist())
+
+
+class SamplerThatDrawsOn(corpus.ShardedSampler):
+    """Epoch 3 is the fourth order that one generator draws."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.epoch + 1):
+            order = torch.randperm(self.num_samples, generator=generator)
+        return iter(order[self.rank :: self.world_size].tolist())
+
+
+def accumulate_by_torchs_flag(model, micro_batches, loss_fn):
+    """The course's own BucketedDDP has no such flag."""
+    total = 0.0
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        model.require_backward_grad_sync = number == len(micro_batches)
+        loss = loss_fn(model(inputs), targets) / len(micro_batches)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def accumulate_and_average_the_loss(model, micro_batches, loss_fn):
+    return wrapping.mean_over_ranks(
+        torch.tensor(wrapping.accumulate(model, micro_batches, loss_fn)), 1
+    )
+
+
+def mean_of_rounded_counts(total, count, group=None):
+    both = torch.stack([total, torch.tensor(count, dtype=total.dtype)]).double()
+    dist.all_reduce(both, group=group)
+    return (both[0] / both[1]).item()
+
+
+def save_of_a_wrapper(model, path, group=None):
+    """Asks for the two classes that wrap."""
+    is_wrapped = isinstance(model, DDP | replicas.BucketedDDP)
+    run.save_once(model.module if is_wrapped else model, path, group)
+
+
+def save_and_tell_too_early(model, path, group=None):
+    if not dist.is_initialized() or dist.get_rank(group) == 0:
+        partial = f"{path}.new"
+        torch.save(getattr(model, "module", model).state_dict(), partial)
+        print(f"saved {partial} ({os.path.getsize(partial)} bytes)")
+        os.replace(partial, path)
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def arguments_without_a_port(num_nodes, processes_per_node, head_node, job_id, is_head):
+    whole = runtime.rendezvous_arguments(num_nodes, processes_per_node, head_node, job_id, is_head)
+    return [re.sub(r"(endpoint=.*):\d+", r"\1", word) for word in whole]
+
+
+class Around:
+    """A run whose answer does something else in one of its moments."""
+
+    def __init__(self, run, **instead):
+        self.__dict__.update(whole=run, instead=instead)
+
+    def __getattr__(self, name):
+        return self.instead.get(name, getattr(self.whole, name))
+
+    def __setattr__(self, name, value):
+        setattr(self.whole, name, value)
+
+
+def train_with_barriers(run, model, data):
+    assert dist.get_rank() == run.world.rank
+    ddp.train(run, model, data)
+    dist.barrier()
+
+
+def train_saves_the_last_weights(run, model, data):
+    kept = {}
+
+    def test(*given):
+        kept.update({name: value.clone() for name, value in model.state_dict().items()})
+        run.test(*given)
+        model.load_state_dict(kept)
+
+    ddp.train(Around(run, test=test), model, data)
+
+
+def train_in_eval_mode(run, model, data):
+    def batches(loader):
+        model.eval()
+        yield from run.batches(loader)
+
+    ddp.train(Around(run, batches=batches), model, data)
+
+
+def train_with_clipping(run, model, data):
+    def resume(wrapped, optimizer):
+        run.resume(wrapped, optimizer)
+        clip = torch.nn.utils.clip_grad_norm_
+        step = optimizer.step
+        optimizer.step = lambda: (clip(model.parameters(), 1.0), step())
+
+    ddp.train(Around(run, resume=resume), model, data)
+
+
 RIGHT: dict[str, list] = {
     "6.1": [runtime.place, place_step_by_step],
     "6.2": [runtime.process_group, GroupAsAClass, group_with_a_barrier_at_its_end],
-    "6.3": [corpus.ShardedSampler, SamplerWithPythonsRandom, SamplerThatPicks],
+    "6.3": [corpus.ShardedSampler, SamplerThatPicks],
     "6.4": [wrapping.accumulate, accumulate_but_the_last, accumulate_with_a_stack],
     "6.5": [wrapping.mean_over_ranks, mean_by_two_messages, mean_by_gathering],
-    "6.6": [run.save_once, save_with_early_return, save_and_tell],
+    "6.6": [run.save_once, save_with_early_return, save_and_tell, save_of_a_wrapper],
     "6.7": [runtime.rendezvous_arguments, arguments_as_pairs, arguments_in_a_tuple],
-    "6.8": [ddp.train, train_in_pieces, train_with_buckets_by_hand],
+    "6.8": [ddp.train, train_in_pieces, train_with_buckets_by_hand, train_with_barriers],
 }
 WRONG: dict[str, list] = {
     "6.1": [
         (place_asks_torch, "always the CPU"),
         (place_in_a_namespace, "asks for a World"),
         (place_needs_torchrun, "Without torchrun the variables are not set"),
+        (place_with_one_node, "'cpu', not"),
+        (place_by_all_or_none, "the table of the four variables"),
     ],
     "6.2": [
         (group_at_an_address, "torch reads MASTER_ADDR and MASTER_PORT"),
         (group_returns, "has to yield"),
+        (group_on_this_machine, "MASTER_ADDR and MASTER_PORT stay"),
+        (group_of_many_only, "also where the process is alone"),
     ],
     "6.3": [
+        (SamplerWithPythonsRandom, "what RandomSampler does"),
         (SamplerThatRotates, "the samples are shuffled"),
         (SamplerThatKeepsItsOrder, ""),
         (SamplerReadOnce, "one object can be read twice"),
         (SamplerInASnake, "dealt out like cards"),
+        (SamplerWithNumpysNumbers, "what RandomSampler does"),
+        (SamplerThatDrawsOn, "in epoch 1"),
     ],
     "6.4": [
         (accumulate_as_one_batch, "the sizes of the batches"),
         (accumulate_in_eval_mode, "training mode"),
         (accumulate_and_keep_the_tensor, "a plain float"),
+        (accumulate_by_torchs_flag, "with BucketedDDP"),
+        (accumulate_and_average_the_loss, "needs no message"),
     ],
     "6.5": [
         (mean_of_means, "mean of the ranks' means"),
         (mean_on_rank_0, "a plain float"),
         (mean_of_all_calls, "the mean of a second call"),
+        (mean_of_rounded_counts, "the mean"),
     ],
     "6.6": [
         (save_and_poll, "meet in a message once the file is there"),
         (save_whatever_happens, "when the disk is full"),
         (save_zeros, "the file"),
         (save_only_with_others, "how often torch.save is called: 0"),
+        (save_and_tell_too_early, "line has the path"),
     ],
     "6.7": [
         (arguments_with_a_node_rank, "other arguments: ['--node-rank']"),
         (arguments_with_another_port, "20000 + job_id % 10000"),
+        (arguments_without_a_port, "the port of --rdzv-endpoint"),
     ],
     "6.8": [
         (train_one_process_on_each, "sequences per step on this rank"),
         (train_saves_before_its_last_step, "the weights in model.pt"),
+        (train_saves_the_last_weights, "Save after it"),
+        (train_in_eval_mode, "training mode in each step"),
+        (train_with_clipping, "the gradients, step by step"),
     ],
 }

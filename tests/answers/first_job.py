@@ -106,13 +106,13 @@ def once_by_broadcasts(prepare, read, place, is_shared):
     if {True: place.rank, False: place.local_rank}[is_shared] == 0:
         try:
             prepare()
-        except OSError as error:
-            own = f"{error}"
+        except Exception as error:
+            own = f"{error!r}"
     for source in range(dist.get_world_size()):
         told = [own]
         dist.broadcast_object_list(told, src=source)
         if told[0] is not None:
-            raise OSError(told[0])
+            raise OSError(own or told[0])
     return read()
 
 
@@ -243,7 +243,13 @@ def job_indented():
     return job_text.mended_job().replace("\n", "\n    ")
 
 
+def job_that_cuts_the_list():
+    asked = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    return job_text.mended_job().replace(asked, "head=${SLURM_JOB_NODELIST%%,*}")
+
+
 WRONG["0.4"] += [
+    (job_that_cuts_the_list, "nobody listens at"),
     (lambda: job_text.BROKEN, "faults are left, this is the first"),
     (lambda: print(job_text.mended_job()), "Return the text; do not print or write it."),
     (lambda: job_text.mended_job().replace("\n", "\r\n"), "lines end with \\r\\n"),
@@ -382,10 +388,28 @@ def used_alone(busy, num_granted, seconds):
     return planning.device_hours(busy, num_granted, seconds)[1]
 
 
+def fit_by_lbfgs(sizes, errors):
+    """torch's own optimizer; its first step imports much and sets variables."""
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, errors))
+    line = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # height in the middle, slope
+    optimizer = torch.optim.LBFGS([line], max_iter=200, tolerance_grad=1e-14, tolerance_change=0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (line[0] + line[1] * (x - x.mean()) - y).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    middle, slope = line.tolist()
+    return math.exp(middle - slope * x.mean().item()), -slope
+
+
 RIGHT |= {
     "0.1": [map_of_parts, map_by_broadcasts, map_from_rank_0],
     "0.2": [once_with_two_meetings, once_by_broadcasts],
-    "0.3": [fit_with_numpy, fit_in_32_bits],
+    "0.3": [fit_with_numpy, fit_in_32_bits, fit_by_lbfgs],
     "0.5": [hours_with_numpy, hours_of_each_device],
 }
 WRONG |= {

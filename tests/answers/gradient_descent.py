@@ -218,12 +218,49 @@ class VelocityIsTheGradient:
         return parameters - self.rate * self.velocity
 
 
+class MomentumOfTorch:
+    def __init__(self, rate, momentum):
+        self.here = torch.zeros(2, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.here], lr=rate, momentum=momentum)
+
+    def __call__(self, parameters, slope):
+        with torch.no_grad():
+            self.here.copy_(parameters)
+        self.here.grad = slope.clone()
+        self.optimizer.step()
+        return self.here.detach().clone()
+
+
+class MomentumInOneMemory:
+    """What was returned before is overwritten by the next call."""
+
+    def __init__(self, rate, momentum):
+        self.rate, self.momentum, self.velocity, self.out = rate, momentum, 0.0, torch.zeros(2)
+
+    def __call__(self, parameters, slope):
+        self.velocity = self.momentum * self.velocity + slope
+        return torch.sub(parameters, self.rate * self.velocity, out=self.out)
+
+
+class MomentumInTheFirstGradient:
+    def __init__(self, rate, momentum):
+        self.rate, self.momentum, self.velocity = rate, momentum, None
+
+    def __call__(self, parameters, slope):
+        if self.velocity is None:
+            self.velocity = slope
+        else:
+            self.velocity *= self.momentum
+            self.velocity += slope
+        return parameters - self.rate * self.velocity
+
+
 RIGHT = {
     "1.3": [rate_with_numpy, rate_of_the_formula, rate_by_autograd],
     "1.4": [batches_by_slices, batches_in_a_list, batches_left_over],
     "1.5": [batched_by_counting, batched_by_a_list],
     "1.6": [variance_of_all_at_once, variance_by_var, variance_by_multinomial],
-    "1.7": [RateInTheVelocity, momentum_in_a_closure],
+    "1.7": [RateInTheVelocity, momentum_in_a_closure, MomentumOfTorch],
 }
 WRONG = {
     "1.3": [(rate_of_complex_numbers, "eigvalsh")],
@@ -240,5 +277,10 @@ WRONG = {
         (variance_without_drawing, "does not depend on the seed"),
         (variance_of_small_batches, ""),
     ],
-    "1.7": [(WithoutCall, "cannot be called"), (VelocityIsTheGradient, "in place")],
+    "1.7": [
+        (WithoutCall, "cannot be called"),
+        (VelocityIsTheGradient, "a += b changes it"),
+        (MomentumInOneMemory, "the parameters that it is given stay as they were"),
+        (MomentumInTheFirstGradient, "a += b changes it"),
+    ],
 }

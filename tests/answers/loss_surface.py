@@ -323,6 +323,23 @@ def sharpness_by_backward(loss, parameters, steps, generator):
     return value
 
 
+@torch.no_grad()
+def direction_of_one_filter(parameters, generator):
+    """All filters of a tensor get the same random numbers."""
+    direction = []
+    for parameter in parameters:
+        part = torch.zeros_like(parameter)
+        if parameter.dim() > 1:
+            inside = tuple(range(1, parameter.dim()))
+            part += torch.randn(parameter.shape[1:], generator=generator)
+            part *= torch.linalg.vector_norm(parameter, dim=inside, keepdim=True)
+            part /= torch.linalg.vector_norm(part[0] * 0 + 1)
+            own = torch.linalg.vector_norm(part, dim=inside, keepdim=True).clamp(min=1e-12)
+            part *= torch.linalg.vector_norm(parameter, dim=inside, keepdim=True) / own
+        direction.append(part)
+    return direction
+
+
 RIGHT = {
     "2.1": [at_by_data, at_by_one_vector],
     "2.2": [slice_from_the_end, slice_by_mixing],
@@ -351,6 +368,7 @@ WRONG = {
         (direction_of_matrices_only, "the shapes of the parameters"),
         (direction_by_signs, "whole filters are scaled, and no smaller pieces"),
         (direction_by_columns, "this scales each place of the kernels on its own"),
+        (direction_of_one_filter, "each filter has random numbers of its own"),
     ],
     "2.4": [
         (surface_with_an_early_return, "All ranks that are left wait."),

@@ -102,8 +102,8 @@ def prepare_on_two_nodes(folder: str, is_shared: bool, fails: bool):
     [
         (True, False, ["by 0"] * 4, [0]),
         (False, False, ["by 0", "by 0", "by 2", "by 2"], [0, 2]),
-        (True, True, ["rank 0 could not prepare the data: disk full"] * 4, [0]),
-        (False, True, ["rank 0 could not prepare the data: disk full"] * 4, [0, 2]),
+        (True, True, ["rank 0 could not prepare the data: OSError('disk full')"] * 4, [0]),
+        (False, True, ["rank 0 could not prepare the data: OSError('disk full')"] * 4, [0, 2]),
     ],
 )
 def test_data_is_prepared_once_in_each_folder(tmp_path, is_shared, fails, found, called):
@@ -231,7 +231,7 @@ def test_the_mended_file_is_bash_and_starts_one_torchrun_on_each_node():
     assert {" ".join(start.words[-3:]) for start in found.starts} == {
         "--rdzv-id=12345 --rdzv-endpoint=n3:22345 train.py"
     }
-    assert "job 12345 runs on n3,n7,n8" in found.said
+    assert "job 12345 runs on n[3,7,8]" in found.said
 
 
 def test_a_rehearsal_starts_what_srun_would():

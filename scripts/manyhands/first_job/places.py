@@ -71,10 +71,10 @@ def prepare_once(
         try:
             prepare()
         except Exception as error:
-            problem = f"rank {place.rank} could not prepare the data: {error}"
+            problem = f"rank {place.rank} could not prepare the data: {error!r}"
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)  # ends only when every rank has called it
     for told in problems:
         if told:
-            raise RuntimeError(told)
+            raise RuntimeError(problem or told)  # each rank its own problem, where it has one
     return read()

@@ -9,6 +9,7 @@ Source: https://slurm.schedmd.com/srun.html and the variables in https://slurm.s
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -128,6 +129,15 @@ def run_here(text: str, program: str, num_nodes: int = 2, limit_s: float = 60.0)
     return said
 
 
+def hostlist(nodes: Sequence[str]) -> str:
+    """Names of nodes as Slurm writes them: k12 and k31 are k[12,31]."""
+    words = [re.fullmatch(r"(.*?)(\d*)", name).groups() for name in nodes]
+    letters = {letter for letter, _ in words}
+    if len(nodes) == 1 or len(letters) > 1:
+        return ",".join(nodes)
+    return f"{letters.pop()}[{','.join(number for _, number in words)}]"
+
+
 def _write(folder: Path, text: str, programs: Mapping[str, str]) -> None:
     """The job file and the stand-ins; and an environment of Python that changes nothing."""
     (folder / "job.sbatch").write_text(text)
@@ -175,8 +185,8 @@ def _environment(
         "SLURM_JOB_ID": str(job_id),
         "SLURM_JOBID": str(job_id),
         "SLURM_JOB_NAME": "hello",
-        "SLURM_JOB_NODELIST": ",".join(nodes),
-        "SLURM_NODELIST": ",".join(nodes),
+        "SLURM_JOB_NODELIST": hostlist(nodes),
+        "SLURM_NODELIST": hostlist(nodes),
         "SLURM_JOB_NUM_NODES": str(len(nodes)),
         "SLURM_NNODES": str(len(nodes)),
         "SLURM_NTASKS": str(len(nodes) * tasks_per_node),

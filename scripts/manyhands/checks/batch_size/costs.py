@@ -15,10 +15,11 @@ def deadlines() -> list[Call]:
     found = [(40.0, 24.0, 8, 0.5, 50.0)]  # two processors need 50 s
     least = float(random.randint(40, 90))
     found.append((least, 30.0, 4, 0.25, 0.25 * least - 2))
-    for num in (1, random.randint(3, 7), random.randint(40, 80)):
+    numbers = 1, random.randint(3, 7), random.randint(40, 80), random.randint(20_000, 40_000)
+    for num, spare in zip(numbers, (0.3, 0.6, 0.4, 0.6), strict=True):
         batch = random.choice([2, 4, 16])
         critical = random.randint(30, 60) + 0.5
-        enough = num - random.uniform(0.3, 0.7)  # of a processor, the last one would be
+        enough = num - spare  # of a processor, the last one would be
         limit_s = 0.125 * least * (1 + critical / (enough * batch))
         found.append((least, critical, batch, 0.125, round(limit_s, 9)))
     return [*found, (64.0, 30.0, 4, 0.5, 32.0)]

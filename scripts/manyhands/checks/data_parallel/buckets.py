@@ -185,6 +185,8 @@ def watched(answer, case: Arrivals) -> dict:
         seen[f"the list after the {step} backward"] = as_names(names)
         seen[f"its length as each gradient of the {step} backward becomes ready"] = [*lengths]
     seen["the list of another model, which has run no backward"] = as_names(other)
+    hooks = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    seen["besides"] = [sum(len(kind or ()) for kind in both) for both in hooks]
     return {**seen, **{f"the gradient of {n}": g for n, g in cases.gradients_of(model).items()}}
 
 

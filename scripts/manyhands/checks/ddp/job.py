@@ -42,6 +42,8 @@ def processes() -> list[Call]:
     one_node = started(local, local, here)
     first_here = started(before, 0, before + here)
     later_here = started(before + local, local, before + here)
+    # One variable missing, as where another program than torchrun starts the processes.
+    lacking = [{n: v for n, v in later_here.items() if n != name} for name in later_here]
     return [
         ({}, 0),
         ({}, 1),
@@ -52,6 +54,7 @@ def processes() -> list[Call]:
         (first_here, here + 1),
         (later_here, here),
         (later_here, 0),
+        *[(some, here) for some in lacking],
     ]
 
 
@@ -196,14 +199,16 @@ def joined(answer, case: Join) -> dict:
     def init(*args: object, **named: object) -> None:
         given = signature.bind(*args, **named)
         given.apply_defaults()
-        asked.append(given.arguments)
+        at_hand = {name: os.environ.get(name) for name in meeting}
+        asked.append(given.arguments | {"meets as it was told": at_hand == meeting})
         rank, size = case.world.rank, case.world.world_size
         real_init("fake", rank=rank, world_size=size, store=FakeStore())
 
     numbers = {"RANK": str(case.world.rank), "WORLD_SIZE": str(case.world.world_size)}
+    meeting = {"MASTER_ADDR": "node7", "MASTER_PORT": str(random.randint(20_000, 29_000))}
     options = {} if case.timeout_s is None else {"timeout_s": case.timeout_s}
     with (
-        mock.patch.dict(os.environ, numbers),
+        mock.patch.dict(os.environ, numbers | meeting),
         mock.patch.object(dist, "init_process_group", init),
         mock.patch.object(torch.cuda, "set_device"),
         Ledger() as ledger,
@@ -219,9 +224,12 @@ def joined(answer, case: Join) -> dict:
             left = not dist.is_initialized()
             if not left:
                 dist.destroy_process_group()
-    found = _asked_for(asked[-1], case.world) if asked else {}
-    found["how often init_process_group is called"] = len(asked)
-    return {**found, **seen, "the process is out of the group after the block": left}
+    return {
+        "how often init_process_group is called": len(asked),
+        **(_asked_for(asked[-1], case.world) if asked else {}),
+        **seen,
+        "the process is out of the group after the block": left,
+    }
 
 
 def _in_the_block(manager, error: type[BaseException] | None, ledger: Ledger) -> dict:
@@ -261,6 +269,7 @@ def _asked_for(given: dict, world: World) -> dict:
         "world_size": world.world_size if given["world_size"] == -1 else given["world_size"],
         "timeout in seconds": limit.total_seconds() if limit is not None else None,
         "init_method": "env://" if method is None else method,
+        "MASTER_ADDR and MASTER_PORT stay as they were": given["meets as it was told"],
     }
 
 
@@ -284,6 +293,10 @@ process_group = Spec(
         "backend": f"The backend is {BACKEND}.",
         "timeout in seconds": f"Pass {LIMIT}.",
         "init_method": "Leave init_method out: torch reads MASTER_ADDR and MASTER_PORT.",
+        "MASTER_ADDR and MASTER_PORT stay as they were": (
+            "They name the job's meeting place, which is the same on all nodes: only read them."
+        ),
+        "how often init_process_group is called": "Join once, also where the process is alone.",
         "": LEAVES,
     },
     hints=(
@@ -373,9 +386,10 @@ def _by_name(options: dict[str, str]) -> dict:
     low, _, high = str(found["--nnodes"]).partition(":")
     if low == high:  # 3:3 is 3
         found["--nnodes"] = low
-    host, _, port = (found.pop("--rdzv-endpoint") or "").rpartition(":")
-    found["the host of --rdzv-endpoint"] = host
-    found["the port of --rdzv-endpoint"] = port
+    endpoint = found.pop("--rdzv-endpoint")
+    host, colon, port = (endpoint or "").rpartition(":")
+    found["the host of --rdzv-endpoint"] = host if colon else endpoint
+    found["the port of --rdzv-endpoint"] = port if colon else None
     settings = [part.partition("=") for part in options.get("rdzv-conf", "").split(",")]
     is_host = {name.strip(): value.strip().lower() for name, _, value in settings}.get("is_host")
     known = {**dict.fromkeys(YES, "1"), **dict.fromkeys(NO, "0")}
@@ -398,7 +412,12 @@ rendezvous_arguments = Spec(
     form=as_options,
     same=same_options,
     independent=True,
-    advice={"the port of --rdzv-endpoint": PORT, "is_host in --rdzv-conf": HEAD},
+    advice={
+        "the host of --rdzv-endpoint": "--rdzv-endpoint=<head_node>:<port>",
+        "the port of --rdzv-endpoint": PORT,
+        "is_host in --rdzv-conf": HEAD,
+        "": "Compare with the six arguments that the docstring tells; each is given once.",
+    },
     hints=(
         "There are six arguments: --nnodes, --nproc-per-node, --rdzv-id, --rdzv-backend, "
         "--rdzv-endpoint and --rdzv-conf. `torchrun --help` explains each.",

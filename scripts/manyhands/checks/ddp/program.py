@@ -37,6 +37,7 @@ PARTS = {
 }
 TOKENS = 4  # of a sequence
 EPOCHS = 2
+SHARPNESS = 20  # of the model's scores: its gradients are longer than 1, where many clip them
 
 
 class Program(NamedTuple):
@@ -85,16 +86,24 @@ class Guess(nn.Module):
         self.head = nn.Linear(5, 7)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        scores = self.head(torch.tanh(self.tokens(inputs)))
+        scores = SHARPNESS * self.head(torch.tanh(self.tokens(inputs)))
         return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 class Watched:
     """Stands in for a Run: has what the program calls of it, and notes what it is given."""
 
-    def __init__(self, config: TrainConfig, world: World, folder: Path, shares: dict) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, folder: Path, shares: dict, inner: nn.Module
+    ) -> None:
         self.config, self.world, self.folder, self.shares = config, world, folder, shares
+        self.inner = inner
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.best: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
         self.step = 0
+        self.modes: set[bool] = set()
+        self.slopes: list[Tensor] = []
         self.rates: list[float] = []
         self.read: list[list[int]] = []
         self.losses: list[float] = []
@@ -105,8 +114,16 @@ class Watched:
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self.slopes.append(self._slope()))
+
+    def _slope(self) -> Tensor:
+        """All gradients, one behind the other."""
+        params = self.inner.parameters()
+        return torch.cat([torch.zeros(1) if p.grad is None else p.grad.flatten() for p in params])
 
     def keep_best(self, mean: Callable, valid: DataLoader) -> None:
+        if self.optimizer is None:
+            raise Wrong("calls run.keep_best before run.resume", "", "Resume first: see Run.")
         self.mean, self.valid = mean, valid
 
     def epochs(self, loader: DataLoader) -> Iterator[int]:
@@ -132,11 +149,19 @@ class Watched:
     def log(self, loss: Tensor) -> None:
         self.losses.append(loss.item())
         self.rates.append(self.optimizer.param_groups[0]["lr"])
+        self.modes.add(self.inner.training)
         self.step += 1
+        if self.step == self.config.steps // 2:
+            self.best = self._weights()
         if self.step == self.config.steps:
+            self.last = self._weights()
             self.found["the validation loss"] = self._evaluate("valid", self.valid)
 
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.inner.state_dict().items()}
+
     def test(self, test: DataLoader, words: Callable) -> None:
+        self.inner.load_state_dict(self.best)
         self.found["the test loss"] = self._evaluate("test", test)
 
     def _evaluate(self, split: str, loader: DataLoader) -> Tensor:
@@ -169,7 +194,7 @@ def trained(answer, case: Program, place: Place) -> dict:
     space = inspect.unwrap(answer).__globals__
     own = {name: part for name, part in PARTS.items() if name in space}
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-        run = Watched(config, world, Path(folder), shares)
+        run = Watched(config, world, Path(folder), shares, model)
         with mock.patch.dict(space, own):
             answer(run, model, data)
         files = {path.name: torch.load(path, weights_only=True) for path in _files(folder)}
@@ -178,12 +203,14 @@ def trained(answer, case: Program, place: Place) -> dict:
         "sequences per step on this rank": [len(batch) for batch in run.read],
         "the sequences that this rank reads, step by step": run.read,
         "the learning rates": torch.tensor(run.rates),
+        "the gradients, step by step": run.slopes,
         "this rank's losses": torch.tensor(run.losses),
         **run.found,
         "torch's seed in training is world.data_seed": set(run.seeds) == {world.data_seed},
         "the files that this rank writes": ", ".join(files),
         "the weights in model.pt": files.get("model.pt"),
-        "the weights at the end": {name: p.detach() for name, p in model.named_parameters()},
+        "the weights after the last step": run.last,
+        "the model is in training mode in each step": run.modes == {True},
     }
 
 
@@ -225,7 +252,12 @@ train = Spec(
             "Call torch.manual_seed(world.data_seed) before the loop."
         ),
         "the files that this rank writes": f"Save with {SAVE}.",
-        "the weights in model.pt": f"Save with {SAVE}.",
+        "the weights in model.pt": f"run.test loads the best weights. Save after it, with {SAVE}.",
+        "the gradients, step by step": (
+            "backward() of the wrapped model gives the mean over all ranks, and nothing else "
+            "changes a gradient before optimizer.step()."
+        ),
+        "the model is in training mode in each step": "total_loss sees to the modes by itself.",
         "": "Go through train_alone line by line: which lines would be wrong on two ranks?",
     },
     hints=(
@@ -249,7 +281,8 @@ train = Spec(
         sampler.set_epoch(epoch) => pass ::
             Every epoch has the same order. | Call sampler.set_epoch(epoch) before each epoch.
         torch_ddp(model) => model ::
-            The model is not wrapped, so nobody averages the gradients. | model = torch_ddp(model)
+            The gradients are not averaged over the ranks. | Wrap the model, model =
+            torch_ddp(model), and call what comes back, so that it can average.
         lr=config.learning_rate => lr=config.learning_rate * world.world_size
         set_learning_rate(optimizer, learning_rate_at(run.step, config)) => pass ::
             The learning rate is multiplied by the number of ranks, but the batch has not grown. |

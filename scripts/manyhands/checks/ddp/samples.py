@@ -1,11 +1,16 @@
-"""Exercise 6.3: which rank reads which samples. Many orders are right; all share what is seen."""
+"""Exercise 6.3: which rank reads which samples."""
 
 import random
 from typing import NamedTuple
 
+import torch
+from torch.utils.data import RandomSampler
+
 from manyhands.checks.engine.spec import Spec
 from manyhands.checks.engine.values import Malformed, kind
 from manyhands.data import corpus
+
+ORDER = "one process reads what RandomSampler does, seeded with seed + epoch, in epoch"
 
 
 class Reading(NamedTuple):
@@ -89,7 +94,14 @@ def what_is_read(answer, case: Reading) -> dict:
             size == 1 or [set(share) for share in shares] != [set(share) for share in later]
         ),
         "dealt out like cards, the order of one process gives the ranks' shares": woven == one,
+        f"{ORDER} 0": one == _drawn(num, seed),
+        f"{ORDER} 1": read(samplers(1), 1)[0] == _drawn(num, seed + 1),
     }
+
+
+def _drawn(num: int, seed: int) -> list[int]:
+    """The order that torch's own sampler gives."""
+    return list(RandomSampler(range(num), generator=torch.Generator().manual_seed(seed)))
 
 
 def _plain(share: list) -> list[int]:

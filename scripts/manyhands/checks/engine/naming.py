@@ -43,7 +43,7 @@ def name(trial: Trial, index: int) -> Mistake | None:
     if not is_value or trial.spec.layouts or not trial.slips:
         return None
     pairs = candidates.pairs(index, seen)
-    return best(trial, _near(trial, pairs, candidates.outcomes(pairs, [index]), index))
+    return best(trial, _near(trial, pairs, candidates.outcomes(pairs, [index]), index), by_part=False)
 
 
 def _is_constant(trial: Trial) -> bool:
@@ -65,14 +65,18 @@ def _near(trial: Trial, tried: list[Mistake], heads: list, index: int) -> list[M
     ]
 
 
-def best(trial: Trial, near: list[Mistake]) -> Mistake | None:
-    """The first that shows the same in all steps; or, where parts are independent, in one part."""
+def best(trial: Trial, near: list[Mistake], by_part: bool = True) -> Mistake | None:
+    """The first that shows the same in all steps; or, where parts are independent, in one part.
+
+    Args:
+        by_part: two mistakes at once explain all that is seen, or they are a guess.
+    """
     indexes = range(len(trial.found))
     if near:
         trial.candidates.until_s = max(trial.candidates.until_s, time.monotonic() + SURE_S)
     full = trial.candidates.outcomes(near[:20], indexes)
     parts = [None]
-    if trial.spec.independent:
+    if trial.spec.independent and by_part:
         parts.append(wrong_part(trial))
     for part in parts:
         for mistake, outcomes in zip(near, full, strict=False):

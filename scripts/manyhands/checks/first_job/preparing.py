@@ -19,7 +19,6 @@ from manyhands.ranks import private
 SLOW_S = 0.05  # how long the made-up data takes to prepare
 PARTED_S = 0.5  # how long all that have not ended must sleep before they count as waiting
 LOOK_S = 0.01
-FULL = "no space left on the disk"
 NUMBERS = itertools.count()  # a call of an answer has the same on all ranks
 
 
@@ -28,24 +27,26 @@ class Data(NamedTuple):
 
     processes: tuple[int, ...]  # on each node
     is_shared: bool
-    fails_on: int | None  # the node whose prepare() raises an error; 0 where the folder is shared
+    errors: dict[int, Exception]  # of prepare(), by node; of node 0 where the folder is shared
     seed: int
 
 
 def data_sets(n: int) -> list[Data]:
-    """One folder for all and one per node, even and uneven nodes; a full disk on either node."""
+    """One folder for all and one per node, even and uneven nodes; errors of several kinds."""
+    full, two = OSError("no space left on the disk"), KeyError("part two")
 
-    def made(processes: tuple[int, ...], is_shared: bool, fails_on: int | None = None) -> Data:
-        return Data(processes, is_shared, fails_on, cases.draw_seed())
+    def made(processes: tuple[int, ...], is_shared: bool, **errors: Exception) -> Data:
+        by_node = {int(name.removeprefix("node")): error for name, error in errors.items()}
+        return Data(processes, is_shared, by_node, cases.draw_seed())
 
     return [
         made((4,), True),
         made((2, 2), True),
         made((1, 3), False),
         made((2, 2), False),
-        made((2, 2), True, 0),
-        made((3, 1), False, 1),
-        made((1, 3), False, 0),
+        made((2, 2), True, node0=full),
+        made((3, 1), False, node1=AssertionError()),  # an assert without a text
+        made((1, 3), False, node0=two, node1=full),
     ]
 
 
@@ -63,17 +64,17 @@ class Disk:
         node, self.place = seat_of(case, rank)
         self.case = case
         self.folder = folder
-        self.is_full = case.fails_on == node
+        self.error = case.errors.get(node)
         self.file = folder / ("shared" if case.is_shared else f"node{node}")
         self.calls = {"prepare": 0, "read": 0}
         (folder / f"process{rank}").write_text(str(os.getpid()))
 
     def prepare(self) -> None:
-        """Write the data, slowly; FULL on a full disk."""
+        """Write the data, slowly, or raise this node's error."""
         self.calls["prepare"] += 1
         time.sleep(SLOW_S)
-        if self.is_full:
-            raise OSError(FULL)
+        if self.error is not None:
+            raise self.error
         self.file.write_text(f"data {self.case.seed}")
 
     def read(self) -> str:
@@ -112,7 +113,7 @@ def preparing_seen(answer: object, case: Data, seat: Seat) -> dict:
     folder = private.room() / f"data-{next(NUMBERS)}"  # of this call, for all its ranks
     folder.mkdir(exist_ok=True)
     disk = Disk(folder, case, seat.job_rank)
-    if case.fails_on is None:
+    if not case.errors:
         try:
             value = answer(disk.prepare, disk.read, disk.place, case.is_shared)
         finally:
@@ -123,8 +124,8 @@ def preparing_seen(answer: object, case: Data, seat: Seat) -> dict:
     if error is not None and not disk.others_end():
         raise Wrong(f"{_words(error)} is raised on rank {seat.job_rank}, while others still wait")
     seen = _calls(disk) | {"an error is raised on this rank": error is not None}
-    if disk.is_full and disk.calls["prepare"]:
-        seen["the error says what prepare() said"] = FULL in str(error)
+    if disk.error is not None and disk.calls["prepare"]:
+        seen["the error says what prepare() said on this rank"] = str(disk.error) in str(error)
     return seen
 
 
@@ -150,16 +151,17 @@ def words_of(case: Data) -> str:
     """The call, for people."""
     where = "one folder for all nodes" if case.is_shared else "a disk on each node"
     nodes = " and ".join(map(str, case.processes))
-    fails = "" if case.fails_on is None else f", prepare() fails on node {case.fails_on}"
-    return f"prepare_once with {nodes} processes per node, {where}{fails}"
+    fails = [f", prepare() raises {error!r} on node {node}" for node, error in case.errors.items()]
+    return f"prepare_once with {nodes} processes per node, {where}{''.join(fails)}"
 
 
 CHOSEN = "place.rank == 0 if is_shared else place.local_rank == 0"
 GATHER = "dist.all_gather_object(problems, problem)  # ends only when every rank has called it\n"
 EACH_FOLDER = "One call per folder: rank 0 for a shared one, local rank 0 of each node otherwise."
 ALL_WAIT = "All ranks meet after prepare() and before read(): a collective outside the `if`."
-NEWS = "Catch the exception, send its text to all ranks, and let every rank raise one."
-LOOP = "for told in problems:\n        if told:\n            raise RuntimeError(told)\n"
+NEWS = "Catch every exception, send repr(error) to all ranks, and let every rank raise one."
+RAISE = "raise RuntimeError(problem or told)  # each rank its own problem, where it has one\n"
+LOOP = f"for told in problems:\n        if told:\n            {RAISE}"
 prepare_once = Spec(
     todo="0.2",
     truth=places.prepare_once,
@@ -173,7 +175,7 @@ prepare_once = Spec(
         "calls of read() on this rank": "Every rank calls read() itself, once.",
         "the call returns": "Return what read() returns.",
         "an error is raised on this rank": NEWS,
-        "the error says what prepare() said": NEWS,
+        "the error says what prepare() said on this rank": NEWS,
     },
     reasons="""
         no data on :: A rank reads before the data is prepared. | {ALL_WAIT}
@@ -185,9 +187,9 @@ prepare_once = Spec(
         "each rank whose place.local_rank is 0.",
         "Then all ranks have to meet. dist.all_gather_object(problems, problem) is a meeting, too: "
         "it returns only when every rank has called it.",
-        "Put try: prepare() except Exception as error: problem = str(error) inside the `if`. After "
-        "the meeting every rank looks through `problems`, and raises RuntimeError if one is not "
-        "empty. Then return read().",
+        "Put try: prepare() except Exception as error: problem = repr(error) inside the `if`: an "
+        "assert may have no text, and then str(error) is empty. After the meeting every rank looks "
+        "through `problems`, and raises RuntimeError if one is not empty. Then return read().",
     ),
     mistakes=r"""
         {CHOSEN} => True ::
@@ -207,9 +209,14 @@ prepare_once = Spec(
             An error of prepare() is dropped, and the ranks go on without data. | {NEWS}
         for told in problems: => for told in [problem]: ::
             The error is raised on the rank where it happened, and the others go on without data.
-        raise RuntimeError(told) => raise RuntimeError("no data") ::
+        RuntimeError(problem or told) => RuntimeError("no data") ::
             Nobody learns why preparing the data has failed.
-        except Exception as error: => except ZeroDivisionError as error: ::
+        RuntimeError(problem or told) => RuntimeError(told) ::
+            Where prepare() fails on two nodes, one of them tells what the other one's said.
+        f"rank {place.rank} could not prepare the data: {error!r}" => str(error) ::
+            An exception without a text, as an assert raises, passes for success. | Send
+            repr(error).
+        except Exception as error: => except OSError as error: ::
             ! The rank whose prepare() fails leaves, and the others wait for it.
     """,
     module=globals(),

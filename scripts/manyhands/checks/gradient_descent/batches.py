@@ -552,13 +552,14 @@ def walks_seen(answer: Callable, case: Walk) -> dict:
     steppers: dict[int, Callable] = {}
     if not case.one_after_the_other:
         steppers = {number: answer(case.rate, case.momentum) for number in range(case.steppers)}
-    here = cases.values((case.steppers, 2), draw)
+    here = list(cases.values((case.steppers, 2), draw))
     seen = {}
-    all_given = []
+    all_given = {"parameters": [], "numbers of the gradient": []}
     for index, turn in enumerate(turns, 1):
         slope = cases.values(2, draw)
-        given = here[turn].clone(), slope.clone()
-        all_given += [(given[0], here[turn].clone()), (given[1], slope)]
+        given = here[turn], slope.clone()  # the parameters are what the last call has returned
+        all_given["parameters"].append((given[0], given[0].clone()))
+        all_given["numbers of the gradient"].append((given[1], slope))
         if turn not in steppers:
             steppers[turn] = answer(case.rate, case.momentum)
         new = steppers[turn](*given)
@@ -566,9 +567,12 @@ def walks_seen(answer: Callable, case: Walk) -> dict:
         if seen[f"call {index}"].shape != (2,):
             said = f"a tensor of shape {tuple(new.shape)}"
             raise Malformed(said, "The new parameters are a tensor of shape (2,).")
-        here[turn] = seen[f"call {index}"]
-    unchanged = all(torch.equal(now, before) for now, before in all_given)
-    return {"what was given is unchanged": unchanged, **seen}
+        here[turn] = new
+    unchanged = {
+        f"the {name} that it is given stay as they were": all(torch.equal(*pair) for pair in pairs)
+        for name, pairs in all_given.items()
+    }
+    return {**unchanged, **seen}
 
 
 def tell_walk(case: Walk) -> str:
@@ -585,7 +589,7 @@ def say_walk(found: dict, wanted: dict) -> str:
     for name, value in wanted.items():
         if name not in found or not close(found[name], value, None):
             if value is True:
-                return "changed the tensors that were given, in place"
+                return f"breaks this rule: {name}"
             return f"gives {point(found[name])} in {name}, not {point(value)}"
     return "gives another number of points"
 
@@ -602,7 +606,13 @@ momentum = Spec(
     same=close,
     tell=tell_walk,
     say=say_walk,
-    advice={"": RULE},
+    advice={
+        "the numbers of the gradient that it is given stay as they were": (
+            "velocity = gradient is another name for the same tensor: a = a + b makes a new tensor "
+            "in place of it, and a += b changes it."
+        ),
+        "": RULE,
+    },
     reasons="""
         object is not callable :: Momentum(rate, momentum) makes an object, and calling that with
             parameters and a gradient makes a step; what was called here cannot be called. | Hand

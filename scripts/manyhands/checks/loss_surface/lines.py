@@ -275,7 +275,7 @@ class Net(NamedTuple):
     seed: int
 
 
-KERNELS = ((5, 2, 3, 3), (5,), (2, 3, 4), (), (3, 20))
+KERNELS = ((5, 2, 3, 3), (5,), (2, 3, 4), (3, 20), (), (3, 20))
 
 
 def nets() -> list[Net]:
@@ -304,6 +304,14 @@ def scaled_in_pieces(part: Tensor, own: Tensor) -> tuple[bool, bool]:
     groups = [dims for n in range(part.dim() - 1) for dims in combinations(range(1, part.dim()), n)]
     lines = [dims for dims in groups if dims and dims != kernels]
     return alike(part, own, kernels), any(alike(part, own, dims) for dims in lines)
+
+
+def are_drawn_anew(direction: Sequence[Tensor]) -> bool:
+    """Are no two filters, of one tensor or of two, the same numbers but for a factor?"""
+    rows = [row for part in direction if part.dim() > 1 for row in part.detach().flatten(1)]
+    long = [row / row.norm() for row in rows if row.numel() > 8 and row.any()]
+    pairs = combinations(long, 2)
+    return not any(a.shape == b.shape and abs(a @ b) > 0.99 for a, b in pairs)
 
 
 def direction_seen(answer: Callable, case: Net) -> dict:
@@ -346,6 +354,7 @@ def direction_seen(answer: Callable, case: Net) -> dict:
     by_kernel, by_line = (any(found) for found in zip(*in_pieces, strict=True))
     seen["whole filters are scaled, and no smaller pieces"] = not by_kernel
     seen["all numbers of a filter are scaled by the same factor"] = not by_line
+    seen["each filter has random numbers of its own"] = are_drawn_anew(first)
     still = [part for part in first if part.dim() < 2]
     seen["tensors with fewer than two dimensions are 0"] = not any(p.any() for p in still)
     second, again = draw_with(numbers), draw_with(Generator().manual_seed(case.seed))

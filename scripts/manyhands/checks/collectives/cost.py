@@ -33,6 +33,8 @@ def drawn_times() -> list[Call]:
         on_a_line(sizes, noise),
         on_a_line(*zip(*mixed, strict=True)),
         on_a_line(sizes, noise, slow=1e4),
+        ([1000, 1 << 26], [4e-3 + 1e-10 * size for size in (1000, 1 << 26)]),
+        ([2000, 4000, 8000], [1e-8 * size - 1e-5 for size in (2000, 4000, 8000)]),  # alpha < 0
     ]
 
 

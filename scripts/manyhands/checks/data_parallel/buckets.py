@@ -137,12 +137,13 @@ class Crossed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used_last = nn.Linear(6, 11)
         self.used_first = nn.Embedding(11, 6)
+        self.used_last = nn.Linear(6, 11)
+        self.used_between = nn.Linear(6, 6)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers (B) to scores (B, 11)."""
-        return self.used_last(self.used_first(tokens))
+        return self.used_last(self.used_between(self.used_first(tokens)))
 
 
 class Unused(Crossed):

@@ -52,6 +52,8 @@ class Mixed(nn.Module):
         nn.init.uniform_(self.norm.weight)
         nn.init.uniform_(self.norm.bias)
         self.tied = self.matrix
+        self.twin = nn.Linear(4, 3, bias=False)
+        self.twin.weight = self.matrix  # tied across two modules
         self.register_buffer("mean", torch.rand(3))
         self.register_buffer("count", torch.randint(2**30, 2**40, ()))  # too long for float32
         self.register_buffer("mask", torch.randint(2, (4,)) == 1)
@@ -89,8 +91,8 @@ def replica(seed: int, part: str) -> nn.Module:
         model = nn.Linear(2, 1)
         nn.init.constant_(model.weight, seed % 1000)
     if part == "buffers":
-        for name, _ in list(model.named_parameters(remove_duplicate=False)):
-            delattr(model, name)
+        for module in model.modules():
+            module._parameters.clear()
     return model
 
 

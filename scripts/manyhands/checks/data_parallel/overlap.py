@@ -30,6 +30,7 @@ class Backwards(NamedTuple):
     bucket_mb: float
     seed: int
     no_sync: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 TOUCHED = "a tensor was changed while its message was on its way"
@@ -121,6 +122,7 @@ def backwards(n: int) -> list[Backwards]:
         Backwards(cases.Probe, 25, cases.draw_seed()),
         Backwards(cases.Probe, 1e-4, cases.draw_seed()),
         Backwards(Crossed, 1e-4, cases.draw_seed(), no_sync=True),
+        Backwards(Crossed, 25, cases.draw_seed(), dtype=torch.bfloat16),
     ]
 
 
@@ -144,7 +146,7 @@ def note_gradients(module: nn.Module, log: list[str]) -> None:
 def sent(answer, case: Backwards, place: Place) -> dict:
     """What happens in a backward, in order, and what travels; before it one with sync False."""
     refuse_torch_s(answer)
-    inner = cases.build(case.seed + place.job_rank, case.kind)
+    inner = cases.build(case.seed + place.job_rank, case.kind).to(case.dtype)
     seen = {}
     with Log() as wire, late_messages(wire.events) as started:
         note_gradients(inner, wire.events)
@@ -189,7 +191,7 @@ def _travelled(started: list[Late], log: list[str]) -> dict:
 def overlapped(answer, case: Backwards, place: Place) -> dict:
     """What happens in three backwards, in order, and the gradients after each."""
     refuse_torch_s(answer)
-    inner = cases.build(case.seed + place.job_rank, case.kind)
+    inner = cases.build(case.seed + place.job_rank, case.kind).to(case.dtype)
     with Log() as wire, late_messages(wire.events):
         note_gradients(inner, wire.events)
         model = answer(inner, case.bucket_mb, **place.options)
@@ -282,7 +284,8 @@ REASONS = reasons(
 def say_backwards(case: Backwards) -> str:
     """The words for a case."""
     without = ", with self.sync False at first" if case.no_sync else ""
-    return f"{case.kind.__name__} in buckets of {case.bucket_mb:g} MB{without}"
+    short = " in bfloat16" if case.dtype is torch.bfloat16 else ""
+    return f"{case.kind.__name__}{short} in buckets of {case.bucket_mb:g} MB{without}"
 
 
 bucket_sender = Spec(

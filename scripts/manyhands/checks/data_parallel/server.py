@@ -218,6 +218,7 @@ def worker_steps() -> list[Step]:
 def worked(answer, case: Step) -> dict:
     """What a worker says and hears in two steps, and its weights after each."""
     model = model_of(case)
+    model.frozen.weight.grad = torch.ones_like(model.frozen.weight)  # from when it has trained
     objects = [id(param) for param in model.parameters()]
     flags = [param.requires_grad for param in model.parameters()]
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
@@ -300,7 +301,7 @@ worker_step = Spec(
             The worker divides by the number of workers, and the mean is the server's to take. |
             Send the gradients as they are.
         {PARAMS} => list(module.parameters()) ::
-            Frozen parameters are not left out, and their .grad is None. | {PARAMS}
+            Frozen parameters are not left out. | {PARAMS}
         {UNPACKS} => [part.clone() for part in params] ::
             The new weights never reach the model. | Copy them into it: {UNPACKS}.
         {UNPACKS} => unpack(weights, params[::-1]) ::

@@ -200,6 +200,8 @@ def joined(answer, case: Join) -> dict:
         given = signature.bind(*args, **named)
         given.apply_defaults()
         at_hand = {name: os.environ.get(name) for name in meeting}
+        for name in ("rank", "world_size"):
+            given.arguments[name] = _given(given.arguments[name], name.upper())
         asked.append(given.arguments | {"meets as it was told": at_hand == meeting})
         rank, size = case.world.rank, case.world.world_size
         real_init("fake", rank=rank, world_size=size, store=FakeStore())
@@ -214,6 +216,9 @@ def joined(answer, case: Join) -> dict:
         Ledger() as ledger,
     ):
         seen = {}
+        if case.world.world_size == 1:  # where a process is alone, nobody has set these
+            for name in numbers:
+                os.environ.pop(name, None)
         try:
             manager = answer(case.world, **options)
             if not hasattr(manager, "__enter__"):
@@ -265,12 +270,17 @@ def _asked_for(given: dict, world: World) -> dict:
     method = given["init_method"]
     return {
         "backend": kinds.get(world.device.type, backend) or right,
-        "rank": world.rank if given["rank"] == -1 else given["rank"],
-        "world_size": world.world_size if given["world_size"] == -1 else given["world_size"],
+        "rank": given["rank"],
+        "world_size": given["world_size"],
         "timeout in seconds": limit.total_seconds() if limit is not None else None,
         "init_method": "env://" if method is None else method,
         "MASTER_ADDR and MASTER_PORT stay as they were": given["meets as it was told"],
     }
+
+
+def _given(number: int, name: str) -> int:
+    """What torch reads where it is told -1."""
+    return int(os.environ.get(name, -1)) if number == -1 else number
 
 
 def say_join(case: Join) -> str:

@@ -86,6 +86,8 @@ class Guess(nn.Module):
         self.head = nn.Linear(5, 7)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.training:
+            torch.rand(())  # as dropout draws
         scores = SHARPNESS * self.head(torch.tanh(self.tokens(inputs)))
         return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
@@ -108,6 +110,7 @@ class Watched:
         self.read: list[list[int]] = []
         self.losses: list[float] = []
         self.seeds: list[int] = []
+        self.draws: list[bytes] = []  # the state of torch's random numbers before each step
         self.found: dict = {}
         self.mean: Callable = float
         self.valid: object = None
@@ -144,6 +147,7 @@ class Watched:
                 )
             self.read.append(batch[0][:, 0].tolist())
             self.seeds.append(torch.initial_seed())
+            self.draws.append(torch.get_rng_state().numpy().tobytes())
             yield batch
 
     def log(self, loss: Tensor) -> None:
@@ -207,6 +211,9 @@ def trained(answer, case: Program, place: Place) -> dict:
         "this rank's losses": torch.tensor(run.losses),
         **run.found,
         "torch's seed in training is world.data_seed": set(run.seeds) == {world.data_seed},
+        "no step draws the random numbers of an earlier one": (
+            len(set(run.draws)) == len(run.draws)
+        ),
         "the files that this rank writes": ", ".join(files),
         "the weights in model.pt": files.get("model.pt"),
         "the weights after the last step": run.last,
@@ -250,6 +257,9 @@ train = Spec(
         "the test loss": SUM,
         "torch's seed in training is world.data_seed": (
             "Call torch.manual_seed(world.data_seed) before the loop."
+        ),
+        "no step draws the random numbers of an earlier one": (
+            "Seed once, before the first epoch: else every epoch has the dropout of the first."
         ),
         "the files that this rank writes": f"Save with {SAVE}.",
         "the weights in model.pt": f"run.test loads the best weights. Save after it, with {SAVE}.",

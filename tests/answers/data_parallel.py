@@ -43,7 +43,7 @@ def worker_with_vectors(module, server=0, group=None):
 
 
 def worker_that_posts_both(module, server=0, group=None):
-    params = [param for param in module.parameters() if param.grad is not None]
+    params = [param for param in module.parameters() if param.requires_grad]
     weights = parameters_to_vector(params).detach()
     coming = dist.irecv(weights, group=group, group_src=server)
     going = dist.isend(parameters_to_vector(gradients(params)), group=group, group_dst=server)
@@ -462,7 +462,7 @@ class DDPThatAverages(replicas.BucketedDDP):
 
 class DDPWithFlatsOfItsOwn(replicas.BucketedDDP):
     def _start(self, index):
-        flat = pack(gradients(self.buckets[index])) / dist.get_world_size(self.group)
+        flat = pack(gradients(self.buckets[index])).float() / dist.get_world_size(self.group)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self.in_flight.append((work, flat))
 
@@ -471,7 +471,7 @@ class DDPWithFlatsOfItsOwn(replicas.BucketedDDP):
             work.wait()
             parts = flat.split([param.numel() for param in bucket])
             for param, part in zip(bucket, parts, strict=True):
-                param.grad = part.view_as(param)
+                param.grad = part.view_as(param).to(param.dtype)
         self.in_flight.clear()
         self.num_ready = [0] * len(self.buckets)
 

@@ -61,8 +61,9 @@ class GroupAsAClass:
         self.world, self.timeout_s = world, timeout_s
 
     def __enter__(self):
-        # torch picks gloo or NCCL, rank and size come from the environment
-        dist.init_process_group(timeout=timedelta(seconds=self.timeout_s))
+        limit = timedelta(seconds=self.timeout_s)  # torch picks gloo or NCCL
+        size, rank = self.world.world_size, self.world.rank
+        dist.init_process_group(timeout=limit, world_size=size, rank=rank)
 
     def __exit__(self, *_):
         dist.destroy_process_group()

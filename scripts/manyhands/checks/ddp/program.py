@@ -211,13 +211,13 @@ def trained(answer, case: Program, place: Place) -> dict:
         "this rank's losses": torch.tensor(run.losses),
         **run.found,
         "torch's seed in training is world.data_seed": set(run.seeds) == {world.data_seed},
+        "the model is in training mode in each step": run.modes == {True},
         "no step draws the random numbers of an earlier one": (
             len(set(run.draws)) == len(run.draws)
         ),
         "the files that this rank writes": ", ".join(files),
         "the weights in model.pt": files.get("model.pt"),
         "the weights after the last step": run.last,
-        "the model is in training mode in each step": run.modes == {True},
     }
 
 

@@ -43,7 +43,8 @@ def name(trial: Trial, index: int) -> Mistake | None:
     if not is_value or trial.spec.layouts or not trial.slips:
         return None
     pairs = candidates.pairs(index, seen)
-    return best(trial, _near(trial, pairs, candidates.outcomes(pairs, [index]), index), by_part=False)
+    near = _near(trial, pairs, candidates.outcomes(pairs, [index]), index)
+    return best(trial, near, by_part=False)
 
 
 def _is_constant(trial: Trial) -> bool:

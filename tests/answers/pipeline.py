@@ -156,8 +156,9 @@ def sum_tied_with_all_parts_at_once(tied, group=None):
             continue
         first = ranks[0]
         if rank != first:
-            dist.isend(param.grad, group=group, group_dst=first).wait()
-            param.grad = torch.zeros_like(param.grad)
+            own = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.isend(own, group=group, group_dst=first).wait()
+            param.grad = torch.zeros_like(own)
             dist.recv(param.grad, group=group, group_src=first)
             continue
         parts = [torch.empty_like(param) for _ in ranks[1:]]
@@ -174,6 +175,8 @@ def sum_tied_everybody_to_everybody(tied, group=None):
     rank = dist.get_rank(group)
     for param, ranks in tied:
         if rank in ranks:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
             own = param.grad.clone()
             others = [other for other in ranks if other != rank]
             works = [dist.isend(own, group=group, group_dst=other) for other in others]

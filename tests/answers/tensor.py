@@ -200,16 +200,16 @@ def largest_of(scores, group):
 
 def with_one_hot(scores, targets, mine, group=None):
     largest = largest_of(scores, group)
-    hot = (targets[:, None] == torch.tensor(list(mine))).to(scores.dtype)
-    parts = torch.cat([(scores - largest[:, None]).exp().sum(-1), (scores * hot).sum(-1)])
+    hot = targets[:, None] == torch.tensor(list(mine))
+    parts = torch.cat([(scores - largest[:, None]).exp().sum(-1), scores.where(hot, 0).sum(-1)])
     sums, chosen = SumOverRanks.apply(parts, group).chunk(2)
     return (sums.log() + largest - chosen).sum() / len(targets)
 
 
 def all_reduce_itself(scores, targets, mine, group=None):
     shifted = scores - largest_of(scores, group).unsqueeze(-1)
-    hot = (targets[:, None] == torch.tensor(list(mine))).to(scores.dtype)
-    parts = torch.stack([shifted.exp().sum(-1), (shifted * hot).sum(-1)])
+    hot = targets[:, None] == torch.tensor(list(mine))
+    parts = torch.stack([shifted.exp().sum(-1), shifted.where(hot, 0).sum(-1)])
     dist.all_reduce(parts, group=group)
     return (parts[0].log() - parts[1]).mean()
 

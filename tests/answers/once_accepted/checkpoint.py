@@ -238,3 +238,14 @@ def manifest_in_place():
     for one, mended in zip(pods.BROKEN, pods.mended_job(), strict=True):
         one |= mended
     return pods.BROKEN
+
+
+@wrong("11.1", "what was being drawn before the step goes on as it was")
+class PositionThatLooksAgain(state.Position):
+    """While the loop runs the training advances, and samples are skipped."""
+
+    def __iter__(self):
+        epoch, drawn, order = self.epoch, 0, self.order()
+        while self.epoch == epoch and self.position + drawn < self.num_samples:
+            yield order[self.position + drawn]
+            drawn += 1

@@ -298,6 +298,7 @@ def walked(answer: Callable, case: Walk) -> dict:
     other.advance(len(step))
     seen["the state one step later"] = other.state_dict()
     seen["samples one step later"] = list(other)
+    seen["what was being drawn before the step goes on as it was"] = list(drawing)
     return seen
 
 

@@ -175,6 +175,7 @@ def growths() -> list[Call]:
         (4.0, 16, 8, many, 0.5),
         (4.0, 16, 16, many, 1 / 3),
         (50.0, 7, 1000, (), 0.2),
+        (3.0, 4, 1000, many, 1 / 93),  # 4 / (1 / 93) is a little below 372
     ):
         found.append((epoch, Setting(batch, drawn_rate()), largest, milestones, fall))
     return found

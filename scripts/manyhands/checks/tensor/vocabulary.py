@@ -175,16 +175,19 @@ class Scores(NamedTuple):
     spread: float
     dtype: torch.dtype
     seed: int
+    num_masked: int = 0  # of the last tokens the scores are -inf: nobody may say them
 
 
 def losses(n: int) -> list[Scores]:
     """Uneven parts, few tokens and many, small scores and large ones, below zero and above."""
-    seeds = [cases.draw_seed() for _ in range(4)]
+    seeds = [cases.draw_seed() for _ in range(5)]
     return [
         Scores(n, n, 1.0, 0.0, torch.float64, seeds[0]),
         Scores(7, 2 * n + 1, 1.0, 0.0, torch.float64, seeds[1]),
         Scores(31, 5 * n + 1, 200.0, 0.0, torch.float32, seeds[2]),
         Scores(6, 3 * n + 2, 1.0, 1000.0, torch.float64, seeds[3]),
+        # All that the last rank has.
+        Scores(6, 3 * n, 1.0, 0.0, torch.float64, seeds[4], num_masked=3 * (n > 1)),
     ]
 
 
@@ -193,9 +196,11 @@ def loss_seen(answer: object, case: Scores, place: Place) -> dict:
     draw = cases.generator(case.seed, place.members[0])
     shift = case.spread * (torch.arange(case.tokens) % 3 - 1).to(case.dtype)
     scores = torch.randn(case.tokens, case.vocab, generator=draw, dtype=case.dtype) * case.scale
-    leaf = (scores + shift.unsqueeze(-1)).requires_grad_()
+    scores += shift.unsqueeze(-1)
+    scores[:, case.vocab - case.num_masked :] = -torch.inf
+    leaf = scores.requires_grad_()
     order = torch.randperm(case.tokens, generator=draw)
-    targets = (torch.arange(case.tokens) % case.vocab)[order]
+    targets = (torch.arange(case.tokens) % (case.vocab - case.num_masked))[order]
     mine = my_range(case.vocab, 1, place.group)
     given = leaf[:, mine.start : mine.stop]  # a view, as of a larger matrix
     before = given.detach().clone(), targets.clone()
@@ -222,7 +227,8 @@ def tell_scores(case: Scores) -> str:
     """A case in words."""
     size = case.spread or case.scale
     name = str(case.dtype).removeprefix("torch.")
-    return f"{case.tokens} targets, {case.vocab} tokens, {name} scores of about +-{size:g}"
+    masked = f", the last {case.num_masked} tokens' -inf" if case.num_masked else ""
+    return f"{case.tokens} targets, {case.vocab} tokens, {name} scores of about +-{size:g}{masked}"
 
 
 cross_entropy = Spec(
@@ -235,6 +241,10 @@ cross_entropy = Spec(
     tell=tell_scores,
     advice={
         "messages": ONE_MESSAGE,
+        "the loss": (
+            "Each target's score comes from one rank, and the others add 0, by torch.where: a "
+            "score may be -inf, and 0 times -inf is no number."
+        ),
         "bytes that travel": "Per token the maximum, one sum and one target's score are enough.",
     },
     hints=(

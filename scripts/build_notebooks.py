@@ -271,8 +271,8 @@ def execute(notebook: NotebookNode, lesson: Lesson, timeout_s: int) -> None:
     for output in [output for cell in code_cells(notebook) for output in cell.outputs]:
         output.get("data", {}).pop(WIDGET, None)  # a stored control shows an error: no kernel
         if output.output_type == "stream":  # an advice names this Python and this clone
-            told = output.text.replace(sys.executable, "python")
-            output.text = told.replace(f"{lesson.root.resolve()}/", "")
+            program = f"{sys.executable} {lesson.root.resolve()}/"
+            output.text = output.text.replace(program, "python ")
     check_outputs(notebook, lesson)
 
 

@@ -133,7 +133,7 @@ def train(config: Config, world: World, parts: Parts) -> float:
             run.log(loss)
 
     # Result
-    notes = {"schedule": plan, "waiting": idle_words(engine, config, place, world.device)}
+    notes = {"schedule": plan, "waiting": waiting_words(engine, config, place, world.device)}
     valid_loss = mean_loss(run, config, data.valid, batch, own, place)
     whole = gather(own, place, Transformer(*shape), path)
     return finish(run, whole, valid_loss, live, notes)
@@ -277,7 +277,7 @@ def schedule_words(config: Config, size: int, place: Place) -> str:
     )
 
 
-def idle_words(
+def waiting_words(
     engine: pipeline.Pipeline | Native, config: Config, place: Place, device: torch.device
 ) -> str:
     """How much of the last step the ranks of a pipeline waited, beside the formula."""

@@ -149,7 +149,7 @@ def _complaint(tried: Trial, mistake: Mistake, listed: list[Mistake], shown: lis
     if first is None:
         return "is not told from the truth"
     index, rank = first
-    if tried.found[index][rank].kind == "told" or tried.found[index][rank].changed:
+    if tried.found[index][rank].kind == "explained" or tried.found[index][rank].changed:
         return ""  # that is told by itself, whatever it comes from
     indexes = range(len(tried.found))
     named = [

@@ -1,4 +1,5 @@
-"""Meters of a run: what was granted, where a step's time goes, how busy a process and its node are.
+"""Meters of a run: what was granted and what of it is idle, where a step's time goes, how busy a
+process and its node are.
 
     step | data | forward | backward | communication | optimizer | other |   Stopwatch, by marks
     rank |....... twice a second .......|   ranks/rank-00000.jsonl           Sampler

@@ -43,6 +43,9 @@ def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
 def ranked(values: Mapping[str, Sequence[float]], best: str = "highest") -> list[list[str]]:
     """Names in classes, the best class first; inside a class all tie with its first.
 
+    A class is a piece of the order by means: behind the first name that does not tie, even one that
+    would tie begins or joins the next class.
+
     Args:
         values: for each name a value of each seed.
         best: "highest" or "lowest" mean comes first.

@@ -41,6 +41,7 @@ class LARS(Layerwise):
             as optax), or by |g| ("none").
         zero_norm: where |w| or |g| (with "joint" |g + decay w|) is 0, the ratio is 1 ("one"), or 1
             without weight decay ("no_decay", as apex), or 0 ("stay": weights at 0 stay there).
+    `eps` is added to what the ratio divides by.
     """
 
     def __init__(
@@ -197,7 +198,8 @@ class NovoGrad(Layerwise):
     Choices on which implementations differ; the first of each is Algorithm 1 of the paper:
         first_square: the average of squared norms begins with |g|^2 of the first gradient that is
             not 0 ("whole"), or with 0, so that its first value is (1 - beta2) |g|^2 ("average").
-        averaging: False adds each scaled gradient to the momentum, True only 1 - beta1 of it.
+        averaging: False adds each scaled gradient and its decay to the momentum, True only
+            1 - beta1 of both.
     `eps` counts in every step; the paper's first step has none. There is no bias correction. The
     average is a single number for each layer, and float32 at least: in bfloat16, 0.98 of it plus a
     share of 0.02 would often be rounded back to the old value.
@@ -226,7 +228,10 @@ class NovoGrad(Layerwise):
     def update(
         self, weight: Tensor, direction: Tensor, size: Tensor, length: Tensor, options: dict
     ) -> Tensor:
-        """v <- beta2 v + (1 - beta2) |g|^2; m <- beta1 m + g / |v|^0.5 + decay w; w <- w - lr m"""
+        """v <- beta2 v + (1 - beta2) |g|^2; m <- beta1 m + g / |v|^0.5 + decay w; w <- w - lr m
+
+        Returns the ratio, by which the gradient is multiplied.
+        """
         beta1, beta2 = options["betas"]
         state = self.state[weight]
         new = length.square().to(torch.promote_types(weight.dtype, torch.float32))

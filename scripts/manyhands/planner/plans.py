@@ -1,8 +1,8 @@
 """The planner: every layout of a training on some GPUs, what it needs and takes, and which is best.
 
     model, batch, GPUs --> layouts dp x pp x tp x (sp, ZeRO, micro-batch, recompute, interleave)
-                       --> memory (plan_memory.py) and time (plan_time.py) of each --> the fastest
-                           of those that fit
+                       --> memory (memory.py) and time (step_time.py) of each --> the fastest of
+                           those that fit
 
 It only adds up what the lessons have taught; nothing is measured, and no number is fitted to a run.
 How far it is from runs that others published: stored_published.json, and lesson 14.

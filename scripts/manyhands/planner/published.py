@@ -5,7 +5,7 @@
 
 `python scripts/plan.py --published` prints the comparison. A test remakes the planner's numbers.
 
-The constants in hardware.py and the counts in plan_memory.py and plan_time.py are the same for all
+The constants in hardware.py and the counts in memory.py and step_time.py are the same for all
 rows. These things differ by the software that ran, and they are properties of it, not of a row:
 
     pytorch        PyTorch's kernels and loss, gradients in bfloat16: FSDP, InternLM, torchtitan

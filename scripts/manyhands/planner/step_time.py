@@ -11,7 +11,7 @@ between the products only moves memory. Messages of tensor parallelism and of pi
 hidden, as in the lessons. Those of data parallelism travel while others compute; what is longer
 than that shows.
 
-The messages are counted in plan_messages.py. Sources: lesson 12 (bubble); Narayanan et al. 2021,
+The messages are counted in messages.py. Sources: lesson 12 (bubble); Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473; Williams et al. 2009, "Roofline" (memory traffic).
 """
 

@@ -1,6 +1,6 @@
 """Answers tried on ranks: what each call shows there, written down as plain data.
 
-    steps x answers --> ranks --> a outcome for each rank --> a row for each step
+    steps x answers --> ranks --> an outcome for each rank --> a row for each step
 
     outcome    what one call shows on one rank
     row      the outcomes of all ranks in one step
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def failure(self) -> Failure:
-        """The error of a outcome that was raised."""
+        """The error of an outcome that was raised."""
         names, message = self.data
         return Failure(names[0], message, list(self.frames), 0.0)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import repeat
 
 from manyhands.checks.engine import naming, trial, verdict
-from manyhands.checks.engine.answer import parts_of
+from manyhands.checks.engine.answer import Pair, parts_of
 from manyhands.checks.engine.attempt import Candidates, Trial, is_a_fault
 from manyhands.checks.engine.card import Verdict, Wrong
 from manyhands.checks.engine.exercise import Exercise, judge
@@ -28,6 +28,11 @@ SLIP_S = 4.0  # for one of a slip, of which some do hang
 
 # What an answer shows, and the failure that it ended in.
 Shown = tuple[list[trial.StepOutcomes], RankFailed | None]
+
+
+def untouched(*args: object, **named: object) -> None:
+    """An answer that says when it is called."""
+    raise AssertionError("the answer was called")
 
 
 class Audit:
@@ -53,6 +58,8 @@ class Audit:
             return ["the truth does not end"]
         if all(outcome.kind == "raised" for row in self.wanted for outcome in row):
             return [f"the truth raises in every case: {self.wanted[0][0].data}"]
+        if words := self._too_early():
+            return [words]
         self.candidates.begin()
         self.candidates.spec = self._patient(MISTAKE_S)
         listed = self.candidates.listed
@@ -64,6 +71,22 @@ class Audit:
                 complaints.append(f"{mistake.why!r} {words}")
         ending = [mistake for mistake in self.spec.mistakes if mistake.ends]
         return complaints + [words for mistake in ending if (words := self._unseen(mistake))]
+
+    def _too_early(self) -> str:
+        """An error that cases or observe raise before they have called the answer, or "".
+
+        Every answer shows it, so all would be as good as the truth.
+        """
+        if all(outcome.kind != "raised" for row in self.wanted for outcome in row):
+            return ""
+        parts = [untouched for _ in parts_of(self.spec.truth)]
+        rows, _ = self._look([Pair(*parts) if len(parts) > 1 else untouched], LIMIT_S)
+        for wanted, found in zip(self.wanted, rows, strict=False):
+            for right, other in zip(wanted, found, strict=True):
+                if right.kind == other.kind == "raised" and right.data == other.data:
+                    names, message = right.data
+                    return f"observe raises {names[0]} before it calls the answer: {message}"
+        return ""
 
     def verdicts(self, slips: Sequence[bool] | None = None) -> Iterator[Verdict]:
         """The verdicts on all answers, as a learner gets them.

@@ -201,6 +201,18 @@ def test_a_list_that_does_not_hold_is_named(monkeypatch):
     assert "mark it with !" in with_mistakes(endless)[0]
 
 
+def test_an_error_that_comes_before_the_answer_is_named():
+    """Else every answer would be as good as the truth, which shows the same error."""
+
+    def observe(answer, case):
+        if case.skip == 1:
+            raise RuntimeError("no room")
+        return answer(*case)
+
+    said = "observe raises RuntimeError before it calls the answer: no room"
+    assert audit(replace(MEAN, observe=observe)).of_mistakes() == [said]
+
+
 def never_ends(numbers, skip=0):
     while True:
         pass

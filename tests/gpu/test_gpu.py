@@ -366,7 +366,7 @@ def test_the_page_holds_sentences_that_follow_from_the_rows(tmp_path):
     assert "1 rank, each on NVIDIA H100 80GB HBM3" in text and "2 of 4" in text
     assert "45.0% of the 989 TFLOP/s" in text and "(a data sheet)" in text
     assert "The goal of 50% on an H100 or H200 is not reached here." in text
-    assert "2.00 times as long as PyTorch&#x27;s, and 1.50 times as many bytes" in text
+    assert "2.00 times as long as PyTorch&#39;s, and 1.50 times as many bytes" in text
     assert "This is a world of one" in text
     assert "RuntimeError: NCCL &lt;error&gt;" in text and "&lt;no room&gt;" in text
     assert "needs 2 GPUs, and there is 1" in text and "None" not in text

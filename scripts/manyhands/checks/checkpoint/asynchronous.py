@@ -1,6 +1,7 @@
 """11.7: saves that go on while training goes on, on a disk that waits until it is told to write."""
 
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,10 @@ from manyhands.saving import sharded
 from manyhands.saving.sharded import load_sharded
 from manyhands.saving.store import Store
 
-LOOKS = 10  # at a trainer that stays in save(), until it is believed to wait for its thread there
 LOOK_S = 0.05
+LOOKS = 10  # at a trainer that waits in save(), until it is believed to wait for its thread
+LOOKS_LONG = 60  # at one that stays there and does something else: a busy machine is slow
+WAITING = {"join", "wait", "wait_for", "acquire"}  # calls of threading
 FULL = "No space left on device"
 WAIT_S = 0.05  # for which the disk still writes when wait() is called
 
@@ -91,13 +94,26 @@ class Gate:
 
     def is_released(self, step: int) -> bool:
         """Wait for it, in vain where save() itself waits for this thread."""
-        looks = 0
+        looks = waits = 0
         with self.changed:
-            while threading.current_thread() is not self.trainer and looks < LOOKS:
+            while threading.current_thread() is not self.trainer:
                 if self.changed.wait_for(lambda: self.released >= step, LOOK_S):
                     return True
                 looks = looks + 1 if self.in_save else 0
+                waits = waits + 1 if self.in_save and self.trainer_waits() else 0
+                if waits >= LOOKS or looks >= LOOKS_LONG:
+                    break
         return False
+
+    def trainer_waits(self) -> bool:
+        """Is the trainer in a call that waits for a thread, and not for a new one to begin?"""
+        frame = sys._current_frames().get(self.trainer.ident)
+        calls = set()
+        while frame is not None:
+            if frame.f_code.co_filename == threading.__file__:
+                calls.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return bool(calls & WAITING) and "start" not in calls
 
     def release(self, step: int) -> None:
         """Let the disk write all saves up to that of `step`."""

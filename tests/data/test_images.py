@@ -18,7 +18,7 @@ from manyhands.ranks.failures import BadInput
 
 pytestmark = pytest.mark.fast
 
-MNIST = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
+MNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "mnist"
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte") + (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",

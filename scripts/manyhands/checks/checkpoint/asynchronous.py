@@ -163,7 +163,8 @@ def saves_seen(answer: type, case: Saves) -> dict:
                 saver = answer()
                 saver.group = object()  # without other ranks nothing is sent through it
                 seen = _train(saver, case, folder, gate)
-                seen["save_sharded is given self.group"] = set(gate.groups) == {saver.group}
+                # A save_sharded that stands in the learner's notebook is not seen.
+                seen["save_sharded is given self.group"] = set(gate.groups) <= {saver.group}
             finally:
                 gate.release(case.num_saves)
             for thread in set(threading.enumerate()) - before:

@@ -5,9 +5,9 @@
 A sentence is judged best where a reader meets it: behind what was seen of the answer.
 """
 
-import importlib
 import sys
 
+import answers
 from audit import Audit
 from manyhands.checks.engine.bench import lessons
 
@@ -19,11 +19,12 @@ def main(todo: str) -> int:
         print(f"cards.py: no exercise has the number {todo!r}, as in: 3.5", file=sys.stderr)
         return 2
     exercise = lessons()[words[0]].exercises[todo]
-    tables = importlib.import_module(f"answers.{words[0]}")
     written = [m for m in exercise.spec.mistakes if not m.ends]
     named = {f"mistake: {m.why}": m.change.make(exercise.spec.truth) for m in written}
-    named |= {f"right: {getattr(one, '__name__', one)}": one for one in tables.RIGHT[todo]}
-    wrongs = tables.WRONG.get(todo, ())
+    named |= {
+        f"right: {getattr(one, '__name__', one)}": one for one in answers.right(words[0])[todo]
+    }
+    wrongs = answers.wrong(words[0]).get(todo, ())
     named |= {f"wrong: {getattr(one, '__name__', one)}": one for one, _ in wrongs}
     audit = Audit(exercise, list(named.values()))
     for name, verdict in zip(named, audit.verdicts(), strict=True):

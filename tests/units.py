@@ -41,7 +41,7 @@ BESIDES = {
     "tests/gpu/test_gpu.py": ("sbatch/*.sbatch", "scripts/train_*.py"),
     "tests/jobs/test_slurm.py": ("sbatch/*", ".ci/run"),
     "tests/instruments/test_bench.py": ("bench.json", "bench.md", "README.md"),
-    "tests/checks/test_checks.py": ("tests/answers/*.py",),
+    "tests/checks/test_checks.py": ("tests/answers/*.py", "tests/answers/once_accepted/*.py"),
 }
 # Their patterns name files of all lessons, and their callers say which one: a notebook names its
 # job, and the stored runs that it shows.

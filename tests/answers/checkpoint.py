@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.utils._pytree import tree_map
 
-from answers.once_accepted.checkpoint import WRONG, wrong
 from manyhands.checkpoint import dcp, pods, state
 from manyhands.checkpoint.asynchronous import AsyncSaver, Background
 from manyhands.checkpoint.interval import Spent
@@ -22,10 +21,15 @@ from manyhands.checks.engine.answer import Pair
 from manyhands.saving import kept, pieces, sharded, store
 
 RIGHT: dict[str, list] = defaultdict(list)
+WRONG: dict[str, list] = defaultdict(list)
 
 
 def right(todo):
     return lambda answer: RIGHT[todo].append(answer) or answer
+
+
+def wrong(todo, words=""):
+    return lambda answer: WRONG[todo].append((answer, words)) or answer
 
 
 # ---- 11.2 TrainingState -----------------------------------------------------------------------

@@ -446,16 +446,6 @@ class SamplerWithNumpysNumbers(corpus.ShardedSampler):
         return iter(order[self.rank :: self.world_size].tolist())
 
 
-class SamplerThatDrawsOn(corpus.ShardedSampler):
-    """Epoch 3 is the fourth order that one generator draws."""
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed)
-        for _ in range(self.epoch + 1):
-            order = torch.randperm(self.num_samples, generator=generator)
-        return iter(order[self.rank :: self.world_size].tolist())
-
-
 def accumulate_by_torchs_flag(model, micro_batches, loss_fn):
     """The course's own BucketedDDP has no such flag."""
     total = 0.0
@@ -579,7 +569,6 @@ WRONG: dict[str, list] = {
         (SamplerReadOnce, "one object can be read twice"),
         (SamplerInASnake, "dealt out like cards"),
         (SamplerWithNumpysNumbers, "what RandomSampler does"),
-        (SamplerThatDrawsOn, "in epoch 1"),
     ],
     "6.4": [
         (accumulate_as_one_batch, "the sizes of the batches"),

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from answers.once_accepted import mesh as once_accepted
 from manyhands.checks.engine.answer import Pair
 from manyhands.fsdp.units import FSDP
 from manyhands.mesh.grid import DATA_AXES, coordinates, ranks_along
@@ -554,6 +553,3 @@ WRONG |= {
         (ranks_up_to_a_limit, "times its memory"),
     ],
 }
-
-for todo, answers in once_accepted.WRONG.items():
-    WRONG[todo] = [*WRONG.get(todo, ()), *answers]

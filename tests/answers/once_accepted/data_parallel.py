@@ -67,7 +67,7 @@ class DDPOfViews(replicas.BucketedDDP):
 
 WRONG = {
     "5.3": [(worker_of_what_has_a_gradient, "it sends")],
-    "5.6": [(average_module_by_module, "tied parameter is averaged twice")],
-    "5.10": [(SenderOfOneForEachGradient, "in order"), (SenderOfShortSums, "in bfloat16")],
+    "5.6": [(average_module_by_module, "no more is all-reduced than the gradients")],
+    "5.10": [(SenderOfOneForEachGradient, "not all_reduce of"), (SenderOfShortSums, "in bfloat16")],
     "5.11": [(DDPOfViews, "")],
 }

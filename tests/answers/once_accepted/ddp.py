@@ -37,6 +37,16 @@ class SamplerOfOneGenerator(corpus.ShardedSampler):
         return iter(order[self.rank :: self.world_size].tolist())
 
 
+class SamplerThatDrawsOn(corpus.ShardedSampler):
+    """Epoch 3 is the fourth order that one generator draws."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.epoch + 1):
+            order = torch.randperm(self.num_samples, generator=generator)
+        return iter(order[self.rank :: self.world_size].tolist())
+
+
 def train_with_one_dropout(run, model, data):
     """The random numbers are seeded in every epoch."""
 
@@ -50,6 +60,9 @@ def train_with_one_dropout(run, model, data):
 
 WRONG = {
     "6.2": [(group_of_the_environment, "rank: -1, not 0")],
-    "6.3": [(SamplerOfOneGenerator, "one object can be read twice")],
+    "6.3": [
+        (SamplerOfOneGenerator, "one object can be read twice"),
+        (SamplerThatDrawsOn, "in epoch 1"),
+    ],
     "6.8": [(train_with_one_dropout, "Seed once, before the first epoch")],
 }

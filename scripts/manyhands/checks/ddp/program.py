@@ -165,7 +165,7 @@ class Watched:
         return {name: value.clone() for name, value in self.inner.state_dict().items()}
 
     def test(self, test: DataLoader, words: Callable) -> None:
-        self.inner.load_state_dict(self.best)
+        self.inner.load_state_dict(self.best or self._weights())
         self.found["the test loss"] = self._evaluate("test", test)
 
     def _evaluate(self, split: str, loader: DataLoader) -> Tensor:

@@ -271,7 +271,8 @@ def unit_files(course: Course, unit: str) -> set[str]:
         return {*course.sums}
     lesson = unit.split("/")[3] if unit.startswith(f"{CHECKS}/") else ""
     if lesson:
-        shared = {f"tests/answers/{lesson}.py", *JUDGING, "tests/checks/test_checks.py"}
+        files = {f"tests/answers/{room}{lesson}.py" for room in ("", "once_accepted/")}
+        shared = {*files & course.sums.keys(), *JUDGING, "tests/checks/test_checks.py"}
         but = {"tests/checks/test_checks.py", f"{CHECKS}/{lesson}/__init__.py"}
         found = course.closure({unit, *shared}, but)
     elif unit.endswith(".ipynb"):
